@@ -15,7 +15,7 @@ from helpers.sweeps import end, events, family, start, sweep_folder, tiny, wait_
 from latent_sweep.cli.main import main
 from latent_sweep.errors import Terminated
 from latent_sweep.monitor.state import SweepWatch
-from latent_sweep.run import carry_out
+from latent_sweep.run import run_command
 
 STEPS = 24
 LONG = tiny(trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=5, search={})
@@ -23,7 +23,7 @@ LONG = tiny(trial__training__epochs=STEPS // 8, trial__training__checkpoint_ever
 
 STUBBORN = """
 import argparse, sys, time
-from latent_sweep.run import carry_out
+from latent_sweep.run import run_command
 
 def command(options):
     try:
@@ -33,7 +33,7 @@ def command(options):
         print("first", flush=True)
         time.sleep(600)
 
-sys.exit(carry_out(command, argparse.Namespace()))
+sys.exit(run_command(command, argparse.Namespace()))
 """
 
 
@@ -114,15 +114,15 @@ def test_the_exit_code_tells_which_signal_it_was(raised_anew, capsys):
     def interrupted(options):
         raise KeyboardInterrupt
 
-    assert carry_out(command, None) == 143
-    assert carry_out(interrupted, None) == 130
+    assert run_command(command, None) == 143
+    assert run_command(interrupted, None) == 130
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_who_ignores_sigterm_goes_on_ignoring_it(capsys):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        assert carry_out(lambda options: os.kill(os.getpid(), signal.SIGTERM) or 0, None) == 0
+        assert run_command(lambda options: os.kill(os.getpid(), signal.SIGTERM) or 0, None) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tools import reference
 
-from latent_sweep.cli.main import _parser, main
+from latent_sweep.cli.main import main, make_parser
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import parse_yaml
 from latent_sweep.sweep.config import load_sweep, parse_sweep
@@ -160,7 +160,7 @@ def test_every_module_that_is_mentioned_exists(name):
 def test_every_command_that_is_mentioned_exists(name):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.search(r"^\.PHONY: (.+)$", makefile, re.M)[1].split())
-    (commands,) = (action.choices for action in _parser()._actions if action.choices)
+    (commands,) = (action.choices for action in make_parser()._actions if action.choices)
     found = code(text_of(name))
     assert {t for text in found for t in re.findall(r"^make ([a-z-]+)", text, re.M)} <= targets
     assert {c for text in found for c in re.findall(r"^latent-sweep ([a-z]+)", text, re.M)} <= set(commands)

@@ -26,7 +26,7 @@ from latent_sweep.storage.journal import stages, status
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
-from latent_sweep.tracking import mlflow as mlflow_mirror
+from latent_sweep.tracking import mlflow as mlflow_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -426,11 +426,11 @@ def test_an_unreachable_tracker_delays_nothing_but_the_mirror(finished, tmp_path
         raise ConnectionError("nobody there")
 
     with monkeypatch.context() as patch:
-        patch.setattr(mlflow_mirror, "quiet_client", refuse)
+        patch.setattr(mlflow_tracker, "quiet_client", refuse)
         assert main(["run", write(tmp_path, content), "--local"]) == 0
     assert "1 trials (1 finished)" in capsys.readouterr().out
     assert main(["sync", str(sweep_folder(tmp_path, "late").path)]) == 0
-    assert "1 runs brought up to date" in capsys.readouterr().out
+    assert "1 runs updated" in capsys.readouterr().out
 
 
 # --- two at once -----------------------------------------------------------------------------------------------------

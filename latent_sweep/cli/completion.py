@@ -1,4 +1,4 @@
-"""completion: what a shell needs to complete the commands, their options and the paths they take."""
+"""The command completion."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 FILES = ("sweep", "output")
 FOLDERS = ("folder", "folders", "storage", "target")
-"""Names of arguments that are paths."""
+"""Arguments that take paths."""
 
 
 def add(commands: Commands, parser: Parser) -> None:
-    """Add the command, which completes all of `parser`."""
+    """Add the command; its script completes all of `parser`."""
     completion = add_command(
         commands,
         "completion",
         partial(_completion, parser),
-        "print what a shell needs to complete these commands, their options and paths",
+        "print a shell script that completes commands, options and paths",
         "completion bash > ~/.local/share/bash-completion/completions/latent-sweep",
-        "Print a completion script. bash: write it where the example says; zsh: into a file _latent-sweep in a folder "
-        "of $fpath; tcsh: into a file that ~/.tcshrc sources.",
+        "Print a completion script. bash: save it as in the example; zsh: save it as _latent-sweep in a folder of "
+        "$fpath; tcsh: save it to a file that ~/.tcshrc sources.",
     )
     completion.add_argument("shell", choices=SHELLS)
 
@@ -39,9 +39,9 @@ def _completion(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _actions(parser: Parser) -> list[argparse.Action]:
-    """All arguments of a parser, those of its commands included."""
-    found = list(parser._actions)
+    """Return all arguments of a parser and its commands."""
+    actions = list(parser._actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found += [inner for command in action.choices.values() for inner in _actions(command)]
-    return found
+            actions += [inner for command in action.choices.values() for inner in _actions(command)]
+    return actions

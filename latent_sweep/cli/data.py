@@ -1,4 +1,4 @@
-"""benchmark init and benchmark check: from data that lies somewhere to rows that can be trusted."""
+"""The commands benchmark init and benchmark check."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from latent_sweep.security import printable
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
-    told = "write the file of a benchmark of one's own (init), and look at its rows (check)"
-    parser = commands.add_parser("benchmark", help=told, description=f"{told[:1].upper()}{told[1:]}.")
+    """Add the commands of this module."""
+    summary = "describe your own data as a benchmark (init) and check its examples (check)"
+    parser = commands.add_parser("benchmark", help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
+    parser.summary = summary
     inner = parser.add_subparsers(required=True, metavar="WHAT")
     init = add_command(
         inner,
@@ -19,9 +20,9 @@ def add(commands: Commands) -> None:
         _init,
         "write a commented benchmark.yaml from the data in a folder",
         "benchmark init my_data",
-        "Write a benchmark's file from what a folder holds: TRACE, SAPT's and CL_Benchmark's layout, task files of "
-        "Super-NaturalInstructions, or files of JSON, JSON lines, CSV, Parquet and Arrow whose names say train and "
-        "test. Columns, metrics, labels and lengths are guessed, and say so. No file is replaced.",
+        "Write a benchmark file for the data in a folder: the layouts of TRACE, SAPT and CL_Benchmark, task files of "
+        "Super-NaturalInstructions, or JSON, JSON lines, CSV, Parquet and Arrow files with train and test in their "
+        "names. Guessed columns, metrics, labels and lengths are marked as such. No file is overwritten.",
     )
     init.add_argument("folder", help="the folder with the data")
     init.add_argument("--output", metavar="FILE", help="default: benchmark.yaml in that folder")
@@ -29,14 +30,16 @@ def add(commands: Commands) -> None:
         inner,
         "check",
         _check,
-        "look at every row of a benchmark, as a sweep does before it starts, and more",
+        "check every example of a benchmark, more thoroughly than before a sweep",
         "benchmark check my_data --backbone t5-large",
-        "Say of every task how many rows it has and how they are spread, what stands there twice or nearly so, how "
-        "long prompts and targets are in tokens, and what would spoil scores without a word. Exit codes: 0 no fault, "
-        "1 a fault, 2 it could not be looked at.",
+        "For every task, print the number and distribution of examples, duplicates and near-duplicates, lengths of "
+        "prompts and targets in tokens, and faults that would silently spoil scores. Exit codes: 0 no fault, 1 a "
+        "fault, 2 it could not be checked.",
     )
     check.add_argument("benchmark", metavar="NAME", help="superni, long_sequence, builtin, or a folder or file")
-    check.add_argument("--backbone", default="smollm2-135m", help="whose tokenizer counts; default: %(default)s")
+    check.add_argument(
+        "--backbone", default="smollm2-135m", help="backbone whose tokenizer is used; default: %(default)s"
+    )
     add_json(check)
 
 
@@ -50,7 +53,7 @@ def _init(options: argparse.Namespace) -> int:
     folder = local_path(options.folder)
     output = local_path(options.output) if options.output else folder / BENCHMARK_FILE
     if output.exists():
-        raise ConfigError(f"{output}: is there already; remove it, or name another file by --output")
+        raise ConfigError(f"{output}: already exists; remove it, or choose another file with --output")
     text = draft_benchmark(folder, output)
     write_file(output, text.encode())
     print(printable(f"wrote {output}\nnext: latent-sweep benchmark check {output}"))

@@ -1,4 +1,4 @@
-"""init: a first sweep file, and a first benchmark of one's own."""
+"""The command init."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ PURPOSES = ("quickstart", "lambda", "rank", "router", "seeds", "methods")
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
+    """Add the commands of this module."""
     init = add_command(
         commands,
         "init",
         _init,
         "write a commented sweep file for a backbone and a question",
         "init lambda.yaml --purpose lambda --backbone t5-large --benchmark superni",
-        "Write a commented sweep file, and with --own a benchmark beside it, whose two small tasks are there to be "
-        "replaced. No file is replaced.",
+        "Write a commented sweep file, and with --own a benchmark next to it with two small tasks to replace by your "
+        "own. No file is overwritten.",
     )
     init.add_argument("sweep", metavar="NAME", nargs="?", help="the sweep's name, or the path of its file")
-    init.add_argument("--list", action="store_true", help="list the sweep files of the package")
-    init.add_argument("--copy", metavar="SWEEP", help="copy one of these, e.g. table1, in place of a first sweep file")
+    init.add_argument("--list", action="store_true", help="list the sweep files that come with the package")
+    init.add_argument("--copy", metavar="SWEEP", help="copy one of them instead, e.g. table1")
     init.add_argument(
         "--purpose",
         choices=PURPOSES,
         default="quickstart",
-        help="what varies: two settings in five minutes on a CPU (quickstart, default), the weight of the penalty "
-        "(lambda), the rank, the router, the seed, or the method, each with a rate that suits it (methods)",
+        help="what to vary: two settings in five minutes on a CPU (quickstart, default), the weight of the penalty "
+        "(lambda), the rank, the router, the seed, or the method, each with a suitable learning rate (methods)",
     )
     init.add_argument("--backbone", default="smollm2-135m", help="as in a sweep file; default: %(default)s")
-    what = init.add_mutually_exclusive_group()
-    what.add_argument(
+    data = init.add_mutually_exclusive_group()
+    data.add_argument(
         "--benchmark",
         default="builtin",
-        help="superni, long_sequence, builtin (default), or the folder of one of your own",
+        help="superni, long_sequence, builtin (default), or the folder of your own benchmark",
     )
-    what.add_argument("--own", action="store_true", help="write a benchmark of your own, too: the folder NAME_tasks")
+    data.add_argument("--own", action="store_true", help="also write a benchmark to fill in: the folder NAME_tasks")
 
 
 def _init(options: argparse.Namespace) -> int:

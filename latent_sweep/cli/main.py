@@ -1,4 +1,4 @@
-"""The console script latent-sweep: run, plan, report, figures, rescore and so on; the commands are in `commands/`."""
+"""The console script latent-sweep."""
 
 from __future__ import annotations
 
@@ -7,35 +7,53 @@ import sys
 from collections.abc import Callable, Sequence
 
 from latent_sweep import __version__
-from latent_sweep.cli import completion, machine, models, results, storage, sweeps, tracking
-from latent_sweep.cli import data as benchmarks
-from latent_sweep.cli import init as starting
-from latent_sweep.run import Parser, carry_out, print_any_text
+from latent_sweep.cli import completion, data, init, machine, models, results, storage, sweeps, tracking
+from latent_sweep.run import Parser, print_any_text, run_command
 
-CHAPTERS = (starting, benchmarks, sweeps, results, models, storage, machine, tracking)
+GROUPS = {
+    "run": ("init", "benchmark", "settings", "plan", "run"),
+    "inspect": ("status", "report", "figures", "rescore"),
+    "models": ("ask", "export"),
+    "storage": ("list", "cp", "delete", "gc", "verify", "sync"),
+    "machine": ("doctor", "bench", "completion"),
+}
+"""The commands as `--help` lists them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Returns:
-        0 if all went well, 1 if a trial failed, `doctor` or `benchmark check` found a fault, `rescore` a score that is
-        not that of its answers or cannot be computed again, or `verify` a difference (with `--repair`: one that is
-        left, for the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted, 143 if
-        SIGTERM has ended it, 141 if the reader of its output has gone.
+        0: success. 1: a trial failed, or the command found a fault or difference. 2: the command could not be carried
+        out. 130: interrupted. 141: the reader of the output has gone. 143: ended by SIGTERM.
     """
     print_any_text()
-    options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = options.carry_out
-    return carry_out(command, options)
+    options = make_parser().parse_args(arguments)
+    action: Callable[[argparse.Namespace], int] = options.action
+    return run_command(action, options)
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="latent-sweep", description="Sweeps of continual-learning trials on frozen language models.")
+class _MainParser(Parser):
+    """The top-level parser, whose help lists the commands by group."""
+
+    def format_help(self) -> str:
+        (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        lines = [self.format_usage(), self.description or "", ""]
+        for title, names in GROUPS.items():
+            present = [(name, commands.choices[name].summary) for name in names if name in commands.choices]
+            lines += [f"{title}:", *(f"  {name:<11} {summary}" for name, summary in present), ""]
+        return "\n".join([*lines, "`latent-sweep COMMAND --help` explains a command and its options.", ""])
+
+
+def make_parser() -> Parser:
+    """Return the parser of the whole command line."""
+    parser = _MainParser(
+        prog="latent-sweep", description="Run sweeps of continual-learning trials on frozen language models."
+    )
     parser.add_argument("--version", action="version", version=f"latent-sweep {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for chapter in CHAPTERS:
-        chapter.add(commands)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    for module in (init, data, sweeps, results, models, storage, machine, tracking):
+        module.add(commands)
     completion.add(commands, parser)
     return parser
 

@@ -1,4 +1,4 @@
-"""ask and export: a model out of a sweep."""
+"""The commands ask and export."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 BEST = "best"
 KINDS = ("peft", "merged", "model", "mlflow")
-"""What `--to` writes."""
+"""Formats of `--to`."""
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
+    """Add the commands of this module."""
     ask = add_command(
         commands,
         "ask",
         _ask,
-        "ask the model that a sweep has found, or one that was exported",
+        "ask a sweep's best model, or an exported one",
         'ask runs/lambda "The soup was cold." --task mood',
-        "Print the answer, the task that the text was routed to, the weights over tasks, and whether it belongs to a "
-        "learned task at all. A sweep's best finished trial answers, or the one that --trial names.",
+        "Print the answer, the task that the text was routed to, the weights over tasks, and whether the text belongs "
+        "to a learned task at all. The best finished trial of a sweep answers, or the one that --trial names.",
     )
     ask.add_argument("folder", help="a sweep's folder or its URI, e.g. runs/lambda, or the folder of an exported model")
     ask.add_argument("texts", nargs="+", metavar="TEXT", help="what is asked")
     ask.add_argument(
-        "--task", help="put this task's instruction before the text, as in training; routing still decides who answers"
+        "--task", help="prepend this task's instruction, as in training; the router still chooses the adapter"
     )
-    ask.add_argument("--trial", default=BEST, help="of a sweep: as for export; default: best")
+    ask.add_argument("--trial", default=BEST, help="a trial of the sweep, as for export; default: best")
     _add_device(ask)
     add_json(ask)
 
@@ -42,12 +42,12 @@ def add(commands: Commands) -> None:
         commands,
         "export",
         _export,
-        "write the model that a trial has become for others to load: peft, merged weights, or a folder of our own",
+        "export a trial's model: peft adapters, merged weights, our own folder, or MLflow",
         "export runs/lambda best --to peft adapters/lambda",
-        "peft: a LoRA adapter for each task that peft, vLLM and TGI load, or one of all that are summed. merged: a "
-        "folder of transformers with the adapter added to the weights. model: our own folder with the router and every "
-        "snapshot, which `ask` and ContinualModel.from_folder open. mlflow: the same in the sweep's run, for "
-        "mlflow.pyfunc and `mlflow models serve`. A card in each folder says what it loses.",
+        "peft: one LoRA adapter per task, or one for their sum, for peft, vLLM and TGI. merged: a transformers folder "
+        "with the adapter merged into the weights. model: our own folder with the router and every snapshot, for `ask` "
+        "and ContinualModel.from_folder. mlflow: the same in the sweep's run, for mlflow.pyfunc and `mlflow models "
+        "serve`. A model card in each folder lists the limitations of the format.",
     )
     export.add_argument(
         "folder", help="a sweep's folder or its URI, e.g. runs/lambda, or the folder of an exported model"
@@ -56,34 +56,36 @@ def add(commands: Commands) -> None:
         "trial",
         nargs="?",
         default=BEST,
-        help="best (the finished trial with the highest AP; the default), an id, the beginning of one, or a trial's "
-        "name in tables, as 'lambda=0.1 seed=0', or a part of it that no other has",
+        help="best (the finished trial with the highest AP, the default), an id or its unique beginning, or the name "
+        "in tables, e.g. 'lambda=0.1 seed=0', or a unique part of it",
     )
     export.add_argument(
         "--to",
         required=True,
         nargs="+",
         metavar=("KIND", "FOLDER"),
-        help="one of peft, merged and model, and a new or an empty folder; or mlflow",
+        help="peft, merged or model with a new or empty folder; or mlflow without one",
     )
-    export.add_argument("--task", help="of merged: whose adapter, where the model has one for each task")
+    export.add_argument("--task", help="with merged: the task whose adapter is merged, if the model has one per task")
     _add_device(export)
     add_tracker(export)
 
 
 def _add_device(parser: Parser) -> None:
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="default: what the trial says")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="default: the trial's setting")
 
 
 def _opened(folder: str, trial: str, device: Device | None) -> ContinualModel:
-    """Open an exported model, or take one out of a sweep."""
+    """Open an exported model, or a trial's model."""
     from latent_sweep.deploy.folder import is_model
     from latent_sweep.deploy.model import ContinualModel
 
     if "://" in folder or not is_model(folder):
         return ContinualModel.from_sweep(folder, trial, device)
     if trial != BEST:
-        raise ConfigError(f"{folder} is an exported model, of one trial; found the trial {trial!r}. Leave it out")
+        raise ConfigError(
+            f"{folder}: found the trial {trial!r}, but this is an exported model of one trial; leave it out"
+        )
     return ContinualModel.from_folder(folder, device)
 
 
@@ -103,8 +105,8 @@ def _lines(answered: Answered) -> list[str]:
     if answered.task is not None:
         lines.append(f"  routed to {answered.task}")
     if answered.novelty is not None:
-        belongs = {True: "", False: ": it belongs to no learned task", None: ""}[answered.known]
-        lines.append(f"  novelty   {answered.novelty:.4g}{belongs}")
+        remark = ": belongs to no learned task" if answered.known is False else ""
+        lines.append(f"  novelty   {answered.novelty:.4g}{remark}")
     return lines
 
 
@@ -124,7 +126,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _into_folder(options: argparse.Namespace, kind: str, folder: str) -> list[str]:
-    """Write one of the kinds of folders; returns what was written."""
+    """Write an export; return lines that name what was written."""
     from latent_sweep.deploy.merged import export_merged
     from latent_sweep.deploy.peft_folders import export_peft
 
@@ -138,32 +140,31 @@ def _into_folder(options: argparse.Namespace, kind: str, folder: str) -> list[st
 
 
 def _into_mlflow(options: argparse.Namespace) -> list[str]:
-    """Log a trial's model in the run of its sweep; returns the address that MLflow loads it from."""
+    """Log a trial's model in its sweep's run; return the address for MLflow."""
     from latent_sweep.deploy.model import ContinualModel
     from latent_sweep.storage.folders import open_sweep
     from latent_sweep.tracking.mlflow import MlflowTracker, tracker_for
     from latent_sweep.tracking.mlflow_model import write_mlflow_model
 
     sweep = open_sweep(options.folder)
-    mirror = tracker_for(options.uri or sweep.tracking_uri, sweep, options.allow_insecure)
-    if not isinstance(mirror, MlflowTracker):
+    tracker = tracker_for(options.uri or sweep.tracking_uri, sweep, options.allow_insecure)
+    if not isinstance(tracker, MlflowTracker):
         raise ConfigError(f"{options.folder}: its sweep file says tracking.uri: none; name a tracker with --uri")
     write_mlflow_model(ContinualModel.from_sweep(options.folder, options.trial, options.device), sweep)
-    mirror.close()
-    return [mirror.model_uri()]
+    tracker.close()
+    return [tracker.model_uri()]
 
 
 def _target(words: Sequence[str]) -> tuple[str, str]:
-    """Read what stands behind `--to`: a kind, and a folder where one is written.
+    """Parse the values of `--to`: a format and its folder, if any.
 
     Raises:
-        ConfigError: it is no kind of export, or it has not as many folders as it takes.
+        ConfigError: the format is unknown, or the number of folders is wrong.
     """
     kind, *folders = words
     if kind not in KINDS:
         raise ConfigError(f"--to: found {quoted(kind)}; expected one of {', '.join(KINDS)}")
-    wanted = 0 if kind == "mlflow" else 1
-    if len(folders) != wanted:
-        told = "none: it goes into the sweep's run" if not wanted else f"one, e.g. --to {kind} exported/{kind}"
-        raise ConfigError(f"--to {kind}: found {len(folders)} folders; expected {told}")
+    if len(folders) != (kind != "mlflow"):
+        expected = "none: it is logged in the sweep's run" if kind == "mlflow" else f"one, e.g. exported/{kind}"
+        raise ConfigError(f"--to {kind}: found {len(folders)} folders; expected {expected}")
     return kind, folders[0] if folders else ""

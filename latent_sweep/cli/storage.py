@@ -1,4 +1,4 @@
-"""list, gc, delete and cp: what lies in a storage, and what need not lie there."""
+"""The commands list, gc, delete and cp."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ KEEP_DAYS = 7.0
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
+    """Add the commands of this module."""
     listing = add_command(
         commands,
         "list",
         _list,
-        "list the sweeps of a storage: where each stands, what came out, how much it takes",
+        "list the sweeps of a storage with their state, best AP and size",
         "list s3://bucket/sweeps",
-        "List the sweeps of a storage: where each stands, the best AP so far (of the trials that have seen the most "
-        "tasks), the bytes of its folder, of the snapshots that it alone refers to, and of those that it shares with "
-        "others. Changes nothing.",
+        "List the sweeps of a storage: state, best AP so far (of the trials that have seen the most tasks), and the "
+        "size of the folder, of its own snapshots, and of those shared with other sweeps. Changes nothing.",
     )
     _add_storage(listing)
     add_json(listing)
@@ -39,26 +38,25 @@ def add(commands: Commands) -> None:
         commands,
         "gc",
         _gc,
-        "find what no sweep of a storage refers to, and delete it if asked to",
+        "find files that no sweep of a storage refers to; --delete deletes them",
         "gc runs --delete",
-        "Find snapshots and checkpoints that no sweep refers to, files that were set aside as damaged, and what "
-        "writers and probes have left over; print bytes by kind. Deletes nothing without --delete. What was written "
-        "within --keep-days stays, and so does what a sweep refers to that has not run yet: it is safe beside running "
-        "sweeps.",
+        "Find snapshots and checkpoints that no sweep refers to, quarantined files, and leftovers of writers and "
+        "probes; print their size by kind. Deletes nothing without --delete. Files written within --keep-days stay, as "
+        "do those that a planned sweep refers to, so it is safe while sweeps run.",
     )
     _add_storage(gc)
-    gc.add_argument("--delete", action="store_true", help="delete what is found")
+    gc.add_argument("--delete", action="store_true", help="delete the files")
     gc.add_argument(
         "--keep-days",
         type=_days,
         default=KEEP_DAYS,
         metavar="DAYS",
-        help="leave what was written within so many days, and in any case within an hour; default: %(default)g",
+        help="keep files written within this many days, and always those of the last hour; default: %(default)g",
     )
     gc.add_argument(
         "--caches",
         action="store_true",
-        help="also tokens, factors, embeddings and known answers of this node: they are made again when needed",
+        help="include this node's caches (tokens, factors, embeddings, answers), which are rebuilt when needed",
     )
     add_json(gc)
 
@@ -66,11 +64,11 @@ def add(commands: Commands) -> None:
         commands,
         "delete",
         _delete,
-        "delete a sweep with what no other sweep refers to, after asking",
+        "delete a sweep and the snapshots that only it refers to, after asking",
         "delete runs/lambda",
-        "Delete a sweep's folder, that of its candidates, and the snapshots that no other sweep of the storage refers "
-        "to. Says what that takes and asks. Its runs in MLflow stay. Exit codes: 0 deleted, 1 nothing was, as that was "
-        "the answer, 2 it could not be carried out.",
+        "Delete the folders of a sweep and of its tuning trials, and the snapshots that no other sweep of the storage "
+        "refers to. Prints what will be deleted and asks for confirmation. Runs in MLflow stay. Exit codes: 0 deleted, "
+        "1 not confirmed, 2 it could not be carried out.",
     )
     add_sweep_folder(delete)
     delete.add_argument("--yes", action="store_true", help="do not ask")
@@ -79,19 +77,19 @@ def add(commands: Commands) -> None:
         commands,
         "cp",
         _cp,
-        "copy a sweep with all that it refers to into another storage or an archive, or from an archive",
+        "copy a sweep with everything it refers to, from and to storages and archives",
         "cp runs/lambda lambda.tar.gz",
-        "Copy a sweep, that of its candidates, and the snapshots that they refer to. What is copied is checked by "
-        "`latent-sweep verify`, and resumes as it would here. An archive holds one storage; from there the sweep is "
-        "copied with the archive in the folder's place. Caches stay behind, and are made again when needed.",
+        "Copy a sweep, its tuning trials, and the snapshots that they refer to. The copy can be checked with "
+        "`latent-sweep verify` and resumed. To unpack an archive, pass it instead of the folder. Caches are not "
+        "copied; they are rebuilt when needed.",
     )
     cp.add_argument("folder", help="the sweep's folder or its URI, or an archive, e.g. runs/lambda")
     cp.add_argument("target", help="a storage: a folder or a URI; or an archive: .tar, .tar.gz, .tgz or .tar.xz")
     cp.add_argument(
         "--without-snapshots",
         action="store_true",
-        help="leave the weights behind: the evidence behind a table, for `report`, `figures` and `rescore`; `verify` "
-        "says of each snapshot that it is missing, and `run` learns nothing again that has ended",
+        help="copy results without weights, enough for `report`, `figures` and `rescore`; `verify` then reports each "
+        "snapshot as missing, and `run` does not learn finished trials again",
     )
 
 
@@ -112,7 +110,7 @@ def _days(text: str) -> float:
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes for people: `1.5 GiB`."""
+    """Format a size, e.g. `1.5 GiB`."""
     amount, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
@@ -120,7 +118,7 @@ def bytes_text(size: int) -> str:
 
 
 def _inventory(place: str | None) -> Inventory:
-    """Open the storage that a command names, or the default one."""
+    """Open the given or the default storage."""
     from latent_sweep.errors import ConfigError
     from latent_sweep.storage.inventory import Inventory
     from latent_sweep.storage.storage import default_place, open_storage
@@ -133,38 +131,38 @@ def _inventory(place: str | None) -> Inventory:
 
 def _list(options: argparse.Namespace) -> int:
     inventory = _inventory(options.storage)
-    found = [_listed(inventory, sweep) for sweep in inventory.sweeps]
+    records = [_record(inventory, sweep) for sweep in inventory.sweeps]
     if options.json:
-        print_json(found)
+        print_json(records)
         return 0
-    rows = [["sweep", "stands", "trials", "best AP", "own", "snapshots", "shared", "last written"]]
-    for one in found:
+    rows = [["sweep", "state", "trials", "best AP", "own", "snapshots", "shared", "last written"]]
+    for one in records:
         if "fault" in one:
-            rows.append([one["name"], "damaged", "", "", "", "", "", _day(one["changed"])])
+            rows.append([one["name"], "corrupt", "", "", "", "", "", _day(one["changed"])])
             continue
         done = f"{one['done']} of {one['trials']}" + (f", {one['failed']} failed" if one["failed"] else "")
         best = "" if one["best_AP"] is None else f"{100 * one['best_AP']:.1f}"
         sizes = [bytes_text(one[kind]) for kind in ("bytes_own", "bytes_snapshots", "bytes_shared")]
         rows.append([one["name"], one["course"], done, best, *sizes, _day(one["changed"])])
-    print(printable(_table(rows) if found else f"{inventory.storage.place}: no sweeps"))
-    for one in found:
+    print(printable(_table(rows) if records else f"{inventory.storage.place}: no sweeps"))
+    for one in records:
         if "fault" in one:
             print(printable(f"{one['name']}: {one['fault']}"))
     return 0
 
 
-def _listed(inventory: Inventory, sweep: SweepFolder) -> dict[str, Any]:
+def _record(inventory: Inventory, sweep: SweepFolder) -> dict[str, Any]:
     from latent_sweep.errors import StoreError
     from latent_sweep.monitor.state import SweepWatch
     from latent_sweep.storage.folders import SWEEP_FILE
 
-    told: dict[str, Any] = {"name": sweep.name, "place": str(sweep.path), "changed": inventory.changed(sweep)}
+    record: dict[str, Any] = {"name": sweep.name, "place": str(sweep.path), "changed": inventory.changed(sweep)}
     try:
         sweep.storage.pull(sweep.path, only=(SWEEP_FILE,))
         state, size = SweepWatch(sweep).look(), inventory.size(sweep)
     except StoreError as error:
-        return told | {"fault": str(error)}
-    return told | {
+        return record | {"fault": str(error)}
+    return record | {
         "tuning_of": sweep.tuning_of,
         "course": state.course,
         "driver": state.driver,
@@ -183,7 +181,7 @@ def _day(at: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows of cells in columns."""
+    """Align cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
@@ -193,30 +191,30 @@ def _gc(options: argparse.Namespace) -> int:
     from latent_sweep.storage.inventory import AT_WORK, DAY, collect, garbage
 
     inventory = _inventory(options.storage)
-    found = garbage(inventory, options.keep_days, options.caches)
-    deleted = collect(inventory, found) if options.delete else []
+    files = garbage(inventory, options.keep_days, options.caches)
+    deleted = collect(inventory, files) if options.delete else []
     if options.json:
-        by_kind = {kind: {"files": count, "bytes": size} for kind, count, size in _by_kind(found)}
+        by_kind = {kind: {"files": count, "bytes": size} for kind, count, size in _by_kind(files)}
         print_json({"found": by_kind, "deleted": len(deleted), "bytes_deleted": sum(one.size for one in deleted)})
         return 0
-    if not found:
-        age = f"{options.keep_days:g} days" if options.keep_days * DAY > AT_WORK else "an hour; what is younger stays"
-        print(printable(f"{inventory.storage.place}: nothing that is older than {age}"))
+    if not files:
+        age = f"{options.keep_days:g} days" if options.keep_days * DAY > AT_WORK else "an hour; younger files stay"
+        print(printable(f"{inventory.storage.place}: nothing older than {age}"))
         return 0
-    rows = [[kind, f"{count:,}", bytes_text(size)] for kind, count, size in _by_kind(found)]
+    rows = [[kind, f"{count:,}", bytes_text(size)] for kind, count, size in _by_kind(files)]
     print(printable(_table([["kind", "files", "bytes"], *rows])))
     if not options.delete:
         print("nothing was deleted; the same command with --delete deletes it")
     else:
-        left = f"; {len(found) - len(deleted):,} are in use and stay" if len(deleted) < len(found) else ""
+        left = f"; {len(files) - len(deleted):,} are in use and stay" if len(deleted) < len(files) else ""
         print(f"deleted {len(deleted):,} files, {bytes_text(sum(one.size for one in deleted))}{left}")
     return 0
 
 
-def _by_kind(found: Sequence[Garbage]) -> list[tuple[str, int, int]]:
+def _by_kind(garbage_files: Sequence[Garbage]) -> list[tuple[str, int, int]]:
     """Count files and bytes of each kind."""
     counts, sizes = Counter[str](), Counter[str]()
-    for one in found:
+    for one in garbage_files:
         counts[one.kind] += 1
         sizes[one.kind] += one.size
     return [(kind, counts[kind], sizes[kind]) for kind in counts]
@@ -229,8 +227,8 @@ def _delete(options: argparse.Namespace) -> int:
     sweep = open_sweep(options.folder)
     inventory = Inventory(sweep.storage)
     going = deletion(inventory, sweep.name)
-    print(printable("\n".join(_going(going))))
-    if not options.yes and not _agreed(sweep.name):
+    print(printable("\n".join(_deletion_lines(going))))
+    if not options.yes and not _confirmed(sweep.name):
         print("nothing was deleted")
         return 1
     delete(inventory, going)
@@ -238,8 +236,8 @@ def _delete(options: argparse.Namespace) -> int:
     return 0
 
 
-def _going(going: Deletion) -> list[str]:
-    """Say what a deletion takes away, and what it leaves."""
+def _deletion_lines(going: Deletion) -> list[str]:
+    """Describe what a deletion removes and keeps."""
     own, alone = (sum(facts.size for facts in files.values()) for files in (going.files, going.snapshots))
     lines = [f"{sweep.path}: {len(list(sweep))} trials" for sweep in going.sweeps]
     lines.append(f"{bytes_text(own)} of results, {bytes_text(alone)} of snapshots that no other sweep refers to")
@@ -248,10 +246,10 @@ def _going(going: Deletion) -> list[str]:
     return lines
 
 
-def _agreed(name: str) -> bool:
-    """Ask for the sweep's name; nobody there to answer is a no."""
+def _confirmed(name: str) -> bool:
+    """Ask for the sweep's name; without a terminal the answer is no."""
     if not sys.stdin.isatty():
-        print("no terminal to ask on; --yes deletes without asking")
+        print("no terminal to ask for confirmation; --yes deletes without asking")
         return False
     try:
         return input("Type the sweep's name to delete it: ").strip() == name

@@ -1,4 +1,4 @@
-"""sync and verify: what is on disk, and what MLflow holds of it."""
+"""The commands sync and verify."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker
     from latent_sweep.tracking.verify import Verdict
 
+_UNCHANGED = "nothing was changed; the same command with --repair repairs it, or prepares the next run to do so"
+
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
+    """Add the commands of this module."""
     sync = add_command(
         commands,
         "sync",
         _sync,
-        "bring everything on disk that MLflow lacks into it; safe to repeat",
+        "upload to MLflow what it lacks of a sweep; safe to repeat",
         "sync runs/lambda --uri https://mlflow.example.org",
     )
     _add_tracker_arguments(sync)
@@ -38,19 +40,19 @@ def add(commands: Commands) -> None:
         commands,
         "verify",
         _verify,
-        "check that the disk is whole and that MLflow holds what the journals say",
+        "check that files are intact and that MLflow matches the journals",
         "verify runs/lambda --repair",
-        "Check the disk: every line of every journal checks against its digest, every file of results and every "
-        "snapshot against what the journals say. If it is whole, check MLflow: runs, params, tags, status, every point "
-        "of every metric, artifacts (pictures by name, snapshots by size, the rest byte for byte). Prints what "
-        "differs; changes nothing without --repair. Exit codes: 0 equal, 1 something differs (with --repair: something "
-        "is left for the next run), 2 it could not be checked.",
+        "Check every journal line against its digest, and every file of results and every snapshot against the digests "
+        "in the journals. If the files are intact, compare MLflow with them: runs, params, tags, status, every metric "
+        "point, artifacts (pictures by name, snapshots by size, the rest byte by byte). Print the differences; change "
+        "nothing without --repair. Exit codes: 0 equal, 1 something differs (with --repair: something is left for the "
+        "next run), 2 it could not be checked.",
     )
     verify.add_argument(
         "--repair",
         action="store_true",
-        help="set aside what is damaged on disk, so that the same run command makes it again, and say what that takes; "
-        "if the disk is whole, bring MLflow what it lacks, with new runs in the place of those that cannot be mended",
+        help="quarantine corrupt files, so that the same run command makes them again, and print what that takes; if "
+        "the files are intact, upload to MLflow what it lacks and recreate runs that cannot be corrected",
     )
     _add_tracker_arguments(verify)
     add_json(verify)
@@ -62,9 +64,9 @@ def _add_tracker_arguments(parser: Parser) -> None:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    _, mirror = _tracked_sweep(options)
-    changed = mirror.close()
-    lines = [f"{changed} runs brought up to date", f"compare   {mirror.ui_command()}", f"          {mirror.link()}"]
+    _, tracker = _tracked_sweep(options)
+    changed = tracker.close()
+    lines = [f"{changed} runs updated", f"compare   {tracker.ui_command()}", f"          {tracker.link()}"]
     print(printable("\n".join(lines)))
     return 0
 
@@ -73,63 +75,60 @@ def _verify(options: argparse.Namespace) -> int:
     from latent_sweep.tracking.mlflow import MlflowTracker
     from latent_sweep.tracking.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
 
-    folder, mirror = _tracked_sweep(options)
-    told: dict[str, Any] = {}
-    """What `--json` prints; without it, every verdict is printed as soon as it is known."""
+    folder, tracker = _tracked_sweep(options)
+    record: dict[str, Any] = {}
+    """The output of `--json`; without it, each verdict is printed at once."""
 
-    def say(place: str, verdict: Verdict, what: str) -> None:
-        told[what] = verdict.record()
+    def show(title: str, verdict: Verdict, key: str) -> None:
+        record[key] = verdict.record()
         if not options.json:
-            print(printable(f"{place}\n{verdict.text()}"), flush=True)
+            print(printable(f"{title}\n{verdict.text()}"), flush=True)
 
-    def ended(code: int, *lines: str) -> int:
+    def finish(code: int, *lines: str) -> int:
         if options.json:
-            print_json(told)
+            print_json(record)
         elif lines:
             print(*map(printable, lines), sep="\n")
         return code
 
     disk = verify_disk(folder)
-    say("disk", disk, "disk")
+    show("disk", disk, "disk")
     if disk.faults and options.repair:
-        told["set_aside"] = repair_disk(folder)
-        if told["set_aside"]:
-            return ended(1, "set aside; the same run command makes it again:", *told["set_aside"])
+        record["set_aside"] = repair_disk(folder)
+        if record["set_aside"]:
+            return finish(1, "quarantined; the same run command makes it again:", *record["set_aside"])
         if not options.json:
-            print("fetched again from the object store")
+            print("restored from the object store")
     elif disk.faults:
-        return ended(1, _UNCHANGED)
-    if not isinstance(mirror, MlflowTracker):
-        return ended(0)
+        return finish(1, _UNCHANGED)
+    if not isinstance(tracker, MlflowTracker):
+        return finish(0)
     if options.uri is None:
-        _check_place(mirror.uri)
-    tracker = verify_tracker(folder, mirror)
-    say(f"MLflow at {mirror.uri}", tracker, "tracker")
-    if tracker.faults and options.repair:
-        repair_tracker(folder, mirror)
-        tracker = verify_tracker(folder, mirror)
-        say("repaired", tracker, "repaired")
-    elif tracker.faults:
-        return ended(1, _UNCHANGED)
-    return ended(1 if tracker.faults else 0)
+        _check_relative_address(tracker.uri)
+    verdict = verify_tracker(folder, tracker)
+    show(f"MLflow at {tracker.uri}", verdict, "tracker")
+    if verdict.faults and options.repair:
+        repair_tracker(folder, tracker)
+        verdict = verify_tracker(folder, tracker)
+        show("repaired", verdict, "repaired")
+    elif verdict.faults:
+        return finish(1, _UNCHANGED)
+    return finish(1 if verdict.faults else 0)
 
 
-_UNCHANGED = "nothing was changed; the same command with --repair mends it, or makes it ready for the next run to mend"
-
-
-def _check_place(uri: str) -> None:
-    """Refuse a relative address that means nothing here: everything would be missing, and a repair would make another.
+def _check_relative_address(uri: str) -> None:
+    """Refuse a relative address without a database or folder: a repair would create a second one.
 
     Raises:
         ConfigError: there is no such database or folder.
     """
     from latent_sweep.sweep.tracking_uris import relative_place
 
-    place = relative_place(uri)
-    if place is not None and not place.exists():
+    path = relative_place(uri)
+    if path is not None and not path.exists():
         raise ConfigError(
-            f"MLflow at {uri}: found no {place.absolute()}; expected the one that the sweep was brought into: the "
-            "address is relative to the working directory. Run the command where the sweep ran, or name the tracker "
+            f"MLflow at {uri}: found no {path.absolute()}; expected the one that the sweep was uploaded to. The "
+            "address is relative to the working directory: run the command where the sweep ran, or name the tracker "
             "with --uri"
         )
 

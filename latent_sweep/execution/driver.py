@@ -124,7 +124,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.report.report import render
     from latent_sweep.report.tables import PAGE_FILE
     from latent_sweep.results.summaries import summarize
-    from latent_sweep.tracking.mlflow import SyncThread, tracker_for
+    from latent_sweep.tracking.mlflow import tracker_for
+    from latent_sweep.tracking.sync_thread import SyncThread
 
     failed = _failed(packs, SweepFolder(storage, sweep.name)) if how.only_failed else None
     if failed == []:
@@ -139,9 +140,9 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     elif missing < trainings:
         say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
     keep_reserve(folder.path)
-    mirror = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
+    tracker = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
     with screen_for(folder, log=True) as screen:
-        thread = SyncThread(mirror, tell=screen.tell)
+        thread = SyncThread(tracker, log_line=screen.tell)
         thread.start()
         try:
             if todo:
@@ -170,8 +171,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         say(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         say(f"          a copy of what is below {storage.place}")
-    if link := mirror.link():
-        say(f"compare   {mirror.ui_command()}\n          {link}")
+    if link := tracker.link():
+        say(f"compare   {tracker.ui_command()}\n          {link}")
     return sum(count for found, count in summary.counts.items() if found not in ("finished", "stopped"))
 
 
@@ -188,7 +189,7 @@ def _write_page(folder: SweepFolder, tell: Callable[[str], None]) -> None:
 
 
 def _write_model(folder: SweepFolder, tell: Callable[[str], None]) -> None:
-    """Write the best trial's model for the mirror to bring. Trials and tables are there without it, too."""
+    """Write the best trial's model for the tracker to bring. Trials and tables are there without it, too."""
     from latent_sweep.tracking.mlflow_model import log_best  # with torch
 
     try:

@@ -1,5 +1,7 @@
-"""Servers beyond this machine must ask who calls: whoever reaches a Ray cluster runs code on it, and whoever reaches an
-MLflow server changes its results. `run.allow_insecure` says that the network is safe in another way.
+"""Refuses servers on other machines that do not authenticate their clients.
+
+Anyone who reaches a Ray cluster can run code on it, and anyone who reaches an MLflow server can change its results.
+`run.allow_insecure` declares that the network itself is protected.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import redact
 
 KNOCK_SECONDS = 4.0
-"""Seconds for a Ray cluster's head to accept a connection."""
+"""Seconds for a Ray cluster's head to accept a connection and send its first bytes."""
 ANSWER_SECONDS = 1.0
-"""Seconds of these for its first bytes."""
+"""The part of them reserved for the first bytes."""
 HTTP2_SETTINGS = b"\4"
-"""The kind of the first frame of each side of an HTTP/2 connection, as gRPC has it: its fourth byte."""
+"""Type of the first HTTP/2 frame of either side of a gRPC connection; it is the frame's fourth byte."""
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
-"""What a client of gRPC sends first, with empty settings."""
+"""The first bytes of a gRPC client, with empty settings."""
 
 
 def ray_address() -> str | None:
-    """Return the Ray cluster that RAY_ADDRESS names; None if `run` starts one for itself."""
+    """Return the value of RAY_ADDRESS; None if `run` starts a cluster of its own."""
     address = os.environ.get("RAY_ADDRESS", "").strip()
     return None if address in ("", "local") else address
 
@@ -35,7 +37,7 @@ def ray_address() -> str | None:
 def check_ray_address(allow_insecure: bool) -> None:
     """Refuse to join a Ray cluster on another machine without a token.
 
-    A cluster of our own, `auto` and loopback addresses pass; a job inherits mode and token from its cluster and passes.
+    Jobs inherit mode and token from their cluster.
 
     Raises:
         ConfigError: RAY_ADDRESS names another machine, and RAY_AUTH_MODE is not `token`.
@@ -48,24 +50,23 @@ def check_ray_address(allow_insecure: bool) -> None:
         raise ConfigError(
             f"RAY_ADDRESS: found {redact(address)}, another machine, with RAY_AUTH_MODE={mode or '(unset)'}; expected "
             f"RAY_AUTH_MODE=token. Set it here and where the cluster starts, with the cluster's token in "
-            f"RAY_AUTH_TOKEN or ~/.ray/auth_token. On a network that nobody else can enter: "
-            f"--set run.allow_insecure=true"
+            f"RAY_AUTH_TOKEN or ~/.ray/auth_token. On a protected network: --set run.allow_insecure=true"
         )
 
 
 def check_listens(address: str) -> None:
-    """Open a connection to a Ray cluster's head: Ray itself would wait for it for minutes.
+    """Check that a Ray cluster's head accepts connections; Ray itself would wait for minutes.
 
     Raises:
         ConfigError: the address has no port, or no Ray cluster listens there.
     """
     host, port = _host_and_port(address)
-    found: list[str] = []
-    # to look up a name can take longer than any timeout of the connection
-    thread = threading.Thread(target=lambda: found.append(_knock(host, port)), daemon=True)
+    faults: list[str] = []
+    # in a thread, because name resolution has no timeout
+    thread = threading.Thread(target=lambda: faults.append(_knock(host, port)), daemon=True)
     thread.start()
     thread.join(KNOCK_SECONDS)
-    if fault := found[0] if found else f"no answer in {KNOCK_SECONDS:g} seconds":
+    if fault := faults[0] if faults else f"no answer in {KNOCK_SECONDS:g} seconds":
         raise ConfigError(
             f"RAY_ADDRESS: found {redact(address)}, where no Ray cluster listens: {fault}. Start the cluster, correct "
             "the address, or unset RAY_ADDRESS to run on this machine alone"
@@ -74,7 +75,7 @@ def check_listens(address: str) -> None:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     parts = _split(address)
-    with suppress(ValueError):  # of a port that is none
+    with suppress(ValueError):  # for an invalid port
         if parts.hostname and parts.port and parts.scheme in ("", "ray"):
             return parts.hostname, parts.port
     raise ConfigError(
@@ -84,35 +85,35 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _knock(host: str, port: int) -> str:
-    """Return why no Ray cluster listens at a port; an empty text if one may."""
+    """Return why no Ray cluster listens at a port; an empty string if one may."""
     try:
         with socket.create_connection((host, port), timeout=KNOCK_SECONDS - ANSWER_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):
-                return ""  # it waits for another greeting
+                return ""  # TLS has another handshake
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(HTTP2_PREFACE)
-            with suppress(TimeoutError):  # a head may be busy
+            with suppress(TimeoutError):  # the head may be busy
                 answer = connection.recv(9, socket.MSG_WAITALL)
                 if answer[3:4] != HTTP2_SETTINGS:
-                    return "another kind of server does, maybe the cluster's dashboard"
+                    return "it is another kind of server, perhaps the cluster's dashboard"
     except OSError as error:
         return str(error.strerror or error)
     return ""
 
 
 def check_tracking_address(uri: str, allow_insecure: bool) -> None:
-    """Refuse to send results to an MLflow server on another machine without TLS or without credentials.
+    """Refuse to send results to an MLflow server on another machine without TLS or credentials.
 
-    Only http:// and https:// addresses are looked at: databases and Databricks have their own ways.
+    Databases and Databricks authenticate in their own ways and are not checked.
 
     Raises:
-        ConfigError: the message says which of the two is missing, and what to set.
+        ConfigError: names what is missing and what to set.
     """
     parts = _split(uri)
     if allow_insecure or parts.scheme not in ("http", "https") or _is_here(parts.hostname):
         return
     if parts.scheme == "http":
-        fault = "without TLS, passwords and results can be read on the way; expected https://, or a server on loopback"
+        fault = "without TLS, passwords and results are readable in transit; expected https://, or a server on loopback"
     elif os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1"):
         fault = "MLFLOW_TRACKING_INSECURE_TLS accepts any certificate; name the right one by "
         fault += "MLFLOW_TRACKING_SERVER_CERT_PATH instead"
@@ -122,13 +123,13 @@ def check_tracking_address(uri: str, allow_insecure: bool) -> None:
     else:
         return
     raise ConfigError(
-        f"MLflow at {redact(uri)}: {fault}. On a network that nobody else can enter: --set run.allow_insecure=true, "
-        f"or --allow-insecure for sync and verify"
+        f"MLflow at {redact(uri)}: {fault}. On a protected network: --set run.allow_insecure=true, or "
+        f"--allow-insecure for sync and verify"
     )
 
 
 def _split(address: str) -> SplitResult:
-    """The parts of an address; one without a scheme is host:port."""
+    """Split an address; one without a scheme is HOST:PORT."""
     try:
         return urlsplit(address if "://" in address else f"//{address}")
     except ValueError as error:
@@ -136,7 +137,7 @@ def _split(address: str) -> SplitResult:
 
 
 def _is_here(host: str | None) -> bool:
-    """Whether an address's host is the loopback interface; names are not looked up."""
+    """Return whether a host is the loopback interface; names are not resolved."""
     try:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
@@ -144,7 +145,7 @@ def _is_here(host: str | None) -> bool:
 
 
 def _has_mlflow_credentials() -> bool:
-    """Whether the MLflow client will show who it is, in one of the ways that it knows."""
+    """Return whether the MLflow client has any kind of credentials."""
     alone = ("TOKEN", "AUTH", "AWS_SIGV4", "CLIENT_CERT_PATH")
     if any(os.environ.get(f"MLFLOW_TRACKING_{name}", "").lower() not in ("", "0", "false") for name in alone):
         return True

@@ -1,8 +1,7 @@
-"""A model as MLflow has one: `mlflow.pyfunc` loads it, `mlflow models serve` serves it. Nothing in it is a pickle.
+"""Writes a model in MLflow's format, for `mlflow.pyfunc` and `mlflow models serve`. It contains no pickles.
 
-It lies in the sweep's folder, where it is written once for a trial, and the mirror brings it into the sweep's run like
-any other file: `runs:/<run id>/model`. MLflow loads it through this module: a copy of the package goes along with it,
-and of the code of a method from outside.
+The model is stored in the sweep's folder, and the tracker uploads it to the sweep's run (`runs:/<run id>/model`).
+MLflow loads it through this module; the model contains a copy of this package and of a plugin method's code.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ if TYPE_CHECKING:
     from latent_sweep.deploy.model import Answered, ContinualModel
 
 NOT_NEEDED = ("ray", "deepspeed")
-"""Packages of ours that answering never asks for."""
+"""Requirements of this package that answering does not need."""
 
 DATA = "continual_model"
-"""Our own folder within MLflow's."""
+"""Our folder inside MLflow's."""
 
 
 def write_mlflow_model(model: ContinualModel, sweep: SweepFolder) -> Path:
-    """Write a model into its sweep's folder as MLflow has it; an earlier one is replaced. Returns the folder.
+    """Write a model in MLflow's format into its sweep's folder, replacing an earlier one; return the folder.
 
     Raises:
         StoreError: it cannot be written.
     """
     folder = sweep.path / MODEL_FOLDER
-    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MLflow's, of type hints of its own
+    with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about MLflow's own type hints
         import mlflow.pyfunc
 
-        logging.getLogger("mlflow").setLevel(logging.ERROR)  # it would have an example of what is asked
-        made = Path(place) / MODEL_FOLDER
+        logging.getLogger("mlflow").setLevel(logging.ERROR)  # it recommends an input example
+        written = Path(temporary) / MODEL_FOLDER
         mlflow.pyfunc.save_model(
-            made,
+            written,
             loader_module=__name__,
-            data_path=str(model.save(Path(place) / DATA)),
+            data_path=str(model.save(Path(temporary) / DATA)),
             code_paths=_code(model),
             pip_requirements=requirements(),
             signature=_signature(),
         )
-        files = {path.relative_to(made): path for path in sorted(made.rglob("*")) if path.is_file()}
+        files = {path.relative_to(written): path for path in sorted(written.rglob("*")) if path.is_file()}
         for path in _files(folder):
             if path.relative_to(folder) not in files:
                 sweep.storage.remove(path)
@@ -66,21 +65,21 @@ def write_mlflow_model(model: ContinualModel, sweep: SweepFolder) -> Path:
 
 
 def log_best(sweep: SweepFolder) -> None:
-    """Have the best trial's model in the sweep's folder, and none that was the best before.
+    """Write the best trial's model into the sweep's folder unless it is up to date.
 
     Raises:
-        LatentSweepError: no trial has finished, or the model cannot be made of what it has left behind.
+        LatentSweepError: no trial has finished, or its files do not suffice for a model.
     """
     from latent_sweep.deploy.extraction import find_trial, origin_of
     from latent_sweep.deploy.folder import opened
     from latent_sweep.deploy.model import ContinualModel
 
-    with suppress(StoreError):  # there is none, or none that is whole
+    with suppress(StoreError):  # missing or corrupt
         content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)
         best = find_trial(sweep)
         lineages = [task.snapshot.lineage for task in content.learned]
         same = lineages == [event["lineage"] for event in stages(best.events())]
-        if same and content.origin == origin_of(sweep, best):  # else its card would tell what was scored before
+        if same and content.origin == origin_of(sweep, best):  # else its card would show outdated scores
             return
     model = ContinualModel.from_sweep(sweep.path)
     try:
@@ -90,13 +89,13 @@ def log_best(sweep: SweepFolder) -> None:
 
 
 def requirements() -> list[str]:
-    """What pip installs for a model to answer: this package's own requirements, with the versions it allows."""
-    found = [text for text in declared().requirements if ";" not in text]
-    return sorted(text for text in found if re.split(r"[^\w.-]", text)[0] not in NOT_NEEDED)
+    """Return the pip requirements of a model: those of this package, with their version ranges."""
+    texts = [text for text in declared().requirements if ";" not in text]
+    return sorted(text for text in texts if re.split(r"[^\w.-]", text)[0] not in NOT_NEEDED)
 
 
 def _code(model: ContinualModel) -> list[str]:
-    """Return the folder of this package, and where the code of a method from outside lies."""
+    """Return the folders of this package and of a plugin method's code."""
     name = model.trial.settings.method.name
     outside = code_places(name) if model.content.outside_module is not None else []
     return [str(place) for place in (Path(__file__).parents[1], *outside)]
@@ -110,38 +109,38 @@ def _signature() -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, Schema
 
-    asked = [ColSpec(DataType.string, "text"), ColSpec(DataType.string, "task", required=False)]
-    told = [("answer", DataType.string), ("task", DataType.string)]
-    told += [("novelty", DataType.double), ("known", DataType.boolean)]
-    answered = [ColSpec(kind, name, required=name == "answer") for name, kind in told]
-    return ModelSignature(inputs=Schema(asked), outputs=Schema(answered))
+    inputs = [ColSpec(DataType.string, "text"), ColSpec(DataType.string, "task", required=False)]
+    columns = [("answer", DataType.string), ("task", DataType.string)]
+    columns += [("novelty", DataType.double), ("known", DataType.boolean)]
+    outputs = [ColSpec(kind, name, required=name == "answer") for name, kind in columns]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
 def _load_pyfunc(data_path: str) -> FrameModel:
-    """Open a model that MLflow has fetched: the name is MLflow's."""
+    """Open a downloaded model; MLflow calls this function by name."""
     from latent_sweep.deploy.model import ContinualModel
 
     return FrameModel(ContinualModel.from_folder(data_path))
 
 
 class FrameModel:
-    """Answers data frames: `text`, and optionally `task`, become `answer`, `task`, `novelty` and `known`."""
+    """Answers data frames with columns `text` and optionally `task` by `answer`, `task`, `novelty` and `known`."""
 
     def __init__(self, model: ContinualModel):
         self.model = model
 
     def predict(self, frame: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """Answer every row of a frame, those of one task in one call.
+        """Answer every row of a frame.
 
         Args:
-            frame: its column `task` may be missing, or hold nothing in some rows: then a text is the whole prompt.
-            params: MLflow's; there are none.
+            frame: without a `task`, a row's text is the whole prompt.
+            params: required by MLflow; unused.
 
         Raises:
-            ConfigError: a task is none that was learned.
+            ConfigError: a task was not learned.
         """
         import pandas as pd
 
@@ -151,9 +150,9 @@ class FrameModel:
         for task in dict.fromkeys(tasks):
             rows = [row for row, own in enumerate(tasks) if own == task]
             answers |= dict(zip(rows, self.model.answer([texts[row] for row in rows], task), strict=True))
-        told = [answers[row] for row in range(len(texts))]
+        ordered = [answers[row] for row in range(len(texts))]
         columns = ("answer", "task", "novelty", "known")
-        # of type object, where None stays None: a server writes what a row does not tell as null
+        # with dtype object None stays None, which a server writes as null
         return pd.DataFrame(
-            {name: pd.Series([getattr(one, name) for one in told], dtype=object) for name in columns}
+            {name: pd.Series([getattr(each, name) for each in ordered], dtype=object) for name in columns}
         ).set_axis(frame.index)

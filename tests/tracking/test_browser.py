@@ -129,10 +129,10 @@ def served(sweep, tmp_path):
     server = Server(tmp_path / "server", empty_database(tmp_path))
     server.start()
     try:
-        mirror = MlflowTracker(server.uri, sweep)
-        mirror.open()
-        mirror.close()
-        yield server, mirror.link()
+        tracker = MlflowTracker(server.uri, sweep)
+        tracker.open()
+        tracker.close()
+        yield server, tracker.link()
     finally:
         server.kill()
 

@@ -24,8 +24,9 @@ from latent_sweep.errors import StoreError, TrackingError
 from latent_sweep.report import figures
 from latent_sweep.storage.checksummed import sealed_json
 from latent_sweep.sweep.tuning import TUNING
-from latent_sweep.tracking import mlflow as mlflow_mirror
-from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker, SyncThread, tracker_for
+from latent_sweep.tracking import mlflow as mlflow_tracker
+from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker, tracker_for
+from latent_sweep.tracking.sync_thread import SyncThread
 from latent_sweep.tracking.verify import repair_tracker, verify_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -40,9 +41,9 @@ def first_use(tmp_path_factory):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            patch.setattr(mlflow_mirror, "DEFAULT_URI", "sqlite:///a new folder/mlflow.db")
+            patch.setattr(mlflow_tracker, "DEFAULT_URI", "sqlite:///a new folder/mlflow.db")
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                mlflow_mirror.quiet_client(mlflow_mirror.DEFAULT_URI).search_experiments()
+                mlflow_tracker.quiet_client(mlflow_tracker.DEFAULT_URI).search_experiments()
     finally:
         os.umask(before)
     gc.freeze()  # what MLflow's modules hold is no garbage, as in tests/conftest.py
@@ -103,15 +104,15 @@ WHOLE_TRIAL = {
 
 
 def test_a_trial_arrives_step_by_step(uri, sweep, client):
-    mirror = MlflowTracker(uri, sweep)
-    mirror.open()
-    assert mirror.sync() == 0
+    tracker = MlflowTracker(uri, sweep)
+    tracker.open()
+    assert tracker.sync() == 0
     assert runs_of(client, sweep, "trial") == []
     trial = next(iter(sweep))
     start(trial)
     learn(trial, 1, 0.5)
-    assert mirror.sync() == 1
-    assert mirror.sync() == 0
+    assert tracker.sync() == 1
+    assert tracker.sync() == 0
     (run,) = runs_of(client, sweep, "trial")
     (parent,) = runs_of(client, sweep, "sweep")
     assert run.info.run_name == "lambda=0.0 seed=0"
@@ -170,12 +171,12 @@ class Crash(Exception):
 
 
 class Crashing:
-    """What the mirror writes with, which dies right after its n-th write, as a killed driver would."""
+    """What the tracker writes with, which dies right after its n-th write, as a killed driver would."""
 
     def __init__(self, patch, writes_left, writes=("create_", "log_", "set_", "update_", "delete_")):
         self.writes_left, self.writes = writes_left, writes
         for name in ("quiet_client", "_artifact_repository"):
-            patch.setattr(mlflow_mirror, name, self._wrapping(getattr(mlflow_mirror, name)))
+            patch.setattr(mlflow_tracker, name, self._wrapping(getattr(mlflow_tracker, name)))
 
     def _wrapping(self, make):
         return lambda *arguments: Watched(make(*arguments), self)
@@ -250,9 +251,9 @@ def test_mlflow_writes_the_tags_of_a_batch_when_its_points_are_there(uri, sweep,
 
 def test_more_points_than_one_call_takes_all_arrive(uri, sweep, client, plain_pictures):
     run_copies(sweep, 36, [next(iter(sweep))])
-    mirror = MlflowTracker(uri, sweep)
-    mirror.close()
-    assert verify_tracker(sweep, mirror).faults == []
+    tracker = MlflowTracker(uri, sweep)
+    tracker.close()
+    assert verify_tracker(sweep, tracker).faults == []
     (run,) = runs_of(client, sweep, "trial")
     assert sum(steps_of(client, run).values()) == 36 * 13 + 36 * 37 // 2 + 18 * 19 + 1 > 1000
 
@@ -283,25 +284,25 @@ def test_failed_stopped_and_taken_up_again(uri, sweep, client):
     start(stopped)
     learn(stopped, 1, 0.1)
     journal_of(stopped).append("stopped", tasks_seen=1, reason="below the median")
-    mirror = MlflowTracker(uri, sweep)
-    mirror.sync()
+    tracker = MlflowTracker(uri, sweep)
+    tracker.sync()
     first, second = runs_of(client, sweep, "trial")
     assert (first.info.status, second.info.status) == ("FAILED", "KILLED")
     assert first.data.tags["reason"] == "lost at task summary, step 7: node gone"
     assert second.data.tags["reason"] == "after 1 tasks: below the median"
     start(failed, attempt=2)
     learn(failed, 1, 0.4)
-    mirror.sync()
+    tracker.sync()
     first, _ = runs_of(client, sweep, "trial")
     assert (first.info.status, first.data.tags["status"], first.data.tags["reason"]) == ("RUNNING", "running", "")
 
 
 def test_resuming_continues_the_same_parent(uri, sweep, client, plain_pictures):
     for _ in range(2):
-        mirror = MlflowTracker(uri, sweep)
-        mirror.open()
-        mirror.sync()
-        mirror.close()
+        tracker = MlflowTracker(uri, sweep)
+        tracker.open()
+        tracker.sync()
+        tracker.close()
     (parent,) = runs_of(client, sweep, "sweep")
     assert parent.data.tags["launches"] == "2"
     assert parent.info.status == "KILLED"  # nothing was trained: work is left
@@ -311,9 +312,9 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
         run_to_end(trial, average, 0.1)
     for _ in range(2):
-        mirror = MlflowTracker(uri, sweep)
-        mirror.open()
-        mirror.close()
+        tracker = MlflowTracker(uri, sweep)
+        tracker.open()
+        tracker.close()
     summaries = {run.data.params["lambda"]: run for run in runs_of(client, sweep, "summary")}
     assert set(summaries) == {"0.0", "0.1"}
     low = summaries["0.0"]
@@ -341,9 +342,9 @@ def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sw
     for folder in (sweep, candidates):
         for trial in folder:
             run_to_end(trial, 0.5, 0.0)
-        mirror = tracker_for(uri, folder)
-        mirror.close()
-        assert not verify_tracker(folder, mirror).faults
+        tracker = tracker_for(uri, folder)
+        tracker.close()
+        assert not verify_tracker(folder, tracker).faults
     (parent,) = runs_of(client, sweep, "sweep")
     assert TUNING in [file.path for file in client.list_artifacts(parent.info.run_id)]
     for kind in ("sweep", "trial", "summary"):
@@ -365,12 +366,12 @@ def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, clie
 
 
 def test_the_saved_view_decodes_to_this_sweeps_comparison(uri, sweep, client):
-    mirror = MlflowTracker(uri, sweep)
-    assert mirror.link() == ""
-    mirror.open()
+    tracker = MlflowTracker(uri, sweep)
+    assert tracker.link() == ""
+    tracker.open()
     experiment = client.get_experiment_by_name(sweep.name)
     key = sweep.sweep_id
-    assert mirror.link() == (
+    assert tracker.link() == (
         f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
         f"&compareRunsMode=CHART&viewStateShareKey={key}"
     )
@@ -392,10 +393,10 @@ def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
     def break_view(*_):
         raise RuntimeError("another MLflow")
 
-    monkeypatch.setattr(mlflow_mirror, "view_state", break_view)
-    mirror = MlflowTracker(uri, sweep)
-    mirror.open()
-    assert mirror.link().endswith("runs?workflowType=machine_learning")
+    monkeypatch.setattr(mlflow_tracker, "saved_view", break_view)
+    tracker = MlflowTracker(uri, sweep)
+    tracker.open()
+    assert tracker.link().endswith("runs?workflowType=machine_learning")
 
 
 def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client, plain_pictures):
@@ -410,8 +411,8 @@ def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client, plain
 
 
 def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
-    mirror = MlflowTracker(uri, sweep)
-    mirror.open()
+    tracker = MlflowTracker(uri, sweep)
+    tracker.open()
     client.delete_experiment(client.get_experiment_by_name(sweep.name).experiment_id)
     with pytest.raises(TrackingError, match="mlflow experiments restore"):
         MlflowTracker(uri, sweep).sync()
@@ -425,15 +426,15 @@ def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep
         run_to_end(trial, 0.5, 0.1)
     before = os.umask(0o022)
     try:
-        MlflowTracker(mlflow_mirror.DEFAULT_URI, sweep).close()
-        mlflow_mirror.quiet_client("sqlite:///other/named.db").search_experiments()
+        MlflowTracker(mlflow_tracker.DEFAULT_URI, sweep).close()
+        mlflow_tracker.quiet_client("sqlite:///other/named.db").search_experiments()
         os.chmod("mlflow.db", 0o640)
-        MlflowTracker(mlflow_mirror.DEFAULT_URI, sweep).sync()
+        MlflowTracker(mlflow_tracker.DEFAULT_URI, sweep).sync()
     finally:
         os.umask(before)
     modes = {name: stat.S_IMODE(os.stat(name).st_mode) for name in ("mlflow.db", "mlartifacts", "other/named.db")}
     assert modes == {"mlflow.db": 0o640, "mlartifacts": 0o700, "other/named.db": 0o644}
-    assert verify_tracker(sweep, MlflowTracker(mlflow_mirror.DEFAULT_URI, sweep)).faults == []
+    assert verify_tracker(sweep, MlflowTracker(mlflow_tracker.DEFAULT_URI, sweep)).faults == []
 
 
 def test_a_new_default_database_is_its_owners(first_use):
@@ -461,10 +462,10 @@ def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
 
 def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
-    told, started, mirror = [], threading.Event(), MlflowTracker(dead_uri, sweep)
-    connect = mirror.open
-    mirror.open = lambda: connect() if started.wait(60) else pytest.fail("`start` waits for the tracker")
-    thread = SyncThread(mirror, interval_seconds=0.01, tell=told.append)
+    told, started, tracker = [], threading.Event(), MlflowTracker(dead_uri, sweep)
+    connect = tracker.open
+    tracker.open = lambda: connect() if started.wait(60) else pytest.fail("`start` waits for the tracker")
+    thread = SyncThread(tracker, interval_seconds=0.01, log_line=told.append)
     thread.start()
     started.set()
     assert thread.stop(timeout_seconds=60) is False
@@ -472,7 +473,7 @@ def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_u
     assert "behind" in told[0]
     assert "latent-sweep sync" in told[1]
     assert "hunter2" not in "".join(told)
-    revived = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, tell=told.append)
+    revived = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, log_line=told.append)
     revived.start()
     assert revived.stop(timeout_seconds=60) is True
     (run,) = runs_of(client, sweep, "trial")
@@ -498,14 +499,14 @@ def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         uri = f"http://127.0.0.1:{server.server_port}"
-        thread = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, tell=told.append)
+        thread = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, log_line=told.append)
         thread.start()
         assert thread.stop(timeout_seconds=60) is False
         server.shutdown()
     behind, left = told
     assert f"MLflow at {uri}: " in behind
     assert str(code) in behind
-    assert f"When it is back: latent-sweep sync {sweep.path} --uri {uri}" in left
+    assert f"latent-sweep sync {sweep.path} --uri {uri}" in left
 
 
 def test_the_command_to_catch_up_holds_all_that_it_needs_but_no_password(sweep, monkeypatch):
@@ -516,7 +517,7 @@ def test_the_command_to_catch_up_holds_all_that_it_needs_but_no_password(sweep, 
     assert MlflowTracker(None, sweep).sync_command() == f"latent-sweep sync {sweep.path}"
 
 
-class FlakyMirror(NullTracker):
+class FlakyTracker(NullTracker):
     """Fails a number of times, then works."""
 
     def __init__(self, failures):
@@ -534,16 +535,16 @@ class FlakyMirror(NullTracker):
 
 
 def test_failures_are_told_once_and_so_is_recovery():
-    told, mirror = [], FlakyMirror(failures=4)
-    thread = SyncThread(mirror, interval_seconds=0.001, longest_pause_seconds=0.01, tell=told.append)
+    told, tracker = [], FlakyTracker(failures=4)
+    thread = SyncThread(tracker, interval_seconds=0.001, longest_pause_seconds=0.01, log_line=told.append)
     thread.start()
-    assert mirror.synced.wait(PATIENCE)
+    assert tracker.synced.wait(PATIENCE)
     assert thread.stop(10) is True
     assert len(told) == 2
     assert told[0].startswith("tracking is behind since 20")
     assert "no route" in told[0]
     assert told[1] == "tracking has caught up"
-    assert mirror.opened == 1
+    assert tracker.opened == 1
 
 
 def test_a_hanging_tracker_is_left_after_the_time_given():
@@ -555,7 +556,7 @@ def test_a_hanging_tracker_is_left_after_the_time_given():
             return 0
 
     told = []
-    thread = SyncThread(Hanging(), tell=told.append)
+    thread = SyncThread(Hanging(), log_line=told.append)
     thread.start()
     assert thread.stop(timeout_seconds=0.05) is False
     assert len(told) == 1
@@ -580,15 +581,15 @@ def test_mirrors_of_one_sweep_take_turns_and_see_what_the_other_has_brought(uri,
     first, second = MlflowTracker(uri, sweep), MlflowTracker(uri, sweep)
     faults = []
 
-    def close(mirror):
+    def close(tracker):
         try:
-            mirror.close()
+            tracker.close()
         except Exception as error:
             faults.append(error)
 
     for trial in list(sweep)[:2]:
         run_to_end(trial, 0.5, 0.1)
-        threads = [threading.Thread(target=close, args=(mirror,)) for mirror in (first, second)]
+        threads = [threading.Thread(target=close, args=(tracker,)) for tracker in (first, second)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -623,23 +624,23 @@ def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equ
         run_to_end(trial, 0.5, 0.1)
     MlflowTracker(uri, sweep).close()
     sweep = begun_again(sweep)
-    mirror = MlflowTracker(uri, sweep)
+    tracker = MlflowTracker(uri, sweep)
     start(first)
     learn(first, 1, 0.75)
-    assert len(verify_tracker(sweep, mirror).faults) > 0
-    assert mirror.sync() == 1
+    assert len(verify_tracker(sweep, tracker).faults) > 0
+    assert tracker.sync() == 1
     assert [run.data.metrics["AP"] for run in runs_of(client, sweep, "trial")] == [0.75, 0.5]
     assert deleted_trials(client, sweep) == {first.trial_id: 1}
     run_to_end(second, 0.25, 0.0)
     learn(first, 2, 0.75)
     learn(first, 3, 0.75)
     finish(first, 0.75, 0.0)
-    mirror.close()
-    assert verify_tracker(sweep, mirror).faults == []
+    tracker.close()
+    assert verify_tracker(sweep, tracker).faults == []
     assert deleted_trials(client, sweep) == {first.trial_id: 1, second.trial_id: 1}
     for run in runs_of(client, sweep, "trial"):
         assert steps_of(client, run) == WHOLE_TRIAL
-    assert mirror.sync() == 0
+    assert tracker.sync() == 0
 
 
 def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_sync(
@@ -660,9 +661,9 @@ def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_s
         assert there == {trial.trial_id for trial in trials}, "it is never gone"
         MlflowTracker(uri, sweep).sync()
         assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials[:number]}, dies_after
-    mirror = MlflowTracker(uri, sweep)
-    mirror.close()
-    assert verify_tracker(sweep, mirror).faults == []
+    tracker = MlflowTracker(uri, sweep)
+    tracker.close()
+    assert verify_tracker(sweep, tracker).faults == []
     assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials}
 
 
@@ -714,15 +715,15 @@ def test_a_mean_of_no_trial_any_more_is_shown_nowhere(uri, sweep, client, plain_
     assert [run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")] == [0.4]
     (parent,) = runs_of(client, sweep, "sweep")
     assert parent.data.metrics == {"best_AP": 0.4}
-    mirror = MlflowTracker(uri, sweep)
-    assert verify_tracker(sweep, mirror).faults == []
+    tracker = MlflowTracker(uri, sweep)
+    assert verify_tracker(sweep, tracker).faults == []
     fail_again(*others)
-    mirror.close()
+    tracker.close()
     assert runs_of(client, sweep, "summary") == []
-    (fault,) = verify_tracker(sweep, mirror).faults
+    (fault,) = verify_tracker(sweep, tracker).faults
     assert fault.endswith("metric best_AP: shows 0.4; expected none")
-    repair_tracker(sweep, mirror)
-    assert verify_tracker(sweep, mirror).faults == []
+    repair_tracker(sweep, tracker)
+    assert verify_tracker(sweep, tracker).faults == []
 
 
 def fail_again(*trials):
@@ -734,30 +735,30 @@ def fail_again(*trials):
 
 def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
     """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
-    mirror = MlflowTracker(uri, sweep)
+    tracker = MlflowTracker(uri, sweep)
     for average in (0.5, 0.75, 0.5):
-        sweep = mirror.sweep = begun_again(sweep)
+        sweep = tracker.sweep = begun_again(sweep)
         run_to_end(next(iter(sweep)), average, 0.1)
-        mirror.close()
+        tracker.close()
     (parent,) = runs_of(client, sweep, "sweep")
     assert parent.data.metrics == {"best_AP": 0.5}
     assert sum(steps_of(client, parent).values()) == 3
-    assert verify_tracker(sweep, mirror).faults == []
+    assert verify_tracker(sweep, tracker).faults == []
     last = max(step for _, step in steps_of(client, parent))
     client.log_metric(parent.info.run_id, "best_AP", 0.5, step=last)
-    (fault,) = verify_tracker(sweep, mirror).faults
+    (fault,) = verify_tracker(sweep, tracker).faults
     assert f"metric best_AP at step {last}: found 0.5 1 times too often" in fault
 
 
 def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
-    mirror = MlflowTracker(uri, sweep)
-    mirror.close()
+    tracker = MlflowTracker(uri, sweep)
+    tracker.close()
     (parent,) = runs_of(client, sweep, "sweep")
     client.delete_run(parent.info.run_id)
-    mirror = MlflowTracker(uri, sweep)
-    mirror.close()
-    assert verify_tracker(sweep, mirror).faults == []
+    tracker = MlflowTracker(uri, sweep)
+    tracker.close()
+    assert verify_tracker(sweep, tracker).faults == []
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
@@ -768,10 +769,10 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
 
     for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
         run_to_end(trial, average, 0.1)
-    mirror = MlflowTracker(uri, sweep)
-    mirror.open()
-    mirror.close()
-    verdict = verify_tracker(sweep, mirror)
+    tracker = MlflowTracker(uri, sweep)
+    tracker.open()
+    tracker.close()
+    verdict = verify_tracker(sweep, tracker)
     assert verdict.faults == []
     assert verdict.counts["runs"] == 4 + 2 + 1
     assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 7 + 1
@@ -793,7 +794,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
     ((_, last),) = steps_of(client, parent)
     client.log_metric(parent.info.run_id, "best_AP", 0.99, step=last)
     mirrored = "lambda=0.0 seed"
-    assert sorted(verify_tracker(sweep, mirror).faults) == sorted(
+    assert sorted(verify_tracker(sweep, tracker).faults) == sorted(
         [
             f"{mirrored}=0: tag training_id: found 'another'; expected 'training0000'",
             f"{mirrored}=0: artifact scores.json: found another content than on disk",
@@ -809,8 +810,8 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
         ]
     )
     assert copied.info.run_id != summary.info.run_id
-    repair_tracker(sweep, mirror)
-    verdict = verify_tracker(sweep, mirror)
+    repair_tracker(sweep, tracker)
+    verdict = verify_tracker(sweep, tracker)
     assert verdict.faults == []
     assert verdict.counts["runs"] == 4 + 2 + 1
     assert [run.info.run_id == changed.info.run_id for run in runs_of(client, sweep, "trial")] == [False] * 4
@@ -832,7 +833,7 @@ def test_a_journal_that_went_on_differs_until_it_is_brought(uri, sweep, capsys):
     assert "tag mirrored_events: found '2'; expected '4'" in printed
     assert main(["sync", *arguments]) == 0
     assert main(["verify", *arguments]) == 0
-    assert "equal; looked at 2 runs" in capsys.readouterr().out
+    assert "equal; checked 2 runs" in capsys.readouterr().out
 
 
 def test_the_command_repairs_the_tracker(uri, sweep, client, capsys, plain_pictures):
@@ -845,11 +846,11 @@ def test_the_command_repairs_the_tracker(uri, sweep, client, capsys, plain_pictu
     client.log_metric(run.info.run_id, "AP", 0.9, step=1)
     capsys.readouterr()
     assert main(arguments) == 1
-    assert "the same command with --repair mends it" in capsys.readouterr().out
+    assert "--repair" in capsys.readouterr().out
     assert main([*arguments, "--repair"]) == 0
     printed = capsys.readouterr().out
     assert "found 0.9; expected 0.5" in printed
-    assert "repaired\nequal; looked at 2 runs" in printed
+    assert "repaired\nequal; checked 2 runs" in printed
     (again,) = runs_of(client, sweep, "trial")
     assert again.info.run_id != run.info.run_id
     assert main(arguments) == 0
@@ -858,7 +859,7 @@ def test_the_command_repairs_the_tracker(uri, sweep, client, capsys, plain_pictu
 def test_an_unreachable_tracker_cannot_be_verified(dead_uri, sweep, capsys):
     assert main(["verify", str(sweep.path), "--uri", dead_uri]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "disk\nequal; looked at nothing\n"
+    assert printed.out == "disk\nequal; checked nothing\n"
     assert "error: MLflow at http://***@127.0.0.1" in printed.err
 
 
@@ -871,7 +872,7 @@ def test_a_new_database_is_made_quietly_with_its_folder(first_use):
 def test_no_request_finds_out_anew_that_this_is_not_databricks(uri, monkeypatch):
     from mlflow.tracking.request_header.registry import resolve_request_headers
 
-    mlflow_mirror.quiet_client(uri)
+    mlflow_tracker.quiet_client(uri)
     asked, load = [], builtins.__import__
     monkeypatch.setattr(builtins, "__import__", lambda name, *rest: asked.append(name) or load(name, *rest))
     assert "User-Agent" in resolve_request_headers()
@@ -882,7 +883,7 @@ def test_a_local_database_is_told_by_the_thread_that_asks(uri, sweep, client, mo
     """A new thread for each sync has a new heap: a driver of hundreds of trials held several times what it used."""
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
-    monkeypatch.delattr(mlflow_mirror.threading, "Thread")
+    monkeypatch.delattr(mlflow_tracker.threading, "Thread")
     assert MlflowTracker(uri, sweep).sync() == len(list(sweep)) == len(runs_of(client, sweep, "trial")) > 1
 
 

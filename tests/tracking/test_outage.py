@@ -87,9 +87,9 @@ def assert_all_arrives(folder, server, capsys):
     path = str(sweep_folder(folder).path)
     assert main(["sync", path]) == 0
     assert main(["verify", path]) == 0, capsys.readouterr().out
-    assert "looked at 7 runs" in capsys.readouterr().out  # four trials, two means over seeds, the sweep
+    assert "checked 7 runs" in capsys.readouterr().out  # four trials, two means over seeds, the sweep
     assert main(["sync", path]) == 0
-    assert "0 runs brought up to date" in capsys.readouterr().out
+    assert "0 runs updated" in capsys.readouterr().out
     assert len(server.runs("trial")) == 4
 
 
@@ -99,8 +99,8 @@ def test_a_tracker_that_is_never_there_costs_a_bounded_moment(tmp_path, server, 
     assert code == 0, printed
     assert results(sweep_folder(tmp_path)) == undisturbed
     assert printed.count("tracking is behind since 20") == 1
-    assert "the tracker has not taken everything; it is away since 20" in printed
-    assert f"When it is back: latent-sweep sync {sweep_folder(tmp_path).path}\n" in printed
+    assert "tracking is incomplete: it has not answered since 20" in printed
+    assert f"To upload the rest later: latent-sweep sync {sweep_folder(tmp_path).path}\n" in printed
     assert "Traceback" not in printed
 
 
@@ -134,7 +134,7 @@ def test_a_tracker_killed_in_the_middle(tmp_path, server, undisturbed, capsys):
     assert code == 0, printed
     assert results(sweep_folder(tmp_path)) == undisturbed
     assert printed.count("tracking is behind since 20") == 1
-    assert "the tracker has not taken everything; it is away since 20" in printed
+    assert "tracking is incomplete: it has not answered since 20" in printed
     server.start()
     assert_all_arrives(tmp_path, server, capsys)
 
@@ -149,7 +149,7 @@ def test_a_tracker_that_hangs_is_left(tmp_path, server, undisturbed, monkeypatch
         assert seconds_after_the_work(tmp_path, time.time()) < AWAY_SECONDS + EXIT_SECONDS
     assert code == 0, printed
     assert results(sweep_folder(tmp_path)) == undisturbed
-    assert "the tracker has not taken everything; it is away since 20" in printed
+    assert "tracking is incomplete: it has not answered since 20" in printed
 
 
 def test_syncs_at_the_same_time_and_a_killed_one_double_nothing(tmp_path, server, capsys):

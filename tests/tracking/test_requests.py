@@ -1,4 +1,4 @@
-"""What the mirror asks of a server: counted where the requests arrive."""
+"""What the tracker asks of a server: counted where the requests arrive."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from helpers.sweep_folders import TASKS, finish, learn, run_copies, run_to_end, 
 from latent_sweep.errors import TrackingError
 from latent_sweep.report import figures
 from latent_sweep.storage.folders import TrialFolder
-from latent_sweep.tracking import mlflow as mlflow_mirror
+from latent_sweep.tracking import mlflow as mlflow_tracker
 from latent_sweep.tracking.mlflow import MlflowTracker
 from latent_sweep.tracking.verify import verify_tracker
 
@@ -91,9 +91,9 @@ def sweep_of(tmp_path, request, axes):
 def test_a_trial_of_fifteen_tasks_takes_three_requests_and_one_for_each_file(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1, 2]})
     ended, _ = list(sweep)[:2], run_copies(sweep, 15, list(sweep)[:2])
-    mirror = MlflowTracker(server.uri, sweep)
+    tracker = MlflowTracker(server.uri, sweep)
     server.counted()
-    assert mirror.sync() == len(ended)
+    assert tracker.sync() == len(ended)
     files = 6 + 3 * 15  # of predictions, answers and snapshots there is one a task
     assert server.counted() == CONNECTING | {
         "POST experiments/create": 1,
@@ -102,7 +102,7 @@ def test_a_trial_of_fifteen_tasks_takes_three_requests_and_one_for_each_file(ser
         "PUT artifact": files * len(ended),
         "POST runs/update": len(ended),
     }
-    assert mirror.sync() == 0
+    assert tracker.sync() == 0
     assert server.counted() == {}, "nothing has changed"
     assert MlflowTracker(server.uri, sweep).sync() == 0
     assert server.counted() == CONNECTING, "and another process finds that, too"
@@ -110,48 +110,48 @@ def test_a_trial_of_fifteen_tasks_takes_three_requests_and_one_for_each_file(ser
 
 def test_a_stage_takes_one_request_and_files_go_up_once(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1]})
-    trial, mirror = next(iter(sweep)), MlflowTracker(server.uri, sweep)
+    trial, tracker = next(iter(sweep)), MlflowTracker(server.uri, sweep)
     start(trial)
-    mirror.sync()
+    tracker.sync()
     server.counted()
     for seen in range(1, len(TASKS) + 1):
         learn(trial, seen, 0.5)
-        assert mirror.sync() == 1
+        assert tracker.sync() == 1
         assert server.counted() == {"POST runs/log-batch": 1}
     finish(trial, 0.5, 0.1)
-    assert mirror.sync() == 1
+    assert tracker.sync() == 1
     assert server.counted() == {"POST runs/log-batch": 1, "PUT artifact": 8, "POST runs/update": 1}
 
 
 def test_only_journals_that_have_changed_are_read(server, tmp_path, request, monkeypatch):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1, 2, 3]})
-    mirror, read = MlflowTracker(server.uri, sweep), []
+    tracker, read = MlflowTracker(server.uri, sweep), []
     events = TrialFolder.events
     monkeypatch.setattr(TrialFolder, "events", lambda trial: read.append(trial.trial_id) or events(trial))
     first, second, *_ = sweep
     run_to_end(first, 0.5, 0.1)
-    mirror.sync()
+    tracker.sync()
     read.clear()
     start(second)
-    assert mirror.sync() == 1
+    assert tracker.sync() == 1
     assert read == [second.trial_id]
     learn(first, 3, 0.75)  # its data changed: a trial that has ended goes on
-    mirror.sync()
+    tracker.sync()
     assert read == [second.trial_id, first.trial_id]
 
 
 def test_a_summary_is_written_with_its_last_trial_and_again_when_it_has_changed(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
-    mirror = MlflowTracker(server.uri, sweep)
+    tracker = MlflowTracker(server.uri, sweep)
     trials = list(sweep)
     for trial in trials[:3]:
         run_to_end(trial, 0.5, 0.1)
     server.counted()
-    mirror.sync()
+    tracker.sync()
     assert server.counted()["POST runs/create"] == 1 + 3 + 1, "the sweep, its trials, and what has all of its trials"
-    mirror.close()
+    tracker.close()
     assert server.counted()["POST runs/create"] == 1, "the other one at the end"
-    for again in (mirror, MlflowTracker(server.uri, sweep)):
+    for again in (tracker, MlflowTracker(server.uri, sweep)):
         again.close()
         found = server.counted()
         assert {
@@ -162,12 +162,12 @@ def test_a_summary_is_written_with_its_last_trial_and_again_when_it_has_changed(
             "POST runs/update": 0,
         }
     run_to_end(trials[3], 0.75, 0.1)
-    mirror = MlflowTracker(server.uri, sweep)
-    mirror.sync()
+    tracker = MlflowTracker(server.uri, sweep)
+    tracker.sync()
     found = server.counted()
     assert (found["POST runs/create"], found["POST runs/log-batch"], found["POST runs/update"]) == (1, 2, 2)
-    mirror.close()
-    assert verify_tracker(sweep, mirror).faults == []
+    tracker.close()
+    assert verify_tracker(sweep, tracker).faults == []
 
 
 @pytest.mark.parametrize("dies_after", [3, 9, 25])
@@ -178,7 +178,7 @@ def test_a_mirror_that_dies_with_several_runs_in_flight_leaves_nothing_that_the_
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
     left = [None] * dies_after
-    connect, artifacts = mlflow_mirror.quiet_client, mlflow_mirror._artifact_repository
+    connect, artifacts = mlflow_tracker.quiet_client, mlflow_tracker._artifact_repository
 
     class Dying:
         """A client, or artifacts, that fail once so many writes have been done, as those of a killed process."""
@@ -192,10 +192,10 @@ def test_a_mirror_that_dies_with_several_runs_in_flight_leaves_nothing_that_the_
             return getattr(self._living, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mlflow_mirror, "quiet_client", lambda *arguments: Dying(connect(*arguments)))
-        patch.setattr(mlflow_mirror, "_artifact_repository", lambda *arguments: Dying(artifacts(*arguments)))
+        patch.setattr(mlflow_tracker, "quiet_client", lambda *arguments: Dying(connect(*arguments)))
+        patch.setattr(mlflow_tracker, "_artifact_repository", lambda *arguments: Dying(artifacts(*arguments)))
         with pytest.raises(TrackingError, match="IndexError"):
             MlflowTracker(server.uri, sweep).sync()
-    mirror = MlflowTracker(server.uri, sweep)
-    mirror.close()
-    assert verify_tracker(sweep, mirror).faults == []
+    tracker = MlflowTracker(server.uri, sweep)
+    tracker.close()
+    assert verify_tracker(sweep, tracker).faults == []

@@ -99,7 +99,7 @@ def test_every_damage_is_noticed_and_a_look_changes_nothing(copy, tmp_path, caps
     printed = capsys.readouterr().out
     found = "is missing" if not (first.path / name).exists() else "does not check against its digest in the journal"
     assert f"{first.path / name} {found}\n1 differences" in printed
-    assert "the same command with --repair" in printed
+    assert "--repair" in printed
     planned = expand(load_sweep(write(tmp_path / "sweep", SMALL)))
     shutil.rmtree(tmp_path / "sweep")
     assert [trial.files(copy).complete for trial in planned] == [False, True]
@@ -162,11 +162,10 @@ def test_repair_says_what_it_will_take_and_the_same_run_does_it(finished, copy, 
     (second.path / "result.json").write_text("[]")
     arguments = ["verify", str(copy.path), "--uri", "none"]
     assert main([*arguments, "--repair"]) == 1
-    said = capsys.readouterr().out.partition("set aside; the same run command makes it again:\n")[2].splitlines()
+    said = capsys.readouterr().out.partition("quarantined; the same run command makes it again:\n")[2].splitlines()
     assert said == [
-        "K=1: journal.jsonl: all rows are scored again, from the answers that are known; what the store holds is not "
-        "learned again",
-        "K=2: mood.jsonl: row 2 is scored again, from the answers that are known",
+        "K=1: journal.jsonl: all rows are scored again from cached answers; stored snapshots are not learned again",
+        "K=2: mood.jsonl: row 2 is scored again from cached answers",
         "K=2: result.json: it is written again",
         "K=1: result.json: the trial is run again",
     ]
@@ -241,7 +240,8 @@ def test_a_result_without_a_journal_is_noticed(copy, tmp_path):
     (first.path / "journal.jsonl").unlink()
     (fault,) = verify_disk(copy).faults
     assert (
-        fault == f"{first.path / 'journal.jsonl'}: found no event; expected how {first.path / 'result.json'} came about"
+        fault
+        == f"{first.path / 'journal.jsonl'}: found no event; expected those that led to {first.path / 'result.json'}"
     )
 
 

@@ -1,0 +1,46 @@
+"""Uses of MLflow's private parts. Tracking works without them: each function does nothing if MLflow has changed.
+
+Only MLflow releases in `TESTED` are touched. LATENT_SWEEP_PRIVATE_HOOKS=0 turns the hooks off.
+"""
+
+from __future__ import annotations
+
+import os
+
+TESTED = ("3.17",)
+"""MLflow releases that the hooks were written for."""
+
+
+def enabled() -> bool:
+    """Return whether the hooks may be used with the installed MLflow."""
+    import mlflow
+
+    return mlflow.__version__.rpartition(".")[0] in TESTED and os.environ.get("LATENT_SWEEP_PRIVATE_HOOKS") != "0"
+
+
+def skip_databricks_detection() -> None:
+    """Keep MLflow from checking at every request whether it runs inside Databricks.
+
+    Elsewhere the check is a dozen failing imports, which take longer than the rest of a request.
+    """
+    if not enabled():
+        return
+    from mlflow.tracking.request_header import registry
+
+    providers, kind = registry._request_header_provider_registry._registry, registry.DatabricksRequestHeaderProvider
+    providers[:] = [provider for provider in providers if not isinstance(provider, kind) or provider.in_context()]
+
+
+def server_version(uri: str) -> str | None:
+    """Return the version of an MLflow server, asked with the client's credentials; None if it is not known."""
+    if not enabled() or not uri.startswith(("http://", "https://")):
+        return None
+    from mlflow.store.tracking.rest_store import RestStore
+    from mlflow.tracking._tracking_service.utils import _get_store
+    from mlflow.utils.rest_utils import http_request
+
+    store = _get_store(uri)
+    if not isinstance(store, RestStore):
+        return None
+    answer = http_request(store.get_host_creds(), "/version", "GET")
+    return answer.text.strip() if answer.status_code == 200 and len(answer.text) < 40 else None
