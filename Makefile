@@ -16,7 +16,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the processes of the tests share what Python has compiled, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow snapshots conformance portability faults mutants chaos scale launches gpu-kit reference lint types check clean
+.PHONY: setup quickstart test test-slow snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook lint types check clean
 
 setup: $(STAMP)
 
@@ -73,13 +73,21 @@ scale: $(STAMP)
 launches: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)launches
 
-# writes what a machine with one GPU and no network needs for its first minutes (docs/first_minutes_on_a_gpu.md)
+# writes what a machine with one GPU and no network needs for its first minutes (docs/development/first_minutes_on_a_gpu.md)
 gpu-kit: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m gpu.archives build/gpu-kit $(KIT)
 
-# writes into the documents what the code says: every setting (sweeps/README.md), what presets fill in (methods)
+# writes the pages of docs/reference that come from the code: settings, commands, presets
 reference: $(STAMP)
 	$(TOOL)reference
+
+# builds the documentation into build/site, without a network; a warning is an error
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# executes docs/notebook.ipynb on the results of the quickstart and stores its outputs
+notebook: quickstart
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False docs/notebook.ipynb
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

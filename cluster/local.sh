@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A Ray cluster out of machines that are already there, with the same checkout and .venv on each:
-#   cluster/local.sh head                          on one machine; what follows is passed on to `ray start`
-#   cluster/local.sh worker HEAD_ADDRESS:6379      on each other one, after copying the head's ~/.ray/auth_token to it
-# Jobs keep their results in LATENT_SWEEP_STORAGE and their runs in MLFLOW_TRACKING_URI, as they are set when the head
-# starts; by default `runs` and `mlflow.db` in the repository, which must then be on a disk that all machines share.
+# A Ray cluster on existing machines, with the same checkout and .venv on each:
+#   cluster/local.sh head                          on one machine; further arguments go to `ray start`
+#   cluster/local.sh worker HEAD_ADDRESS:6379      on each other one, after copying the head's ~/.ray/auth_token
+# Jobs use LATENT_SWEEP_STORAGE and MLFLOW_TRACKING_URI as they are set when the head starts. The defaults are `runs` and
+# `mlflow.db` in the repository, which must then be on a disk that all machines share.
 set -euo pipefail
 
 usage() {
@@ -11,7 +11,7 @@ usage() {
   exit 2
 }
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."             # where jobs run that were submitted without --working-dir
+cd "$(dirname "${BASH_SOURCE[0]}")/.."             # jobs submitted without --working-dir run here
 export PATH="$PWD/.venv/bin:$PATH"
 export RAY_AUTH_MODE=token
 
@@ -20,7 +20,7 @@ case "${1:-}" in
     ray get-auth-token --generate > /dev/null    # kept in ~/.ray/auth_token, readable by its owner only
     shift
     if [ -z "${LATENT_SWEEP_STORAGE:-}" ]; then
-      (umask 077 && mkdir -p runs)               # for its owner alone, as where no cluster is
+      (umask 077 && mkdir -p runs)               # readable by its owner only, as without a cluster
       export LATENT_SWEEP_STORAGE="$PWD/runs"
     fi
     if [ -z "${MLFLOW_TRACKING_URI:-}" ]; then
@@ -28,7 +28,7 @@ case "${1:-}" in
       export MLFLOW_TRACKING_URI="sqlite:///$PWD/mlflow.db"
     fi
     export RAY_JOB_STOP_WAIT_TIME_S=60           # `ray job stop` gives the tracker time to receive the rest
-    export RAY_prestart_worker_first_driver=0    # one worker for each CPU, which Tune's trials could not use
+    export RAY_prestart_worker_first_driver=0    # would start workers that Tune's trials cannot use
     exec ray start --head --dashboard-host=127.0.0.1 --disable-usage-stats "$@"
     ;;
   worker)

@@ -1,6 +1,8 @@
-"""What the documents say must be what the code says: settings, sweep files, paths, commands, names of modules."""
+"""The documents must agree with the code: settings, sweep files, paths, commands, names of modules."""
 
-import importlib.util
+import contextlib
+import importlib
+import json
 import os
 import re
 from functools import cache
@@ -16,9 +18,10 @@ from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("cluster", "latent_sweep", "sweeps", "tests")
+FOLDERS = ("cluster", "docs", "latent_sweep", "sweeps", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+QUICKSTART = ("README.md", "docs/quickstart.md")
 
 
 @cache
@@ -39,45 +42,38 @@ def code(text):
 # --- the README and the reference ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", reference.PARTS)
-def test_settings_reference_is_current(part):
-    document, _ = reference.PARTS[part]
-    assert reference.written_into(text_of(document), part) == text_of(document), "run `make reference`"
-
-
-def test_a_part_without_its_marks_is_refused():
-    with pytest.raises(ValueError, match="found 0 times"):
-        reference.written_into("# Nothing\n", "settings")
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_reference_is_current(page):
+    assert text_of(page) == reference.page_text(page), "run `make reference`"
 
 
 def test_every_setting_stands_in_the_reference():
-    assert "`trial.router.components`" in text_of("sweeps/README.md")
-    assert "`trial.router.components`" not in text_of("README.md"), "the reference has one place"
+    assert "`trial.router.components`" in text_of("docs/reference/settings.md")
 
 
 def yaml_blocks(name):
-    return re.findall(r"```yaml\n(.*?)```", text_of(name), re.DOTALL)
+    return re.findall(r"^```yaml\n(.*?)```", text_of(name), re.DOTALL | re.MULTILINE)
 
 
-def test_sweep_file_in_readme_is_the_one_that_is_there():
-    (block,) = (b for b in yaml_blocks("README.md") if "\nname: lambda\n" in b)
-    assert block == text_of("sweeps/lambda.yaml")
+def test_sweep_file_in_readme_is_the_repositorys():
+    assert yaml_blocks("README.md") == [text_of("sweeps/lambda.yaml")]
 
 
-def test_sweep_file_in_the_reference_is_valid():
-    (block,) = (b for b in yaml_blocks("sweeps/README.md") if b.startswith("name: lambda"))
-    assert len(expand(parse_sweep(parse_yaml(block, "README"), "README"))) == 3 * 6 * 4
+def test_quickstart_table_is_the_same_in_both_documents():
+    tables = {re.search(r"^lambda  combine .*?\n```", text_of(name), re.DOTALL | re.MULTILINE)[0] for name in QUICKSTART}
+    assert len(tables) == 1
 
 
-RELEASED = {
-    re.search(r"^name: (\w+)$", block, re.M)[1]: block
-    for block in yaml_blocks("latent_sweep/methods/README.md")
-    if block.startswith("name: released_")
-}
+def test_sweep_file_in_the_guide_is_valid():
+    (block,) = (b for b in yaml_blocks("docs/sweep_files.md") if b.startswith("name: lambda"))
+    assert len(expand(parse_sweep(parse_yaml(block, "guide"), "guide"))) == 3 * 6 * 4
+
+
+RELEASED = {re.search(r"^name: (\w+)$", block, re.M)[1]: block for block in yaml_blocks("docs/released_protocols.md")}
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_released_protocol_is_a_sweep_file_under_a_preset_of_its_method(name, tmp_path):
+def test_released_protocol_is_a_sweep_file_with_a_preset(name, tmp_path):
     trials = expand(parse_sweep(parse_yaml(RELEASED[name], name), name))
     assert trials and all(trial.settings.method.preset.startswith("official") for trial in trials)
     assert all(trial.settings.benchmark.truncation == "official" for trial in trials)
@@ -89,16 +85,34 @@ def test_a_released_protocol_is_a_sweep_file_under_a_preset_of_its_method(name, 
 def test_every_released_method_has_a_protocol():
     """Three methods have no released code for language models."""
     trials = [trial for name in RELEASED for trial in expand(parse_sweep(parse_yaml(RELEASED[name], name), name))]
-    found = {trial.settings.method.name for trial in trials}
+    with_protocol = {trial.settings.method.name for trial in trials}
     with_presets = {name for name in METHODS if "preset" in method_class(name).settings_class.model_fields}
-    assert with_presets - found == {"ewc", "lwf", "joint_lora"}
+    assert with_presets - with_protocol == {"ewc", "lwf", "joint_lora"}
 
 
-def test_every_sweep_file_has_its_row_and_every_named_one_can_be_read():
-    named = {name for document in NAMES for name in re.findall(r"sweeps/(\w+)\.yaml", text_of(document))}
-    assert {path.stem for path in (ROOT / "sweeps").glob("*.yaml")} <= named | {"table2_t5_xl", "table3_llama"}
-    for name in named:
+def test_every_sweep_file_has_its_row_and_every_named_one_is_valid():
+    rows = re.findall(r"^\| `sweeps/(\w+)\.yaml` \|", text_of("sweeps/README.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
+    for name in {name for page in NAMES for name in re.findall(r"sweeps/(\w+)\.yaml", text_of(page))}:
         load_sweep(ROOT / "sweeps" / f"{name}.yaml")
+
+
+def test_every_method_has_a_row_and_a_section():
+    sections = " ".join(re.findall(r"^### (.+)$", text_of("docs/methods.md"), re.MULTILINE))
+    assert set(re.findall(r"\w+", sections)) == set(METHODS)
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | {"notebook.md"}
+    assert set(re.findall(r"- ([\w/]+\.md)$", navigation, re.MULTILINE)) == pages
+
+
+def test_notebook_is_executed():
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in cells)
+    assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
 
 
 # --- every document --------------------------------------------------------------------------------------------------
@@ -117,29 +131,29 @@ def anchors(path):
 def test_every_link_leads_somewhere(name):
     prose = without_code_blocks(text_of(name))
     targets = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'<img src="([^"]+)"', prose)
-    here, broken = ROOT / name, []
+    page, broken = ROOT / name, []
     for target in targets:
         file, _, anchor = target.partition("#")
-        if target.startswith(("https://", "http://")):
+        if target.startswith(("https://", "http://")) or file == "notebook.md":  # made by docs/hooks.py
             continue
-        path = (here.parent / file) if file else here
+        path = (page.parent / file) if file else page
         if not path.exists() or (anchor and anchor not in anchors(path)):
             broken.append(target)
     assert broken == []
 
 
-ELSEWHERE = {
-    *("benchmark.yaml", "config.json", "dev.json", "eval.json", "test.json"),  # of one's own
-    *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json"),
-    *("model.json", "adapter_config.json", "config.json"),  # of a model, of adapters, of a checkpoint
-    *("latent_sweep/data/x.yaml", "latent_sweep/methods/x.py", "tests/methods/test_x.py"),  # by a recipe
+EXAMPLES = {
+    *("benchmark.yaml", "config.json", "dev.json", "test.json", "my_module.py"),  # a user's own
+    *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json"),  # a run's
+    *("model.json", "adapter_config.json"),  # an export's
+    *("latent_sweep/data/x.yaml", "latent_sweep/methods/x.py", "tests/methods/test_x.py"),  # a recipe's
 }
-"""Files that documents name and that are somebody's own, or a run's."""
+"""Files that documents name and that the repository does not contain."""
 PATH = re.compile(r"(?:\.\.?/)*[\w.-]+(?:/[\w.-]+)*\.(?:py|yaml|yml|md|toml|sh|in|txt|json|svg|png)|Makefile")
 BELOW_A_FOLDER = re.compile(rf"(?<![\w./~$}}:<-])(?:{'|'.join((*FOLDERS, r'[.]ci'))})/[\w./-]*\w")
 
 
-def is_there(path, here):
+def exists(path, here):
     return any((folder / path).exists() for folder in (here.parent, ROOT))
 
 
@@ -147,13 +161,28 @@ def is_there(path, here):
 def test_every_path_that_is_mentioned_exists(name):
     inline = re.findall(r"`([^`\n]+)`", without_code_blocks(text_of(name)))
     mentioned = {text for text in inline if PATH.fullmatch(text)} | set(BELOW_A_FOLDER.findall(text_of(name)))
-    assert {m for m in mentioned if not is_there(m, ROOT / name)} <= ELSEWHERE
+    assert {m for m in mentioned if not exists(m, ROOT / name)} <= EXAMPLES
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])  # which names what is gone
-def test_every_module_that_is_mentioned_exists(name):
-    mentioned = set(re.findall(r"\blatent_sweep(?:\.[a-z_0-9]+)+\b", " ".join(code(text_of(name)))))
-    assert {m for m in mentioned if importlib.util.find_spec(m) is None} == set()
+def resolves(dotted):
+    """Whether a dotted name is a module, or an attribute of one."""
+    module, *names = dotted.split(".")
+    value = importlib.import_module(module)
+    for name in names:
+        module += f".{name}"
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_and_class_that_is_mentioned_exists(name):
+    texts = [*code(text_of(name)), *re.findall(r"^::: (\S+)", text_of(name), re.MULTILINE)]
+    mentioned = set(re.findall(r"\blatent_sweep(?:\.\w+)+\b(?![/.])", " ".join(texts)))
+    assert {dotted for dotted in mentioned if not resolves(dotted)} == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,16 +190,14 @@ def test_every_command_that_is_mentioned_exists(name):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.search(r"^\.PHONY: (.+)$", makefile, re.M)[1].split())
     (commands,) = (action.choices for action in make_parser()._actions if action.choices)
-    found = code(text_of(name))
-    assert {t for text in found for t in re.findall(r"^make ([a-z-]+)", text, re.M)} <= targets
-    assert {c for text in found for c in re.findall(r"^latent-sweep ([a-z]+)", text, re.M)} <= set(commands)
+    lines = code(text_of(name))
+    assert {target for line in lines for target in re.findall(r"^make ([a-z-]+)", line, re.M)} <= targets
+    assert {command for line in lines for command in re.findall(r"^latent-sweep ([a-z]+)", line, re.M)} <= set(commands)
 
 
 def test_these_tests_can_fail():
-    assert (
-        slug("What each costs: `latent-sweep bench --only methods`")
-        == "what-each-costs-latent-sweep-bench---only-methods"
-    )
-    assert PATH.fullmatch("../router.py") and not is_there("../no_such.py", ROOT / "cluster" / "README.md")
+    assert slug("A heading: `latent-sweep plan --explain`") == "a-heading-latent-sweep-plan---explain"
+    assert PATH.fullmatch("../router.py") and not exists("../no_such.py", ROOT / "cluster" / "README.md")
     assert not PATH.fullmatch("runs/lambda")
     assert BELOW_A_FOLDER.findall("see tests/no_such.py, or s3://bucket/sweeps/x") == ["tests/no_such.py"]
+    assert resolves("latent_sweep.open_sweep") and not resolves("latent_sweep.no_such")

@@ -410,7 +410,7 @@ def test_what_is_no_method_is_named_with_what_to_do(place, tmp_path, attribute, 
     assert "method.name" in str(found.value)
 
 
-PAGE = Path(__file__).parents[2] / "latent_sweep" / "methods" / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own_methods.md"
 
 
 def run_command(*command, **environment):
@@ -654,7 +654,7 @@ FOUND = {
 @pytest.mark.slow
 def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path, monkeypatch):
     """And nothing in the methods of the page that tells how to write one, nor in the file of a sweep that it shows."""
-    blocks = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text().partition("## Methods from outside")[2], re.S)
+    blocks = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.S)
     modules = [text for language, text in blocks if language == "python" and "class TestPulled" not in text]
     assert len(modules) == 2
     (tmp_path / "my_module.py").write_text("\n".join(modules))

@@ -1,18 +1,17 @@
-"""The parts of the documents that the code itself writes: every setting, and what the presets of methods fill in.
+"""Write the reference pages of the documentation from the code: settings, commands, presets.
 
     PYTHONPATH=tests python -m tools.reference
-
-Writes each part between two marks of its document, where it has changed, and says so.
 """
 
 from __future__ import annotations
 
-import re
+import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from latent_sweep.cli.main import make_parser
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import Settings, as_written, yaml_text
@@ -20,28 +19,115 @@ from latent_sweep.sweep.schema import describe_settings
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"T5": "t5-large", "Llama": "llama-2-7b"}
-"""What a document calls a family, and a backbone of it."""
+"""Column titles, each with a backbone of that family."""
 BENCHMARKS = {"SuperNI": "superni", "Long Sequence": "long_sequence"}
+GENERATED = "<!-- Written by `make reference`. -->"
 
 
-def describe_presets() -> str:
-    """What presets of released code fill in, as Markdown, a row for each difference by method, family or benchmark."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    """Return every setting of a sweep file with its default and meaning."""
+    return f"""# Settings
+
+Every setting of a sweep file, as `latent-sweep settings` prints it. A default of `null` means that the value follows
+from other settings: from the method's preset, the backbone's family or the benchmark.
+
+Labels such as (A15) number the points that the paper leaves open. Each one is a setting. Its default is the reading
+that the text supports best, or the one that worked in our experiments.
+
+{describe_settings()}
+"""
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def commands_page() -> str:
+    """Return every command with its arguments, options and an example."""
+    sections = [_command_section(parser) for parser in _commands(make_parser())]
+    return "\n\n".join(["# Commands", "The same text as `latent-sweep COMMAND --help`.", *sections]) + "\n"
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers that carry out a command: those without commands below them."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _commands(inner)
+            return
+    yield parser
+
+
+def _command_section(parser: argparse.ArgumentParser) -> str:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        value = "" if action.nargs == 0 or not action.option_strings else f" {_value_name(action)}"
+        name = f"{', '.join(action.option_strings)}{value}" if action.option_strings else _value_name(action)
+        meaning = parser._get_formatter()._expand_help(action) if action.help else ""
+        rows.append(f"| `{name}` | {_escaped(meaning).replace('|', chr(92) + '|')} |")
+    parts = [f"## {parser.prog}", _escaped(parser.description or "")]
+    if rows:
+        parts.append("\n".join(["| argument | meaning |", "|---|---|", *rows]))
+    if parser.epilog:
+        parts.append(f"```bash\n{parser.epilog.removeprefix('Example: ')}\n```")
+    return "\n\n".join(parts)
+
+
+def _value_name(action: argparse.Action) -> str:
+    if action.metavar is not None:
+        return " ".join(action.metavar) if isinstance(action.metavar, tuple) else action.metavar
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    return action.dest if not action.option_strings else action.dest.upper()
+
+
+def _escaped(text: str) -> str:
+    """Return plain text such that Markdown shows it unchanged."""
+    return text.replace("<", "&lt;").replace("*", "\\*")
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+
+def presets_page() -> str:
+    """Return what the presets of released code fill in, a table for each method and preset."""
+    alike: dict[str, list[str]] = {}
     for name in METHODS:
         field = method_class(name).settings_class.model_fields.get("preset")
         for preset in get_args(field.annotation)[1:] if field else ():
-            filled_in = _filled_in(name, preset).items()
-            cells = [f"`{preset}` | {where} | {method} | {training} |" for (method, training), where in filled_in]
-            alike.setdefault(tuple(cells), []).append(f"`{name}`")
-    rows = [f"| {', '.join(names)} | {cells}" for filled, names in alike.items() for cells in filled]
-    return "\n".join(["| method | preset | on | `trial.method` | `trial.training` |", "|---|---|---|---|---|", *rows])
+            alike.setdefault(f"`preset: {preset}`\n\n{_preset_table(name, preset)}", []).append(f"`{name}`")
+    sections = [f"## {', '.join(names)}: {text}" for text, names in alike.items()]
+    introduction = """# Presets
+
+What `trial.method.preset` fills in where the sweep file leaves a setting out. A value in the file always wins.
+[Released protocols](../released_protocols.md) says which released code each preset reproduces.
+"""
+    return introduction + "\n" + "\n\n".join(sections) + "\n"
 
 
-def _filled_in(name: str, preset: str) -> Mapping[tuple[str, str], str]:
-    """What is filled in, and for which families and benchmarks: none is named where it is the same for all."""
+def _preset_table(name: str, preset: str) -> str:
+    """Return a table with a row for each setting and a column for each group of backbones and benchmarks."""
+    columns = {where: dict(method) | dict(training) for (method, training), where in _filled_in(name, preset).items()}
+    paths = list(dict.fromkeys(path for values in columns.values() for path in values))
+    lines = [f"| setting | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for path in paths:
+        cells = [yaml_text(values[path], one_line=True) if path in values else "-" for values in columns.values()]
+        lines.append(f"| `{path}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+Values = tuple[tuple[str, Any], ...]
+
+
+def _filled_in(name: str, preset: str) -> Mapping[tuple[Values, Values], str]:
+    """Return the values that a preset fills in, each with the families and benchmarks for which it does."""
     kind = method_class(name)
     written = as_written(kind.settings_class).model_validate({"name": name, "preset": preset})
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    places: dict[tuple[Values, Values], list[tuple[str, str]]] = {}
     for family, backbone in FAMILIES.items():
         for title, benchmark in BENCHMARKS.items():
             try:
@@ -49,21 +135,22 @@ def _filled_in(name: str, preset: str) -> Mapping[tuple[str, str], str]:
             except ConfigError:  # nothing was released for this family
                 continue
             before = _leaves(written)
-            method = {path: value for path, value in after.items() if value != before[path]}
+            method = [(f"method.{path}", value) for path, value in after.items() if value != before[path]]
             training = kind.training_defaults(written, backbone, benchmark)
-            found.setdefault((_listed(method), _listed(training)), []).append((family, title))
-    return {filled: _where(places) for filled, places in found.items()}
+            filled = (tuple(method), tuple((f"training.{path}", value) for path, value in training.items()))
+            places.setdefault(filled, []).append((family, title))
+    return {filled: _column_title(found) for filled, found in places.items()}
 
 
-def _where(places: list[tuple[str, str]]) -> str:
+def _column_title(places: list[tuple[str, str]]) -> str:
     families, benchmarks = {family for family, _ in places}, {title for _, title in places}
-    assert len(places) == len(families) * len(benchmarks), "the table cannot say this"
+    assert len(places) == len(families) * len(benchmarks), "one column cannot name these combinations"
     named = [*(families if len(families) == 1 else ()), *(benchmarks if len(benchmarks) == 1 else ())]
     return ", ".join(named) or "all"
 
 
 def _leaves(group: Settings, path: str = "") -> dict[str, Any]:
-    """The values of a group of settings, by dotted path."""
+    """Return the values of a group of settings, by dotted path; lists become tuples, which can be compared."""
     values: dict[str, Any] = {}
     for name in type(group).model_fields:
         value = getattr(group, name)
@@ -71,39 +158,30 @@ def _leaves(group: Settings, path: str = "") -> dict[str, Any]:
     return values
 
 
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{path} {yaml_text(value, one_line=True)}" for path, value in values.items())
+# --- pages -----------------------------------------------------------------------------------------------------------
 
 
-PARTS: Mapping[str, tuple[str, Callable[[], str]]] = {
-    "settings": ("sweeps/README.md", describe_settings),
-    "presets": ("latent_sweep/methods/README.md", describe_presets),
+PAGES: Mapping[str, Callable[[], str]] = {
+    "docs/reference/settings.md": settings_page,
+    "docs/reference/commands.md": commands_page,
+    "docs/reference/presets.md": presets_page,
 }
-"""Each part by its name: the document, and what writes it."""
+"""Each generated page, with the function that returns its text."""
 
 
-def written_into(text: str, name: str) -> str:
-    """The text of a document with the part `name` as the code writes it now.
-
-    Raises:
-        ValueError: the two marks are not there exactly once.
-    """
-    begin, end = f"<!-- {name}: written by `make reference` -->\n\n", f"\n\n<!-- end of {name} -->"
-    found = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
-    if len(found) != 1:
-        raise ValueError(f"found {len(found)} times the lines {begin.strip()!r} and {end.strip()!r}; expected once")
-    return text.replace(found[0], f"{begin}{PARTS[name][1]()}{end}")
+def page_text(path: str) -> str:
+    """Return the text of a generated page."""
+    return f"{GENERATED}\n\n{PAGES[path]()}"
 
 
 def main() -> int:
-    """Write every part that has changed."""
-    for name, (document, _) in PARTS.items():
-        path = ROOT / document
-        text = path.read_text(encoding="utf-8")
-        current = written_into(text, name)
-        if current != text:
-            path.write_text(current, encoding="utf-8")
-        print(f"{document}: {name} {'as before' if current == text else 'written'}")
+    """Write every page that has changed."""
+    for path in PAGES:
+        page, text = ROOT / path, page_text(path)
+        changed = not page.exists() or page.read_text(encoding="utf-8") != text
+        if changed:
+            page.write_text(text, encoding="utf-8")
+        print(f"{path}: {'written' if changed else 'unchanged'}")
     return 0
 
 
