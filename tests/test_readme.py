@@ -60,7 +60,9 @@ def test_sweep_file_in_readme_is_the_repositorys():
 
 
 def test_quickstart_table_is_the_same_in_both_documents():
-    tables = {re.search(r"^lambda  combine .*?\n```", text_of(name), re.DOTALL | re.MULTILINE)[0] for name in QUICKSTART}
+    tables = {
+        re.search(r"^lambda  combine .*?\n```", text_of(name), re.DOTALL | re.MULTILINE)[0] for name in QUICKSTART
+    }
     assert len(tables) == 1
 
 

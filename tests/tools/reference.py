@@ -1,6 +1,6 @@
 """Write the reference pages of the documentation from the code: settings, commands, presets.
 
-    PYTHONPATH=tests python -m tools.reference
+PYTHONPATH=tests python -m tools.reference
 """
 
 from __future__ import annotations
