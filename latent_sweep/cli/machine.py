@@ -11,23 +11,23 @@ from latent_sweep.run import add_sweep_arguments
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
+    """Add the commands of this module."""
     doctor = add_command(
         commands,
         "doctor",
         _doctor,
-        "find out whether this machine or cluster can be trusted with a sweep; under two minutes without one",
+        "check whether this machine or cluster is ready for a sweep; under two minutes without one",
         "doctor sweeps/lambda.yaml",
-        "Check packages, device, storage, tracker and every method, on a Ray cluster each node too; with a sweep file "
-        "also its data and its backbone, which takes one real step. Leaves nothing behind but caches that a run needs "
-        "anyway. Exit codes: 0 no fault, 1 a fault, 2 it could not be checked.",
+        "Check packages, device, storage, tracker and every method, and on a Ray cluster each node; with a sweep file "
+        "also its data and one optimizer step of its backbone. Leaves only caches behind that a run "
+        "needs anyway. Exit codes: 0 no fault, 1 a fault, 2 it could not be checked.",
     )
     add_sweep_arguments(doctor, optional=True)
     doctor.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU where there is one"
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU if there is one"
     )
     doctor.add_argument(
-        "--address", metavar="HOST:PORT", help="a Ray cluster whose nodes are checked; default: that of RAY_ADDRESS"
+        "--address", metavar="HOST:PORT", help="a Ray cluster whose nodes to check; default: RAY_ADDRESS"
     )
     add_json(doctor)
 

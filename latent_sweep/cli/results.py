@@ -1,4 +1,4 @@
-"""report, figures and rescore: what a sweep has found."""
+"""The commands report, figures and rescore."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from latent_sweep.security import printable
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
+    """Add the commands of this module."""
     report = add_command(
         commands,
         "report",
         _report,
-        "print the tables of a sweep that has run, or is running; as HTML, also its pictures",
+        "print the result tables of a sweep, or write an HTML report with figures",
         "report runs/lambda --format html",
-        "Print the tables of a sweep; several sweeps are compared first. --format html writes one file with tables and "
-        "pictures that needs nothing beside it.",
+        "Print the result tables of a sweep; several sweeps are compared first. --format html writes one "
+        "self-contained file with tables and figures.",
     )
     report.add_argument("folders", nargs="+", metavar="folder", help="a sweep's folder or its URI, e.g. runs/lambda")
     report.add_argument("--format", choices=["text", "markdown", "csv", "latex", "html"], default="text")
     report.add_argument(
         "--output",
         metavar="FILE",
-        help="write into this file instead of printing; default for html: report.html in the sweep's folder, or of "
+        help="write to this file instead of printing; default for html: report.html in the sweep's folder, or for "
         "several sweeps in the working directory",
     )
     report.add_argument(
@@ -33,24 +33,23 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="AXIS",
-        help="also this axis repeats a configuration, as the seed does: benchmark.order; may be given again",
+        help="treat this axis as a repetition, like the seed, e.g. benchmark.order; repeatable",
     )
     report.add_argument(
         "--baseline",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="compare all others with this configuration: method=seq_lora; given again where it takes several settings",
+        help="compare all others with this configuration, e.g. method=seq_lora; repeat it for several settings",
     )
 
     figures = add_command(
         commands,
         "figures",
         _figures,
-        "write every picture of a sweep as PDF and PNG, at the width of a paper's page or column",
+        "write a sweep's figures as PDF and PNG, at the width of a paper's page or column",
         "figures runs/lambda --output paper/figures",
-        "Write every picture of a sweep's report as PDF, with embedded fonts, and as PNG. A README.md beside them "
-        "holds their captions.",
+        "Write every figure of a sweep's report as PDF, with embedded fonts, and as PNG, with captions in a README.md.",
     )
     add_sweep_folder(figures)
     figures.add_argument("--output", metavar="FOLDER", help="default: figures in the sweep's folder")
@@ -61,13 +60,12 @@ def add(commands: Commands) -> None:
         commands,
         "rescore",
         _rescore,
-        "compute all scores, AP and FM again from the answers that trials have kept",
+        "compute all scores, AP and FM again from the saved predictions",
         "rescore runs/lambda",
-        "Score the kept answers of every trial again, stage by stage and task by task, against the references kept "
-        "beside them, which must be those of the benchmark's data where that is at hand; say which scores, AP or FM "
-        "are stored otherwise, and what could not be scored again and why. Generates and changes nothing. Exit codes: "
-        "0 every stored score is that of its answers, 1 one is not, or could not be computed again, 2 it could not be "
-        "looked at.",
+        "Score the saved predictions of every trial again, by stage and task, against the references saved with them, "
+        "which must match the benchmark's data if that is available. Print scores, AP and FM that differ from the "
+        "stored ones, and what could not be scored and why. Generates and changes nothing. Exit codes: 0 every stored "
+        "score is confirmed, 1 a score differs or could not be computed, 2 the sweep could not be read.",
     )
     add_sweep_folder(rescore)
     add_json(rescore)

@@ -1,4 +1,4 @@
-"""run, plan, settings and status: a sweep file, and the sweep that it becomes."""
+"""The commands run, plan, settings and status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from latent_sweep.security import printable
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
+    """Add the commands of this module."""
     add_arguments(
         add_command(
             commands,
@@ -26,22 +26,22 @@ def add(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "print what a sweep file would run; checks it completely, runs nothing",
+        "check a sweep file completely and print what it would run",
         "plan sweeps/lambda.yaml --explain",
-        "Check a sweep file completely, and print what it would run: trials, trainings, packs, memory, what is in the "
-        "store already. Runs nothing. Exit codes: 0 `run` would start it, 2 it would refuse it, and the last lines say "
-        "why.",
+        "Check a sweep file completely, and print what it would run: trials, trainings, packs, memory, and what the "
+        "storage holds already. Runs nothing. Exit codes: 0 `run` would start it, 2 `run` would refuse it; the last "
+        "lines give the reason.",
     )
     add_sweep_arguments(plan)
     how = plan.add_mutually_exclusive_group()
-    how.add_argument("--explain", action="store_true", help="say which setting makes or breaks the reuse of a stage")
+    how.add_argument("--explain", action="store_true", help="show which settings allow or prevent the reuse of a stage")
     add_json(how)
 
     settings = add_command(
         commands,
         "settings",
         _settings,
-        "print every setting of a sweep file: default and meaning",
+        "print every setting of a sweep file with default and meaning",
         "settings | less",
     )
     add_json(settings)
@@ -50,15 +50,15 @@ def add(commands: Commands) -> None:
         commands,
         "status",
         _status,
-        "say where a sweep stands while it runs, from any terminal or machine, or how it has ended",
+        "show the progress of a running sweep, from any machine, or how it ended",
         "status runs/lambda --watch",
-        "Say who runs a sweep, what its workers do, what is done, learned and reused, the best AP so far, failures "
-        "with their reasons, and how long it still takes. Of a sweep whose choices are being made it tells of its "
-        "candidates. Changes nothing. Exit codes: 0 no trial has failed, 1 one has, 2 it could not be looked at.",
+        "Show the driver and the workers of a sweep, finished, learned and reused stages, the best AP so far, failures "
+        "with their reasons, and the time left. While a sweep is being tuned, the tuning trials are shown. Changes "
+        "nothing. Exit codes: 0 no trial has failed, 1 a trial has failed, 2 the status could not be read.",
     )
     add_sweep_folder(status)
     showing = status.add_mutually_exclusive_group()
-    showing.add_argument("--watch", action="store_true", help="go on until nobody runs it any more")
+    showing.add_argument("--watch", action="store_true", help="keep updating until the sweep ends")
     add_json(showing)
 
 

@@ -1,4 +1,4 @@
-"""Drives a sweep to its end: what is missing is handed to Ray or run here, and mirrored into MLflow."""
+"""The driver: runs what is missing of a sweep, on Ray or in this process, and tracks it in MLflow."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def run_sweep(
     only_failed: bool = False,
     replace: bool = False,
 ) -> int:
-    """Run a sweep file to its end; returns the number of trials that did not come to theirs.
+    """Run a sweep file; return the number of trials that neither finished nor were stopped early.
 
     Args:
         path: the sweep file.
         overrides: `path=value`, as after `--set`.
-        local: in this process, without Ray.
-        fail_fast: end the sweep when a trial has failed, instead of going on with the others.
-        only_failed: run the trials that have failed before, and no others.
-        replace: let trials that an earlier sweep of this name has scored, and this one lacks, drop out of its results,
-            and compute again those whose data, backbone or code have changed.
+        local: run in this process, without Ray.
+        fail_fast: end the sweep when a trial has failed.
+        only_failed: run only trials that have failed before.
+        replace: accept that scored trials of an earlier sweep of this name leave its results, and compute results again
+            whose data, backbone or code have changed.
 
     Raises:
         LatentSweepError: the sweep cannot be started; the message says what to change.
@@ -67,20 +67,20 @@ def run_sweep(
     check_engine(sweep.run.engine)
     storage = open_storage(sweep.run.storage)
     plan = plan_sweep(sweep, storage=storage, to_run=True, local=local)
-    how = _How(local, fail_fast, only_failed, replace)
+    options = _Options(local, fail_fast, only_failed, replace)
     if plan.tuning is not None and plan.results is None:
         say("\n".join(describe_tuning(plan)))
-        _run_trials(plan.tuning, storage, how)
+        _run_plan(plan.tuning, storage, options)
         results = select(plan.selections, SweepFolder(storage, plan.tuning.sweep.name))
         plan = plan_sweep(sweep, storage=storage, to_run=True, local=local, results=results)
     if lines := tuning_lines(plan.results or ()):
-        say("\n".join(["", "chosen", *(f"  {line}" for line in lines), ""]))
-    return _run_trials(plan, storage, how)
+        say("\n".join(["", "selected", *(f"  {line}" for line in lines), ""]))
+    return _run_plan(plan, storage, options)
 
 
 @dataclass(frozen=True)
-class _How:
-    """How a sweep is run; see `run_sweep`."""
+class _Options:
+    """Arguments of `run_sweep`."""
 
     local: bool
     fail_fast: bool
@@ -88,9 +88,9 @@ class _How:
     replace: bool
 
 
-def _run_trials(plan: Plan, storage: Storage, how: _How) -> int:
-    """Run the trials of one sweep, once no other process runs it; return how many did not finish."""
-    sweep, trials, packs = plan.sweep, plan.trials, plan.packs
+def _run_plan(plan: Plan, storage: Storage, options: _Options) -> int:
+    """Run the trials of one sweep once no other process runs it; return how many did not end well."""
+    sweep, trials = plan.sweep, plan.trials
     began, sent_before = time.time(), Counter(requests())
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
@@ -98,26 +98,26 @@ def _run_trials(plan: Plan, storage: Storage, how: _How) -> int:
     with driving(folder, lambda driver: say(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(folder.path)
         forget_the_old(storage, folder.path)
-        if not how.replace:
-            if refusal := name_conflict(sweep, trials, folder):
-                raise ConfigError(refusal)
-        else:  # said first, so that no table has an old result beside new ones, wherever this run ends
+        if not options.replace:
+            if conflict := name_conflict(sweep, trials, folder):
+                raise ConfigError(conflict)
+        else:  # before anything runs, so that no table mixes old and new results if this run is interrupted
             for trial in outdated(trials, folder):
                 folder.journal(trial.trial_id).append("lost", kind="outdated", message=f"its {OUTDATED}")
         if plan.results:
             storage.write(folder.path / TUNING, tuning_content(sweep, plan.results))
-        elif (folder.path / TUNING).exists():  # of an earlier sweep of this name
+        elif (folder.path / TUNING).exists():  # from an earlier sweep of this name
             storage.remove(folder.path / TUNING)
-        left = _drive(sweep, trials, packs, storage, how)
+        unfinished = _drive(plan, folder, options)
         if storage.is_remote:
             sent = Counter(requests()) - sent_before + requests_told(folder.path, began)
             counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
-            say(f"requests  {counts}: of this run, its workers' included")
-        return left
+            say(f"requests  {counts} (this run with its workers)")
+        return unfinished
 
 
-def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, how: _How) -> int:
-    """Run what is missing of a sweep that nobody else drives."""
+def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
+    """Run what is missing of a sweep, whose lock this process holds; return how many trials did not end well."""
     from latent_sweep.monitor.progress import say_driving
     from latent_sweep.monitor.screen import Following, screen_for
     from latent_sweep.report.plain_text import terminal_width
@@ -127,15 +127,16 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.tracking.mlflow import tracker_for
     from latent_sweep.tracking.sync_thread import SyncThread
 
-    failed = _failed(packs, SweepFolder(storage, sweep.name)) if how.only_failed else None
+    sweep, packs, storage = plan.sweep, plan.packs, folder.storage
+    failed = _failed(packs, folder) if options.only_failed else None
     if failed == []:
         raise ConfigError(
             f"--failed: no trial of {sweep.name} has failed; without --failed the same command runs what has not ended"
         )
-    folder = write_sweep(sweep, trials, storage)
+    folder = write_sweep(sweep, plan.trials, storage)
     todo = _incomplete(packs, folder) if failed is None else failed
-    trainings, missing = (sum(len(p.runs) for p in some) for some in (packs, todo))
-    if how.only_failed:
+    trainings, missing = (sum(len(p.runs) for p in part) for part in (packs, todo))
+    if options.only_failed:
         say(f"{missing} of {trainings} trainings have failed before and are run again")
     elif missing < trainings:
         say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
@@ -146,18 +147,18 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         thread.start()
         try:
             if todo:
-                others = following(storage, folder.path) if not how.local else nullcontext()
+                others = following(storage, folder.path) if not options.local else nullcontext()
                 with Following(folder, screen), others:
-                    if how.local:
+                    if options.local:
                         say_driving(folder, "loading PyTorch")
                         with loading_modules():
                             from latent_sweep.execution.local import run_local
 
-                        run_local(todo, folder, sweep.run, how.fail_fast, screen.tell)
+                        run_local(todo, folder, sweep.run, options.fail_fast, screen.tell)
                     else:
                         from latent_sweep.execution.ray_tune import run_on_ray
 
-                        run_on_ray(todo, folder, sweep.run, how.fail_fast)
+                        run_on_ray(todo, folder, sweep.run, options.fail_fast)
             if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
                 _write_page(folder, screen.tell)
             if sweep.run.log_model == "best" and sweep.tuning_of is None:
@@ -170,49 +171,49 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     if (folder.path / PAGE_FILE).exists():
         say(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
-        say(f"          a copy of what is below {storage.place}")
+        say(f"          (copied from {storage.place})")
     if link := tracker.link():
         say(f"compare   {tracker.ui_command()}\n          {link}")
-    return sum(count for found, count in summary.counts.items() if found not in ("finished", "stopped"))
+    return sum(count for state, count in summary.counts.items() if state not in ("finished", "stopped"))
 
 
-def _write_page(folder: SweepFolder, tell: Callable[[str], None]) -> None:
-    """Write the report as a page. What it cannot tell ends no sweep: trials and tables are there without it."""
-    from latent_sweep.report.page import render_page  # with matplotlib
+def _write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
+    """Write the HTML report; an error is logged and does not end the sweep."""
+    from latent_sweep.report.page import render_page  # imports matplotlib
     from latent_sweep.report.tables import PAGE_FILE
 
     try:
         folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
     except Exception as error:
         log.debug("no page", exc_info=True)
-        tell(f"no page was written: {error}; `latent-sweep report --format html {folder.path}` tries again")
+        log_line(f"no page was written: {error}; `latent-sweep report --format html {folder.path}` tries again")
 
 
-def _write_model(folder: SweepFolder, tell: Callable[[str], None]) -> None:
-    """Write the best trial's model for the tracker to bring. Trials and tables are there without it, too."""
-    from latent_sweep.tracking.mlflow_model import log_best  # with torch
+def _write_model(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
+    """Write the best trial's model for the tracker to upload; an error is logged and does not end the sweep."""
+    from latent_sweep.tracking.mlflow_model import log_best  # imports torch
 
     try:
         log_best(folder)
     except Exception as error:
         log.debug("no model", exc_info=True)
-        tell(f"no model was logged: {error}; `latent-sweep export {folder.path} --to mlflow` tries again")
+        log_line(f"no model was logged: {error}; `latent-sweep export {folder.path} --to mlflow` tries again")
 
 
 def check_installed(sweep: Sweep, local: bool) -> None:
-    """Refuse a run that needs a package that is not installed here.
+    """Check that the packages for this run are installed.
 
     Raises:
-        ConfigError: Ray, MLflow or DeepSpeed is missing, and the sweep or the command asks for it.
+        ConfigError: Ray, MLflow or DeepSpeed is needed and missing.
     """
     needs = {
-        "ray": (not local, "or run it in this process, --local"),
-        "mlflow": (sweep.run.tracking.uri != "none", "or do without a tracker, --set run.tracking.uri=none"),
-        "deepspeed": (sweep.run.engine.name == "deepspeed", "or compute with plain torch, run.engine.name: torch"),
+        "ray": (not local, "or run in this process with --local"),
+        "mlflow": (sweep.run.tracking.uri != "none", "or disable tracking, --set run.tracking.uri=none"),
+        "deepspeed": (sweep.run.engine.name == "deepspeed", "or use plain torch, run.engine.name: torch"),
     }
     faults = [
-        f"{name} is not installed, which this run needs; `pip install {name}`, {instead}"
-        for name, (needed, instead) in needs.items()
+        f"{name} is not installed, but this run needs it; `pip install {name}`, {alternative}"
+        for name, (needed, alternative) in needs.items()
         if needed and find_spec(name) is None
     ]
     if faults:
@@ -220,12 +221,12 @@ def check_installed(sweep: Sweep, local: bool) -> None:
 
 
 def check_engine(settings: EngineSettings) -> None:
-    """Find what DeepSpeed would not accept before anything starts; importing it takes seconds, so only if needed.
+    """Check `run.engine.config` before anything starts.
 
     Raises:
-        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
+        ConfigError: DeepSpeed does not accept a key of `config`, or another setting decides it.
     """
-    if settings.config:
+    if settings.config:  # importing DeepSpeed takes seconds
         from latent_sweep.execution.deepspeed import deepspeed_config
 
         deepspeed_config(settings)
@@ -233,10 +234,10 @@ def check_engine(settings: EngineSettings) -> None:
 
 @memo_scope()
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> SweepFolder:
-    """Write what the sweep is: the file as resolved, and every trial with its complete settings.
+    """Write the resolved sweep file, and one file with the complete settings of every trial.
 
-    Of thousands of trials a few settings differ: each different group of settings is written once, and a trial names
-    its groups by their places. A file for each trial would be thousands of requests to an object store.
+    Each distinct group of settings is written once, and trials refer to groups by index: a file per trial would be
+    thousands of requests to an object store.
     """
     folder = SweepFolder(storage, sweep.name)
     axes = list(dict.fromkeys([*sweep.axes, *(path for trial in trials for path in trial.values)]))
@@ -248,15 +249,15 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         "tune": sweep.tune.model_dump(mode="json") if sweep.tune else None,
         "run": sweep.run.model_dump(mode="json"),
     }
-    if sweep.tuning_of is not None:  # no file that could be run: its trials follow from the other's
+    if sweep.tuning_of is not None:  # not a file that can be run: its trials follow from the tuned sweep
         resolved = {"tuning_of": sweep.tuning_of} | resolved
-    groups = {name: _Distinct() for name in ("method", *GROUPS)}
+    groups = {name: _DistinctGroups() for name in ("method", *GROUPS)}
     entries = [
         {
             "trial_id": trial.trial_id,
             "training_id": trial.training_id,
             "values": {axis: trial.values.get(axis) for axis in axes},
-            "groups": {name: found.place(getattr(trial.settings, name)) for name, found in groups.items()},
+            "groups": {name: distinct.index(getattr(trial.settings, name)) for name, distinct in groups.items()},
             "seed": trial.settings.seed,
             "tasks": " ".join(task.name for task in trial.tasks),
             "n_tasks": len(trial.tasks),
@@ -272,7 +273,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         "tuning_of": sweep.tuning_of,
         "tracking_uri": sweep.run.tracking.uri,
         "run": sweep.run.model_dump(mode="json", include={"resources", "prices"}),
-        "groups": {name: found.contents for name, found in groups.items()},
+        "groups": {name: distinct.contents for name, distinct in groups.items()},
         "trials": entries,
     }
     text = yaml_text(resolved).encode()
@@ -282,28 +283,28 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
     return folder
 
 
-class _Distinct:
-    """Groups of settings that differ, in the order in which they were first met."""
+class _DistinctGroups:
+    """Distinct groups of settings in order of first use."""
 
     def __init__(self) -> None:
         self.contents: list[dict[str, Any]] = []
-        """Each as plain values."""
-        self._places: dict[str, int] = {}
-        self._met: dict[int, tuple[Settings, int]] = {}
-        """By the object, with which its place in memory is nobody else's."""
+        """The groups as plain values."""
+        self._by_content: dict[str, int] = {}
+        self._by_id: dict[int, tuple[Settings, int]] = {}
+        """The object is kept with its index, so that its id is not reused."""
 
-    def place(self, group: Settings) -> int:
-        """Return where a group stands among them."""
-        if id(group) not in self._met:
+    def index(self, group: Settings) -> int:
+        """Return the index of a group, adding it if it is new."""
+        if id(group) not in self._by_id:
             content = group.model_dump(mode="json")
-            place = self._places.setdefault(canonical_json(content), len(self.contents))
-            self.contents += [content] if place == len(self.contents) else []
-            self._met[id(group)] = group, place
-        return self._met[id(group)][1]
+            index = self._by_content.setdefault(canonical_json(content), len(self.contents))
+            self.contents += [content] if index == len(self.contents) else []
+            self._by_id[id(group)] = group, index
+        return self._by_id[id(group)][1]
 
 
 def _lineages(trial: Trial) -> str | None:
-    """The snapshots that a trial leaves behind, in a line; None where its data is on other nodes alone."""
+    """Return the lineages of a trial's snapshots in one line; None if its data is on other nodes only."""
     try:
         return " ".join(trial.lineages())
     except MissingData:
@@ -312,23 +313,23 @@ def _lineages(trial: Trial) -> str | None:
 
 @memo_scope()
 def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
-    """Return the packs with those of their members that have something missing."""
+    """Return the packs with those of their runs that are incomplete."""
 
-    def lacks(member: Run) -> bool:
-        return not all(trial.files(folder).complete for trial in member.trials)
+    def is_incomplete(run: Run) -> bool:
+        return not all(trial.files(folder).complete for trial in run.trials)
 
-    lacking = [Pack(tuple(filter(lacks, p.runs))) for p in packs]
-    return [p for p in lacking if p.runs]
+    parts = [Pack(tuple(filter(is_incomplete, p.runs))) for p in packs]
+    return [p for p in parts if p.runs]
 
 
 def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
     """Return the packs with those of their trials that have failed."""
 
-    def failed(trial: Trial) -> bool:
+    def has_failed(trial: Trial) -> bool:
         return status(folder.journal(trial.trial_id).read()) == "failed"
 
-    def kept(member: Run) -> Run:
-        return replace(member, trials=tuple(filter(failed, member.trials)))
+    def only_failed(run: Run) -> Run:
+        return replace(run, trials=tuple(filter(has_failed, run.trials)))
 
-    left = [Pack(tuple(m for m in map(kept, p.runs) if m.trials)) for p in packs]
-    return [p for p in left if p.runs]
+    parts = [Pack(tuple(run for run in map(only_failed, p.runs) if run.trials)) for p in packs]
+    return [p for p in parts if p.runs]
