@@ -69,7 +69,7 @@ def test_sigterm_ends_a_run_as_an_interrupt_does(tmp_path, arguments):
     finally:
         end(again)
     assert again.returncode == 0, printed
-    assert [event["reused"] for event in events(sweep_folder(tmp_path), "stage")] == [False, False]
+    assert [event.reused for event in events(sweep_folder(tmp_path), "stage")] == [False, False]
 
 
 @pytest.mark.slow

@@ -616,7 +616,7 @@ def test_weights_that_are_none_fail_their_trials_with_the_reason(checkpoint, tmp
     assert main(["run", path, "--local"]) == 1
     (trial,) = sweep_folder(tmp_path)
     assert status(trial.events()) == "failed"
-    assert f"backbone.name: '{folder}' could not be loaded" in trial.events()[-1]["message"]
+    assert f"backbone.name: '{folder}' could not be loaded" in trial.events()[-1].message
     assert str(folder) in caplog.text
     assert "1 trials (1 failed)" in capsys.readouterr().out
 
@@ -646,9 +646,9 @@ def test_the_error_of_a_trial_holds_no_secret(telling, tmp_path, capsys):
     assert main(["run", telling, "--local"]) == 1
     (trial,) = sweep_folder(tmp_path)
     failed = trial.events()[-1]
-    assert "could not be loaded" in failed["message"]
-    assert "Traceback" in failed["traceback"]
-    assert "password=***" in failed["message"] and "password=***" in failed["traceback"]
+    assert "could not be loaded" in failed.message
+    assert "Traceback" in failed.traceback
+    assert "password=***" in failed.message and "password=***" in failed["traceback"]
     printed = capsys.readouterr()
     assert main(["report", str(tmp_path / "runs" / "tiny")]) == 0
     shown = "".join([*printed, *capsys.readouterr(), *(told(tmp_path)[name] for name in ("journal.jsonl",))])

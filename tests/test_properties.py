@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.events import an_event, fields_of
 from helpers.sweeps import TINY, tiny
 from helpers.tiny import journal_at
 from hypothesis import HealthCheck, example, given, settings
@@ -160,20 +161,24 @@ def test_what_loads_and_is_written_down_loads_equal(tmp_path_factory, content):
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 PLAIN = st.none() | st.booleans() | NUMBERS | st.text(max_size=9)
-FIELDS = st.dictionaries(
-    st.text(max_size=5).filter(lambda name: name not in ("seq", "time", "event", "self")),
-    PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(st.text(max_size=3), PLAIN, max_size=2),
-    max_size=3,
+VALUES = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(st.text(max_size=3), PLAIN, max_size=2)
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(an_event, st.just("started"), node=VALUES, hardware=VALUES),
+        st.builds(an_event, st.just("stage"), task=VALUES, metrics=VALUES),
+        st.builds(an_event, st.sampled_from(["failed", "lost"]), message=VALUES),
+        st.builds(an_event, st.sampled_from(["finished", "stopped"])),
+    ),
+    max_size=4,
 )
-EVENTS = st.lists(st.tuples(st.sampled_from(["started", "stage", "finished", "failed", "stopped"]), FIELDS), max_size=4)
 
-BODY = b'{"seq": 0, "time": 1.0, "event": "started"'
+BODY = b'{"seq": 0, "time": 1.0, "event": "started", "attempt": 1'
 WHOLE = BODY + b', "sha256": "%s"}\n' % hashlib.sha256(BODY).hexdigest().encode()
 LINES = [WHOLE, WHOLE[:-1], WHOLE[:9], b'{"seq": 1}\n', b"9" * 5000 + b"\n", b"\xff\xfe\n", b"\n", b"\r"]
 NO_EVENTS = {
     "another event": b'{"seq": 1, "time": 1.0, "event": "no such event"}\n',
     "a list for an event": b'{"seq": 1, "time": 1.0, "event": []}\n',
-    "text for a number": b'{"seq": "1", "time": 1.0, "event": "started"}\n',
+    "text for a number": b'{"seq": "1", "time": 1.0, "event": "started", "attempt": 1}\n',
     "nested without end": b"[" * 100_000 + b"\n",
 }
 
@@ -186,7 +191,7 @@ def journal(tmp_path):
 def fill(journal, written):
     """Make these events the whole journal; what `append` says of each."""
     journal.path.unlink(missing_ok=True)
-    return [journal.append(event, **fields) for event, fields in written]
+    return [journal.append(event.name, **fields_of(event)) for event in written]
 
 
 @examples(100)
@@ -199,7 +204,7 @@ def test_any_bytes_are_a_journal_or_a_fault_of_it(journal, content):
         fault = str(error)
     else:
         status(events)
-        assert journal.append("started", attempt=1)["seq"] == (events[-1]["seq"] + 1 if events else 0)
+        assert journal.append("started", attempt=1).seq == (events[-1].seq + 1 if events else 0)
         return
     assert fault.startswith(str(journal.path))
     try:
@@ -238,6 +243,6 @@ def test_appending_after_any_torn_end_keeps_every_whole_event(journal, written, 
         file.write(torn)
     assert journal.read() == events
     added = journal.append("started", attempt=2)
-    assert added["seq"] == len(events)
+    assert added.seq == len(events)
     assert journal.read() == [*events, added]
-    assert [json.loads(line) for line in journal.path.read_text().splitlines()] == journal.read()
+    assert [json.loads(line)["seq"] for line in journal.path.read_text().splitlines()] == list(range(len(events) + 1))

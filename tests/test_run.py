@@ -99,22 +99,22 @@ def test_the_files_of_every_trial_are_there_and_agree(finished):
         assert all((sweep.storage.folder / snapshot).is_file() for snapshot in result["snapshots"])
         assert {"python", "torch", "transformers", "latent-sweep"} <= set(result["versions"])
         assert result["timings"]["seconds_train"] > 0
-        first, second = (event["metrics"]["generated_share"] for event in stages(trial.events()))
+        first, second = (event.metrics["generated_share"] for event in stages(trial.events()))
         assert result["generated_share"] == pytest.approx((first * 12 + second * 24) / 36)
-        assert [event["metrics"]["answers_asked"] for event in stages(trial.events())] == [12, 24]
+        assert [event.metrics["answers_asked"] for event in stages(trial.events())] == [12, 24]
 
 
 def test_the_journal_tells_the_same_story(finished):
     for trial in sweep_folder(finished[0]):
         journal = trial.events()
-        assert [event["event"] for event in journal] == ["started", "stage", "stage", "finished"]
-        assert [event["seq"] for event in journal] == [0, 1, 2, 3]
+        assert [event.name for event in journal] == ["started", "stage", "stage", "finished"]
+        assert [event.seq for event in journal] == [0, 1, 2, 3]
         rows = trial.read_json("scores.json")["scores"]
         for seen, stage in enumerate(stages(journal), start=1):
-            assert (stage["tasks_seen"], stage["task"]) == (seen, TASKS[seen - 1])
-            assert stage["scores"] == dict(zip(TASKS, rows[seen - 1], strict=False))
-        assert stages(journal)[-1]["metrics"]["AP"] == trial.read_json("result.json")["metrics"]["AP"]
-        assert journal[-1]["metrics"] == trial.read_json("result.json")["metrics"]
+            assert (stage.tasks_seen, stage.task) == (seen, TASKS[seen - 1])
+            assert stage.scores == dict(zip(TASKS, rows[seen - 1], strict=False))
+        assert stages(journal)[-1].metrics["AP"] == trial.read_json("result.json")["metrics"]["AP"]
+        assert journal[-1].metrics == trial.read_json("result.json")["metrics"]
 
 
 def test_every_stage_tells_what_the_most_frequent_training_answer_scores(finished):
@@ -126,14 +126,14 @@ def test_every_stage_tells_what_the_most_frequent_training_answer_scores(finishe
                 for split in ("train", "test")
             )
             ((answer, _),) = Counter(row.target for row in train).most_common(1)
-            assert stage["constant"] == sum(row.references[0] == answer for row in test) / len(test)
+            assert stage.constant == sum(row.references[0] == answer for row in test) / len(test)
 
 
 def test_every_stage_tells_what_the_router_knew(finished):
     measures = ("p_correct", "accuracy", "nll", "ece", "one_hot")
     for trial in sweep_folder(finished[0]):
         for seen, stage in enumerate(stages(trial.events()), start=1):
-            found = {name: value for name, value in stage["metrics"].items() if name.startswith("router")}
+            found = {name: value for name, value in stage.metrics.items() if name.startswith("router")}
             expected = {f"router_{measure}" for measure in measures}
             expected |= {f"router/{measure}/{task}" for measure in measures for task in TASKS[:seen]}
             assert set(found) == expected | ({"router_novelty_auroc"} if seen < len(TASKS) else set())
@@ -160,8 +160,8 @@ def test_the_model_has_learned_something(finished):
 
 
 def test_trials_that_differ_in_what_inference_reads_train_once(finished):
-    learned = [stage for stage in events(sweep_folder(finished[0]), "stage") if not stage["reused"]]
-    assert Counter(Counter(stage["lineage"] for stage in learned).values()) == {2: 4}  # both trials of a pack say so
+    learned = [stage for stage in events(sweep_folder(finished[0]), "stage") if not stage.reused]
+    assert Counter(Counter(stage.lineage for stage in learned).values()) == {2: 4}  # both trials of a pack say so
     assert len(list((finished[0] / "runs" / "snapshots").glob("*.safetensors"))) == 4
 
 
@@ -191,7 +191,7 @@ def test_mlflow_holds_every_trial(finished):
         assert run.data.params["seed"] == str(trial.values["seed"])
         assert run.data.params["K"] == str(trial.values["router.components"])
         assert [point.step for point in client.get_metric_history(run.info.run_id, "AP")] == [1, 2]
-        told = stages(trial.events())[-1]["metrics"]
+        told = stages(trial.events())[-1].metrics
         of_router = [name for name in told if name.startswith("router")]
         assert {name: run.data.metrics[name] for name in of_router} == pytest.approx({n: told[n] for n in of_router})
         novelty = client.get_metric_history(run.info.run_id, "router_novelty_auroc")
@@ -277,7 +277,7 @@ def test_a_wider_sweep_learns_only_what_is_new(finished, tmp_path):
     path = write(tmp_path, tiny(name="wider", search={"seed": [0, 2], "router.components": [2, 3]}))
     assert main(["run", path, "--local"]) == 0
     wider = sweep_folder(tmp_path, "wider")
-    reused = {(trial.values["seed"], stage["reused"]) for trial in wider for stage in stages(trial.events())}
+    reused = {(trial.values["seed"], stage.reused) for trial in wider for stage in stages(trial.events())}
     assert reused == {(0, True), (2, False)}
     (old,) = [t for t in sweep_folder(tmp_path) if t.values == {"seed": 0, "router.components": 2}]
     (new,) = [t for t in wider if t.values == old.values]
@@ -311,10 +311,10 @@ def test_a_trial_that_diverges_fails_alone(diverged):
     good, bad = sweep_folder(folder)
     assert (status(good.events()), status(bad.events())) == ("finished", "failed")
     failed = bad.events()[-1]
-    assert (failed["kind"], failed["task"]) == ("non_finite", "mood")
-    assert failed["step"] >= 1
-    assert "finite at step" in failed["message"]
-    assert "training.learning_rate" in failed["message"]
+    assert (failed.kind, failed.task) == ("non_finite", "mood")
+    assert failed.step >= 1
+    assert "finite at step" in failed.message
+    assert "training.learning_rate" in failed.message
     assert "2 trials (1 finished, 1 failed)" in table
     assert "non_finite at task mood" in table
     assert not (bad.path / "result.json").exists()
@@ -330,9 +330,9 @@ def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(diverged, tmp_p
     shutil.copytree(diverged[0] / "runs", tmp_path / "runs")
     good, bad = sweep_folder(tmp_path)
     assert main(["run", write(tmp_path, diverged[1]), "--local"]) == 1
-    assert [event["event"] for event in bad.events()] == ["started", "failed", "started", "failed"]
-    assert [event["attempt"] for event in bad.events() if event["event"] == "started"] == [1, 2]
-    assert [event["event"] for event in good.events()].count("started") == 1
+    assert [event.name for event in bad.events()] == ["started", "failed", "started", "failed"]
+    assert [event.attempt for event in bad.events() if event.name == "started"] == [1, 2]
+    assert [event.name for event in good.events()].count("started") == 1
     assert "1 of 2 trainings are complete" in capsys.readouterr().out
 
 
@@ -347,7 +347,7 @@ def test_a_scheduler_that_needs_ray_is_reported_without_it(tmp_path):
 # --- changed data ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("since", [("started", {"attempt": 2, "node": "n"}), ("lost", {"kind": "damaged"})])
+@pytest.mark.parametrize("since", [("started", {"attempt": 2}), ("lost", {"kind": "damaged", "message": "cut short"})])
 def test_a_stop_is_one_of_old_rows_also_where_the_trial_is_being_mended(tmp_path, capsys, since):
     """A scheduler has stopped it, a mend of it was cut short, and then its data has changed."""
     own = write_benchmark(tmp_path / "own")
@@ -357,8 +357,8 @@ def test_a_stop_is_one_of_old_rows_also_where_the_trial_is_being_mended(tmp_path
     journal = trial.path / "journal.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(True)[:2]))  # started, and one task learned
     journal_of(trial).append("stopped", tasks_seen=1, reason="others had a higher AP")
-    event, told = since
-    journal_of(trial).append(event, **{"versions": {}, "hardware": {}, "message": "cut short"} | told)
+    event, fields = since
+    journal_of(trial).append(event, **fields)
     data = own / "left" / "test.json"
     data.write_text(data.read_text().replace("test row 3", "test line 3"))
     assert main(["run", path, "--local"]) == 2
@@ -392,11 +392,11 @@ def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, capsys, split, 
 
     assert main(["run", path, "--local", "--replace"]) == 0
     journal = trial.events()
-    assert (journal[4]["event"], journal[4]["kind"]) == ("lost", "outdated")
-    again = [event for event in journal[4:] if event["event"] == "stage"]
-    assert [event["tasks_seen"] - 1 for event in again] == stages_repeated
-    assert [event["reused"] for event in again] == [not learned_again]
-    assert journal[-1]["event"] == "finished"
+    assert (journal[4].name, journal[4].kind) == ("lost", "outdated")
+    again = [event for event in journal[4:] if event.name == "stage"]
+    assert [event.tasks_seen - 1 for event in again] == stages_repeated
+    assert [event.reused for event in again] == [not learned_again]
+    assert journal[-1].name == "finished"
     new_keys = trial.read_json("scores.json")["keys"]
     assert [position for position in range(2) if new_keys[position] != keys[position]] == stages_repeated
     after = results(sweep_folder(tmp_path))
@@ -453,11 +453,11 @@ def test_two_drivers_on_one_storage_learn_every_stage_once(tmp_path):
             end(driver)
     assert [driver.returncode for driver in drivers] == [0, 0], printed
     sweeps = [open_sweep(tmp_path / "runs" / content["name"]) for content in contents]
-    learned = [event["lineage"] for sweep in sweeps for event in events(sweep, "stage") if not event["reused"]]
+    learned = [event.lineage for sweep in sweeps for event in events(sweep, "stage") if not event.reused]
     snapshots = {path.stem for path in (tmp_path / "runs" / "snapshots").glob("*.safetensors")}
     assert len(snapshots) == 4
     assert set(learned) == snapshots
-    by_sweep = [{e["lineage"] for e in events(sweep, "stage") if not e["reused"]} for sweep in sweeps]
+    by_sweep = [{e.lineage for e in events(sweep, "stage") if not e.reused} for sweep in sweeps]
     assert not by_sweep[0] & by_sweep[1], "no stage is learned by both"
     by_seed = [{t.values["seed"]: t.read_json("scores.json")["scores"] for t in sweep} for sweep in sweeps]
     assert by_seed[0] == by_seed[1]

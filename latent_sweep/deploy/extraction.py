@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from latent_sweep.errors import ConfigError, StoreError, unended
 from latent_sweep.results.definition import trial_name
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import Event, mending, stages, status
+from latent_sweep.storage.journal import final_metrics, mending, stages, status
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Trial, plan_trial
 from latent_sweep.sweep.schema import TrialSettings, WrittenTrial, resolved_settings
@@ -49,7 +48,7 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
             raise ConfigError(
                 f"sweep {sweep.name}: no trial has finished; expected one. Run the sweep to its end first."
             )
-        return max(finished, key=lambda trial: _measures(events[trial.trial_id])["AP"])
+        return max(finished, key=lambda trial: final_metrics(events[trial.trial_id])["AP"])
     names = {trial.trial_id: trial_name(sweep, trial) for trial in trials}
     same = [trial for trial in trials if wanted in (trial.trial_id, names[trial.trial_id])]
     found = same or [trial for trial in trials if trial.trial_id.startswith(wanted)]
@@ -72,12 +71,6 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
     return trial
 
 
-def _measures(events: Sequence[Event]) -> Mapping[str, float]:
-    """Return what a finished trial has come to."""
-    found: Mapping[str, float] = events[-1]["metrics"]
-    return found
-
-
 # --- what it was planned as ------------------------------------------------------------------------------------------
 
 
@@ -97,7 +90,7 @@ def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
             "of latent_sweep or of its method, the benchmark's file or the backbone has changed. Put back what was "
             "there, or run the sweep again"
         )
-    told = tuple(event["lineage"] for event in stages(folder.events()))
+    told = tuple(event.lineage for event in stages(folder.events()))
     if (found := trial.lineages()) != told:
         other = next(i for i, (a, b) in enumerate(zip(found, told, strict=False)) if a != b)
         raise ConfigError(
@@ -162,8 +155,8 @@ def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> Mod
 def origin_of(sweep: SweepFolder, folder: TrialFolder) -> Origin:
     """Where the model of a finished trial comes from, with what was scored last."""
     events = folder.events()
-    scores = stages(events)[-1]["scores"]
-    return Origin(sweep.name, folder.trial_id, trial_name(sweep, folder), scores, _measures(events))
+    scores = stages(events)[-1].scores
+    return Origin(sweep.name, folder.trial_id, trial_name(sweep, folder), scores, final_metrics(events))
 
 
 def _snapshot(sweep: SweepFolder, lineage: str) -> Snapshot:

@@ -20,7 +20,7 @@ from typing import Literal
 from latent_sweep.security import redact
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.journal import Event, Journal, status
+from latent_sweep.storage.journal import Event, Failed, Journal, Lost, Stage, status
 from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.sweep.schema import RunSettings
 
@@ -60,29 +60,33 @@ class GivenUp:
 
 def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenUp:
     """Decide on a trial's next attempt from the events of its journal since the sweep was launched."""
-    ends = [event for event in events if event["event"] in ("lost", "failed")]
+    ends = [event for event in events if isinstance(event, (Lost, Failed))]
     if not ends:
         return Attempt()
     # a killed worker cannot record its phase; assume that it was learning
-    ran_out: list[Phase] = [event.get("during", "learning") for event in ends if event["kind"] == "out_of_memory"]
+    ran_out: list[Phase] = [
+        (event.during if isinstance(event, Failed) else None) or "learning"
+        for event in ends
+        if event.kind == "out_of_memory"
+    ]
     last = ends[-1]
     if len(ran_out) > len(set(ran_out)):
         phase = ran_out[-1]
         return GivenUp(f"out of memory again {WHILE[phase]}, with half the rows in a pass; {LESS_MEMORY[phase]}")
-    if last["event"] == "failed" and last["kind"] != "out_of_memory":
-        return GivenUp(last["message"])
+    if isinstance(last, Failed) and last.kind != "out_of_memory":
+        return GivenUp(last.message)
     died = 0
     for event in events:
-        if event["event"] == "stage":
+        if isinstance(event, Stage):
             died = 0
-        elif event["event"] == "lost" and event["kind"] in ("worker_died", "storage"):
+        elif isinstance(event, Lost) and event.kind in ("worker_died", "storage"):
             died += 1
     if died > max_failures:
         return GivenUp(
             f"its worker was lost {died} times without finishing a task in between, and run.max_failures allows "
-            f"{max_failures}; the last time: {last['message']}"
+            f"{max_failures}; the last time: {last.message}"
         )
-    return Attempt(halved=frozenset(ran_out), because=last["kind"])
+    return Attempt(halved=frozenset(ran_out), because=last.kind)
 
 
 def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Pack | None:

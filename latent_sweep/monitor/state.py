@@ -22,7 +22,7 @@ from latent_sweep.results.trial_states import ENDED, Tally, TrialState, advanced
 from latent_sweep.storage.files import NO_FILE, FileState, read_json_or_nothing, state_of
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since, driver_of, tuning_name
 from latent_sweep.storage.heartbeat import FOLDER, telling_of, told_journals
-from latent_sweep.storage.journal import START, Place, Status
+from latent_sweep.storage.journal import START, Position, Status
 
 ROUND = 60
 """Looks within which every journal is examined, whether or not a heartbeat reports it."""
@@ -173,7 +173,7 @@ class SweepWatch:
         self._drives, self._began = drives, time.time()
         self._trials: list[TrialFolder] = []
         self._numbers: dict[str, int] = {}
-        self._known: list[tuple[FileState, Place]] = []
+        self._known: list[tuple[FileState, Position]] = []
         self._tally = Tally([])
         self._driven: float | None = None
         self._told: dict[Path, tuple[FileState, dict[str, Any]]] = {}

@@ -228,9 +228,9 @@ def novelty_by_stage(sweep: SweepFolder) -> dict[str, Stages]:
     found: dict[str, Stages] = {}
     for trial in routed_apart(sweep, finished_trials(sweep)):
         for event in stages(trial.events):
-            if (auroc := event.get("metrics", {}).get(NOVELTY)) is not None:
+            if (auroc := event.metrics.get(NOVELTY)) is not None:
                 values = found.setdefault(trial.configuration, {})
-                values.setdefault(event["tasks_seen"], []).append(auroc)
+                values.setdefault(event.tasks_seen, []).append(auroc)
     return dict(list(found.items())[:MOST_DRAWN])
 
 

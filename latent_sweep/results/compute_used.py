@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from latent_sweep.results.trial_states import Span, cover
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.journal import Event, told_by_worker
+from latent_sweep.storage.journal import Event, Started, is_from_worker
 from latent_sweep.sweep.prices import Item, gpu_price
 from latent_sweep.sweep.schema import PriceSettings, ResourceSettings
 
@@ -30,15 +29,15 @@ AtWork = tuple[Held, Span]
 def held_at_work(events: Sequence[Event]) -> list[AtWork]:
     """Return what each attempt at a trial has held, and from when to when it has told something."""
     found = []
-    starts = [number for number, event in enumerate(events) if event["event"] == "started"]
-    for start, end in itertools.pairwise([*starts, len(events)]):
-        event, hardware = events[start], events[start].get("hardware")
-        if isinstance(hardware, Mapping):  # earlier versions said less
+    starts = [(number, event) for number, event in enumerate(events) if isinstance(event, Started)]
+    ends = [*(number for number, _ in starts[1:]), len(events)]
+    for (start, event), end in zip(starts, ends, strict=False):
+        if hardware := event.hardware:
             gpu, workers = hardware.get("gpu"), hardware.get("workers", 1)
             amount = workers if gpu else workers * hardware.get("threads", 1)
-            last = max(number for number in range(start, end) if told_by_worker(events[number]))
-            span = event["time"], events[last]["time"]
-            found.append((Held(gpu, amount, (event["node"], event.get("pid"))), span))
+            last = max(number for number in range(start, end) if is_from_worker(events[number]))
+            span = event.time, events[last].time
+            found.append((Held(gpu, amount, (event.node, event.pid)), span))
     return found
 
 

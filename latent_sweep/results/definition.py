@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from latent_sweep.labels import label, short_names
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import Event, stages
+from latent_sweep.storage.journal import Event, Finished, Stage, stages
 
 Measure = Literal["AP", "LA", "BWT", "FM"]
 """Average performance, learning accuracy, backward transfer and forgetting."""
@@ -18,7 +19,7 @@ _METRICS: Mapping[str, Measure] = {"FM": "FM", "FM_scorer": "FM", "BWT": "BWT"}
 """Metrics of a journal that are such a measure, but AP, which is defined for every trial."""
 
 
-def learns_in_turn(trial: TrialFolder, told: Sequence[Event]) -> bool:
+def learns_in_turn(trial: TrialFolder, told: Sequence[Stage]) -> bool:
     """Return whether a trial learns something at every stage, by the snapshots that it plans or has left behind.
 
     A reference need not: joint training learns all tasks at the first stage, and zero-shot learns nothing.
@@ -26,12 +27,12 @@ def learns_in_turn(trial: TrialFolder, told: Sequence[Event]) -> bool:
     Args:
         told: the stages of its journal.
     """
-    lineages = trial.lineages or [stage["lineage"] for stage in told]
-    trained = [number for stage in told if (number := stage.get("trained_numbers")) is not None]
+    lineages = trial.lineages or [stage.lineage for stage in told]
+    trained = [number for stage in told if (number := stage.trainable_parameters) is not None]
     return all(a != b for a, b in itertools.pairwise(lineages)) and (not trained or any(trained))
 
 
-def defined_measures(trial: TrialFolder, told: Sequence[Event]) -> tuple[Measure, ...]:
+def defined_measures(trial: TrialFolder, told: Sequence[Stage]) -> tuple[Measure, ...]:
     """Return the measures that are defined for a trial.
 
     LA, BWT and FM need tasks that are learned one after another; BWT and FM are means over the earlier tasks, of which
@@ -50,17 +51,17 @@ def defined_events(trial: TrialFolder, events: Sequence[Event]) -> list[Event]:
 
     More events never change those before them.
     """
-    found = []
+    found: list[Event] = []
     for number, event in enumerate(events, start=1):
-        if "metrics" in event:
-            metrics = defined_metrics(trial, stages(events[:number]), event["metrics"])
-            found.append({**event, "metrics": metrics})
+        if isinstance(event, (Stage, Finished)):
+            metrics = defined_metrics(trial, stages(events[:number]), event.metrics)
+            found.append(replace(event, metrics=metrics))
         else:
             found.append(event)
     return found
 
 
-def defined_metrics(trial: TrialFolder, told: Sequence[Event], metrics: Mapping[str, float]) -> dict[str, float]:
+def defined_metrics(trial: TrialFolder, told: Sequence[Stage], metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a journal's event without those that are no defined measure of the trial.
 
     Args:

@@ -61,7 +61,7 @@ def _flips(trial: FinishedTrial, per_task: int) -> Iterator[Flip]:
     if predictions is None:
         return
     told = stages(trial.events)
-    kept = {event["tasks_seen"]: dict(answers) for event, answers in kept_answers(trial.folder.path, told)}
+    kept = {event.tasks_seen: dict(answers) for event, answers in kept_answers(trial.folder.path, told)}
     last, benchmark = len(told), trial.benchmark()
     for position, task in enumerate(trial.tasks[:-1]):
         new = position + 1

@@ -26,7 +26,7 @@ from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.summaries import ROUTER_MEASURES, end_reason
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import Event, attempts, mending, stages, status
+from latent_sweep.storage.journal import Event, Stage, attempts, final_metrics, mending, stages, status
 from latent_sweep.storage.predictions import Answer, is_kept
 from latent_sweep.storage.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines, told_matrix
 from latent_sweep.sweep.plan import values_read
@@ -174,7 +174,7 @@ class SweepResults:
         told = [(placed, told, event) for placed in self._trials() for told in [placed.stages()] for event in told]
         before = _KEY | self._setting_dtypes() | _STAGE
         names = {name: name for name, dtype in _LEARNED.items() if dtype == "float64"}
-        others = dict.fromkeys(name for *_, event in told for name in event["metrics"] if name not in names)
+        others = dict.fromkeys(name for *_, event in told for name in event.metrics if name not in names)
         names |= {name: f"metrics.{name}" if name in {*before, *_LEARNED} else name for name in others}
         dtypes = before | _LEARNED | {names[name]: "float64" for name in others}
         return _frame(dtypes, [self._stage_row(*each, names) for each in told])
@@ -284,9 +284,9 @@ class SweepResults:
         told, state, starts = stages(events), status(events), attempts(events)
         metrics: Mapping[str, float] = {}
         if told:
-            metrics = defined_metrics(trial, told, (events[-1] if state == "finished" else told[-1])["metrics"])
+            metrics = defined_metrics(trial, told, final_metrics(events if state == "finished" else told))
         seconds = {
-            name: sum(event["metrics"].get(name, 0.0) for event in told) if told else None
+            name: sum(event.metrics.get(name, 0.0) for event in told) if told else None
             for name in ("seconds_train", "seconds_eval")
         }
         return {
@@ -302,27 +302,30 @@ class SweepResults:
             "LA": told_matrix(told).mean_diagonal() if told and "LA" in defined_measures(trial, told) else None,
             **seconds,
             "attempts": len(starts),
-            "node": starts[-1]["node"] if starts else None,
+            "node": starts[-1].node if starts else None,
             "started": _time(events[0]) if events else None,
             "ended": _time(events[-1]) if state in ("finished", "failed", "stopped") else None,
             "reason": end_reason(events) or None,
         }
 
-    def _stage_row(self, placed: _Placed, told: Sequence[Event], event: Event, names: Mapping[str, str]) -> Row:
+    def _stage_row(self, placed: _Placed, told: Sequence[Stage], event: Stage, names: Mapping[str, str]) -> Row:
         return {
             **self._stage_key(placed, event),
             "time": _time(event),
-            **{name: event.get(name) for name in ("reused", "steps", "trained_numbers", "lineage")},
-            **{names[name]: value for name, value in defined_metrics(placed.trial, told, event["metrics"]).items()},
+            "reused": event.reused,
+            "steps": event.steps,
+            "trained_numbers": event.trainable_parameters,
+            "lineage": event.lineage,
+            **{names[name]: value for name, value in defined_metrics(placed.trial, told, event.metrics).items()},
         }
 
-    def _score_rows(self, placed: _Placed, event: Event) -> Iterator[Row]:
-        for position, (task, score) in enumerate(event["scores"].items(), start=1):
-            metric = (event.get("scored_by") or {}).get(task)
+    def _score_rows(self, placed: _Placed, event: Stage) -> Iterator[Row]:
+        for position, (task, score) in enumerate(event.scores.items(), start=1):
+            metric = event.scored_by.get(task)
             scored = {"task": task, "position": position, "metric": metric, "score": score}
-            yield self._stage_key(placed, event) | scored | {"is_new": task == event["task"]}
+            yield self._stage_key(placed, event) | scored | {"is_new": task == event.task}
 
-    def _stage_key(self, placed: _Placed, event: Event) -> Row:
+    def _stage_key(self, placed: _Placed, event: Stage) -> Row:
         return {**placed.key(), **self._settings(placed.trial), **_stage_cells(event)}
 
     def _find(self, wanted: WhichTrial) -> _Placed:
@@ -375,7 +378,7 @@ class _Placed(NamedTuple):
         """What names it in a frame."""
         return {"sweep": self.sweep.name, "trial_id": self.trial.trial_id}
 
-    def stages(self) -> list[Event]:
+    def stages(self) -> list[Stage]:
         """The stages of its journal."""
         return stages(self.trial.events())
 
@@ -387,11 +390,11 @@ def _answer_rows(
     trial, told = placed.trial, stages(events)
     if not told:
         return
-    tasks = [task for task in told[-1]["scores"] if wanted in (None, task)]
+    tasks = [task for task in told[-1].scores if wanted in (None, task)]
     lines = {task: prediction_lines(trial.path, told[-1], task) for task in tasks}
     for task, found in lines.items():
         name = f"{PREDICTIONS}/{task}.jsonl"
-        if found is None and name in told[-1].get("files", {}) and status(events) == "finished":
+        if found is None and name in told[-1].files and status(events) == "finished":
             raise StoreError(
                 f"{trial.path / name}: is missing, or does not check against its digest in the journal. "
                 f"{mending(trial.path.parent.parent)}."
@@ -404,10 +407,10 @@ def _answer_rows(
     unkept = [] if is_kept(told[-1]) else [(told[-1], newest)]
     last = told if tasks_seen is None else told[:tasks_seen]
     for event, answers in chain(checked_answers(trial.path, last), unkept):
-        if tasks_seen in (None, event["tasks_seen"]):
+        if tasks_seen in (None, event.tasks_seen):
             key = {**placed.key(), **_stage_cells(event)}
             inputs = {task: texts.of(task, lines[task]) for task in tasks if task in answers} if texts else {}
-            weighed = list(event["scores"]) if event is told[-1] else []
+            weighed = list(event.scores) if event is told[-1] else []
             yield [
                 {
                     **key,
@@ -438,8 +441,8 @@ def _cells_beside(line: Line | None, weighed: Sequence[str]) -> Row:
     return {"row_id": line["id"], "references": line["references"], "weights": weights}
 
 
-def _stage_cells(event: Event) -> Row:
-    return {"tasks_seen": event["tasks_seen"], "after_task": event["task"]}
+def _stage_cells(event: Stage) -> Row:
+    return {"tasks_seen": event.tasks_seen, "after_task": event.task}
 
 
 def _check_task(task: str, told: Iterable[tuple[_Placed, Sequence[Event]]]) -> None:
@@ -448,7 +451,7 @@ def _check_task(task: str, told: Iterable[tuple[_Placed, Sequence[Event]]]) -> N
     for (_, trial), events in told:
         if newest := stages(events)[-1:]:
             known |= dict.fromkeys((trial.read_json(SCORES) or {}).get("tasks", ()))
-            known |= dict.fromkeys(newest[0]["scores"])
+            known |= dict.fromkeys(newest[0].scores)
     if known and task not in known:
         raise ConfigError(f"found task {quoted(task)}; expected one that these trials learn: {', '.join(known)}.")
 
@@ -496,4 +499,4 @@ def _is(found: Any, wanted: Any) -> bool:
 
 
 def _time(event: Event) -> pd.Timestamp:
-    return pd.Timestamp(event["time"], unit="s", tz="UTC")
+    return pd.Timestamp(event.time, unit="s", tz="UTC")

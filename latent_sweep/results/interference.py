@@ -204,7 +204,7 @@ def interference_of(sweep: SweepFolder, trial: FinishedTrial) -> Interference | 
         name = trial.folder.params["method.name"]
         if "sum" not in method_class(name).combinations or len(trial.tasks) < 2:
             return None  # a method whose newest snapshot answers alone, or holds the earlier ones
-        lineages = [event["lineage"] for event in stages(trial.events)]
+        lineages = [event.lineage for event in stages(trial.events)]
         tensors = []
         for lineage in lineages:
             if (fault := sweep.snapshots.fault(lineage)) is not None:

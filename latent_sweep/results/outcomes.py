@@ -13,7 +13,7 @@ from latent_sweep.errors import StoreError
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.definition import Measure, defined_measures
 from latent_sweep.storage.folders import TrialFolder
-from latent_sweep.storage.journal import Event, stages
+from latent_sweep.storage.journal import Stage, final_metrics, stages
 from latent_sweep.storage.trial_files import RowScores, checked_answers, row_scores, told_matrix
 
 Scores = npt.NDArray[np.float64]
@@ -59,7 +59,7 @@ def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:
         StoreError: its journal is damaged.
     """
     events = trial.events()
-    told, metrics = stages(events), events[-1]["metrics"]
+    told, metrics = stages(events), final_metrics(events)
     matrix, last = told_matrix(told), row_scores(trial.path, events)
     values: dict[Measure, float] = {
         "AP": metrics["AP"],
@@ -80,18 +80,18 @@ def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:
 
 
 def _by_stage(
-    trial: TrialFolder, told: Sequence[Event], last: Mapping[str, RowScores]
+    trial: TrialFolder, told: Sequence[Stage], last: Mapping[str, RowScores]
 ) -> dict[tuple[int, str], Scores]:
     """Read what rows scored, by the tasks seen and task; nothing unless every stage has left its answers."""
     try:
         found = {
-            (event["tasks_seen"], task): np.array([answer.score for answer in answers], dtype=float)
+            (event.tasks_seen, task): np.array([answer.score for answer in answers], dtype=float)
             for event, answered in checked_answers(trial.path, told)
             for task, answers in answered.items()
         }
     except (OSError, StoreError, ValueError):
         return {}
-    expected = {(event["tasks_seen"], task): last[task].scores.shape for event in told for task in event["scores"]}
+    expected = {(event.tasks_seen, task): last[task].scores.shape for event in told for task in event.scores}
     return found if {place: scores.shape for place, scores in found.items()} == expected else {}
 
 

@@ -20,7 +20,7 @@ from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, score_rows, ta
 from latent_sweep.results.definition import trial_name
 from latent_sweep.results.inputs import benchmark_rows
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import Event, stages, status
+from latent_sweep.storage.journal import Event, Stage, final_metrics, stages, status
 from latent_sweep.storage.predictions import Answer, Answers, kept_answers
 from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, damages
 
@@ -173,9 +173,9 @@ class _Rescoring:
             else than it should.
     """
 
-    def __init__(self, trial: TrialFolder, told: Sequence[Event], blank: Rescored, notes: list[str]):
+    def __init__(self, trial: TrialFolder, told: Sequence[Stage], blank: Rescored, notes: list[str]):
         self.trial, self.told, self.blank, self.notes = trial, told, blank, notes
-        self.tasks = list(told[-1]["scores"])
+        self.tasks = list(told[-1].scores)
         self.stored = trial.read_json(SCORES)["scores"]
         lines = {task: _lines(trial.path / PREDICTIONS / f"{task}.jsonl") for task in self.tasks}
         self.newest: Answers = {
@@ -192,12 +192,12 @@ class _Rescoring:
         rows: dict[int, tuple[float, ...]] = {}
         cells, left_out = [], []
         for event, answers in self._answers():
-            seen = event["tasks_seen"]
+            seen = event.tasks_seen
             if answers is None:
                 left_out.append(
                     f"stage {seen}: its answers were not kept (run.keep_answers: last, or an earlier version)"
                 )
-            elif (metrics := event.get("scored_by")) is None:
+            elif not (metrics := event.scored_by):
                 left_out.append(f"stage {seen}: an earlier version scored it, and does not say by which metrics")
             elif problem := self._unscorable({task: metrics[task] for task in answers}):
                 left_out.append(f"stage {seen}: {problem}")
@@ -214,11 +214,11 @@ class _Rescoring:
             notes=tuple(self.notes),
         )
 
-    def _answers(self) -> Iterator[tuple[Event, Answers | None]]:
+    def _answers(self) -> Iterator[tuple[Stage, Answers | None]]:
         """Yield every stage with its answers; None where they were not kept. The newest are also the predictions."""
-        kept = {event["tasks_seen"]: dict(answers) for event, answers in kept_answers(self.trial.path, self.told)}
+        kept = {event.tasks_seen: dict(answers) for event, answers in kept_answers(self.trial.path, self.told)}
         for event in self.told[:-1]:
-            yield event, kept.get(event["tasks_seen"])
+            yield event, kept.get(event.tasks_seen)
         yield self.told[-1], kept.get(len(self.told), self.newest)
 
     def _unscorable(self, metrics: Mapping[str, Metric]) -> str | None:
@@ -242,9 +242,9 @@ class _Rescoring:
             raise DataError(f"task {task}: its metric reads inputs, and the benchmark's data has other rows")
         return rows.inputs
 
-    def _cells(self, event: Event, answers: Answers, metrics: Mapping[str, Metric]) -> list[Cell]:
+    def _cells(self, event: Stage, answers: Answers, metrics: Mapping[str, Metric]) -> list[Cell]:
         """Score one stage's answers."""
-        seen = event["tasks_seen"]
+        seen = event.tasks_seen
         found = []
         for task, stored in zip(self.tasks[:seen], self.stored[seen - 1], strict=True):
             scores = self._scores(task, metrics[task], answers[task])
@@ -267,7 +267,7 @@ class _Rescoring:
 
     def _measures(self, rows: Mapping[int, tuple[float, ...]], events: Sequence[Event]) -> dict[str, Measure]:
         """AP and FM of the recomputed rows, beside those that tables print."""
-        stored = next(event["metrics"] for event in reversed(events) if "metrics" in event)
+        stored = final_metrics(events)
         found: dict[str, float] = {}
         if len(rows) == len(self.told):
             matrix = ScoreMatrix(tuple(self.tasks), tuple(rows[seen] for seen in sorted(rows)))
@@ -278,7 +278,7 @@ class _Rescoring:
 
     def _data_faults(self) -> Iterator[str]:
         """Hold references and metrics against the benchmark, where it is at hand."""
-        metrics = self.told[-1].get("scored_by") or {}
+        metrics = self.told[-1].scored_by
         for task in self.tasks:
             try:
                 ids, _, references, metric = benchmark_rows(self.settings, task)

@@ -283,7 +283,7 @@ class StoredRouter:
     @cached_property
     def _backbone_digests(self) -> dict[str, str]:
         """Digests of weights and tokenizer, as the last snapshot tells them."""
-        return backbone_digests(self.sweep, stages(self.trial.events)[-1]["lineage"])
+        return backbone_digests(self.sweep, stages(self.trial.events)[-1].lineage)
 
     @cached_property
     def _chat(self) -> Chat | None:

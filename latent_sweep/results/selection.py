@@ -42,13 +42,12 @@ class FinishedTrial:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of its tasks, in the order of learning."""
-        return tuple(stages(self.events)[-1]["scores"])
+        return tuple(stages(self.events)[-1].scores)
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """What its journal tells after the last task."""
-        found: Mapping[str, float] = stages(self.events)[-1].get("metrics", {})
-        return found
+        return stages(self.events)[-1].metrics
 
     def settings(self) -> Mapping[str, Any]:
         """Its settings, group by group, as they were resolved.

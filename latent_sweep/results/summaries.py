@@ -21,7 +21,19 @@ from latent_sweep.results.compute_used import AtWork, compute_used, held_at_work
 from latent_sweep.results.definition import Measure, defined_measures, learns_in_turn
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
-from latent_sweep.storage.journal import Event, Status, attempts, restarts, stages, status
+from latent_sweep.storage.journal import (
+    Event,
+    Failed,
+    Lost,
+    Stage,
+    Status,
+    Stopped,
+    attempts,
+    final_metrics,
+    restarts,
+    stages,
+    status,
+)
 from latent_sweep.storage.trial_files import told_matrix
 from latent_sweep.sweep.plan import is_read, values_read
 from latent_sweep.sweep.prices import Item
@@ -233,20 +245,20 @@ class Curves:
 
 def end_reason(events: Sequence[Event]) -> str:
     """Tell in a sentence why a failed or stopped trial ended; empty for any other."""
-    last = events[-1] if events else {}
-    if last.get("event") == "stopped":
-        return f"after {last['tasks_seen']} tasks: {last['reason']}"
-    if last.get("event") != "failed":
+    last = events[-1] if events else None
+    if isinstance(last, Stopped):
+        return f"after {last.tasks_seen} tasks: {last.reason}"
+    if not isinstance(last, Failed):
         return ""
-    places = [f"{place} {last[place]}" for place in ("task", "step") if last.get(place) is not None]
+    places = [f"{name} {place}" for name, place in (("task", last.task), ("step", last.step)) if place is not None]
     at = f" at {', '.join(places)}" if places else ""
-    return f"{last['kind']}{at}: {last['message']}"
+    return f"{last.kind}{at}: {last.message}"
 
 
 def _loss_reason(events: Sequence[Event]) -> str:
     """Say why the worker of a trial was lost, which no other has taken up; empty where it was not."""
-    last = events[-1] if events else {}
-    return f"{last['kind']}: {last['message']}" if last.get("event") == "lost" else ""
+    last = events[-1] if events else None
+    return f"{last.kind}: {last.message}" if isinstance(last, Lost) else ""
 
 
 def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
@@ -453,22 +465,21 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         status(events),
         end_reason(events) or _loss_reason(events),
         _restart_line(events),
-        _distinct(stage.get("trained_numbers") for stage in told),
-        _distinct(stage.get("steps") for stage in told),
+        _distinct(stage.trainable_parameters for stage in told),
+        _distinct(stage.steps for stage in told),
         computed_with(events),
-        events[-1]["time"] if events else 0.0,
+        events[-1].time if events else 0.0,
         learns_in_turn(trial, told),
         defined_measures(trial, told),
     )
     if known.status != "finished":
         return known
-    last = events[-1]
     return replace(
         known,
-        finish=last["time"],
-        metrics=last["metrics"],
+        finish=events[-1].time,
+        metrics=final_metrics(events),
         matrix=told_matrix(told),
-        constants={stage["task"]: stage["constant"] for stage in told if stage.get("constant") is not None},
+        constants={stage.task: stage.constant for stage in told if stage.constant is not None},
         router=_router_measures(told),
     )
 
@@ -480,7 +491,7 @@ def _label(trial: TrialFolder, names: Mapping[str, str]) -> str:
 
 def computed_with(events: Sequence[Event]) -> dict[str, tuple[str, ...]]:
     """Map library, `device` or `dtype` to every value that a trial's stages were learned or scored with, sorted."""
-    sources = [event.get(name) or {} for event in stages(events) for name in ("learned_with", "scored_with")]
+    sources = [source for stage in stages(events) for source in (stage.learned_with, stage.scored_with)]
     return _values_by_name(source.items() for source in sources)
 
 
@@ -511,11 +522,11 @@ def _restart_line(events: Sequence[Event]) -> str:
         return ""
     last = attempts(events)[-1]
     smaller = {
-        "learning": f"{last.get('micro_batch_size')} rows in a forward pass",
+        "learning": f"{last.micro_batch_size} rows in a forward pass",
         "answering": "answers of half a batch at a time",
         "statistics": "statistics of half a batch at a time",
     }
-    now = [smaller[phase] for phase in smaller if phase in last.get("halved", ())]
+    now = [smaller[phase] for phase in smaller if phase in last.halved]
     return f"started again after {', '.join(why)}" + (f"; now {', '.join(now)}" if now else "")
 
 
@@ -569,14 +580,14 @@ class _Costs:
     def add(self, events: Sequence[Event]) -> None:
         """Add what a trial's journal tells."""
         for stage in stages(events):
-            metrics, lineage = stage["metrics"], stage["lineage"]
+            metrics, lineage = stage.metrics, stage.lineage
             self._answering += metrics.get("seconds_eval", 0.0)
-            if stage.get("reused") or lineage in self._learning:
+            if stage.reused or lineage in self._learning:
                 self._reused += 1
             else:
                 self._learning[lineage] = metrics.get("seconds_train", 0.0)
             if "generated_share" in metrics:
-                asked = metrics.get("answers_asked", len(stage["scores"]))  # earlier versions tell of tasks alone
+                asked = metrics.get("answers_asked", len(stage.scores))  # earlier versions tell of tasks alone
                 self._generated += metrics["generated_share"] * asked
                 self._asked += asked
 
@@ -641,14 +652,14 @@ def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(sorted({value for value in values if value is not None}))
 
 
-def _router_measures(told: Sequence[Event]) -> dict[str, float]:
+def _router_measures(told: Sequence[Stage]) -> dict[str, float]:
     """What the stages of a trial tell of the router; without one, and in journals of earlier versions, maybe nothing.
 
     Novelty exists while tasks are still to come, so its AUROC is a mean over those stages; the rest is of the last one.
     """
     found = {}
     for measure in ROUTER_MEASURES:
-        values = [stage["metrics"][measure.metric] for stage in told if measure.metric in stage["metrics"]]
+        values = [stage.metrics[measure.metric] for stage in told if measure.metric in stage.metrics]
         if values:
             mean = measure.metric == "router_novelty_auroc"
             found[measure.metric] = statistics.fmean(values) if mean else values[-1]

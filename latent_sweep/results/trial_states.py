@@ -13,7 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from latent_sweep.storage.journal import Event, Status, status, to_example, told_by_worker
+from latent_sweep.storage.journal import (
+    Event,
+    Failed,
+    Lost,
+    Stage,
+    Started,
+    Status,
+    Stopped,
+    is_from_worker,
+    row_origin,
+)
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
@@ -28,7 +38,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageState:
     """A task that a trial has learned and scored."""
 
     task: str
@@ -36,7 +46,7 @@ class Stage:
     lineage: str
     """Of its snapshot. Trials that share a training share lineages."""
     row: int
-    """See `journal.to_example`."""
+    """See `journal.row_origin`."""
     reused: bool
     """Whether its snapshot was in the store."""
     AP: float
@@ -55,7 +65,7 @@ class TrialState:
     """Its settings that vary."""
     n_tasks: int
     status: Status = "pending"
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StageState, ...] = ()
     at_work: tuple[Span, ...] = ()
     """When workers worked on it. An interrupted attempt ends at its last event."""
     message: str | None = None
@@ -79,30 +89,28 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
     """Return a trial's state after more events of its journal."""
     stages, at_work, last = {stage.tasks_seen: stage for stage in trial.stages}, list(trial.at_work), None
     for last in events:
-        if last["event"] == "started":
-            at_work.append((last["time"], last["time"]))
-        elif at_work and told_by_worker(last):
-            at_work[-1] = at_work[-1][0], last["time"]
-        if last["event"] == "stage":
+        if isinstance(last, Started):
+            at_work.append((last.time, last.time))
+        elif at_work and is_from_worker(last):
+            at_work[-1] = at_work[-1][0], last.time
+        if isinstance(last, Stage):
             stage = _stage(last)
             if stage.tasks_seen in stages and stages[stage.tasks_seen].row != stage.row:  # see `journal.stages`
                 stages = {seen: row for seen, row in stages.items() if seen < stage.tasks_seen}
             stages[stage.tasks_seen] = stage
     if last is None:
         return trial
-    now = status([last])
-    failure = last if now == "failed" else {}
-    end = last if now == "failed" or last["event"] == "lost" else {}
+    message = last.message if isinstance(last, (Failed, Lost)) else last.reason if isinstance(last, Stopped) else None
     return replace(
         trial,
-        status=now,
+        status=last.status,
         stages=tuple(stages[seen] for seen in sorted(stages)),
         at_work=tuple(at_work),
-        message=end.get("message") or (last.get("reason") if now == "stopped" else None),
-        kind=failure.get("kind"),
-        task=failure.get("task"),
-        idle=last["event"] in ("failed", "lost"),
-        changed=last["time"],
+        message=message or None,
+        kind=last.kind if isinstance(last, Failed) else None,
+        task=last.task if isinstance(last, Failed) else None,
+        idle=isinstance(last, (Failed, Lost)),
+        changed=last.time,
     )
 
 
@@ -112,11 +120,11 @@ def counts_text(counts: Mapping[Status, int], driven: bool) -> str:
     return ", ".join(f"{counts[status]} {names.get(status, status)}" for status in ORDER if counts.get(status))
 
 
-def _stage(event: Event) -> Stage:
-    metrics = event["metrics"]
-    lineage = sys.intern(event["lineage"])  # many trials may share it
-    key = event["task"], event["tasks_seen"], lineage, to_example(event)
-    return Stage(*key, event["reused"], metrics["AP"], metrics["FM"], event["time"])
+def _stage(event: Stage) -> StageState:
+    metrics = event.metrics
+    lineage = sys.intern(event.lineage)  # many trials may share it
+    key = event.task, event.tasks_seen, lineage, row_origin(event)
+    return StageState(*key, event.reused, metrics["AP"], metrics["FM"], event.time)
 
 
 class Tally:

@@ -63,7 +63,7 @@ def lineages_of(sweep: SweepFolder) -> frozenset[str]:
     for trial in sweep:
         if trial.lineages is None:
             sweep.storage.sync(trial.journal.path)
-            found.update(event["lineage"] for event in stages(trial.events()))
+            found.update(event.lineage for event in stages(trial.events()))
         else:
             found.update(trial.lineages)
     return frozenset(found)

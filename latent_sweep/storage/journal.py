@@ -1,24 +1,13 @@
-"""What a trial did, on disk: an append-only journal of events.
+"""A trial's journal: an append-only file of events, one JSON object per line.
 
-A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Unix seconds), `event` and, at its end,
-`sha256` of all that stands before it in the line:
-
-    started   attempt, node, versions, hardware, halved: what is done with half the rows in a pass
-    stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number},
-              key (what the row was computed from), files {name: sha256}, steps and trained_numbers of learning the
-              task (null where an earlier version did not count them), learned_with and scored_with, scored_by {task:
-              name of its metric}
-    finished  metrics, files {name: sha256}
-    failed    kind, message, task, step and, where it is known, during: learning, answering or statistics
-    lost      kind, message: the worker is gone, or what it left is; the trial is tried again, or `failed` follows
-    stopped   tasks_seen, reason
-
-A trial may start several times; its journal is the truth: the files beside it are checked against the digests that it
-tells, and trackers and reports only mirror it.
+Every line has `seq` (0, 1, 2, ...), `time` (Unix seconds), `event` (the name of an event below), the event's fields
+and, last, `sha256` of everything before it in the line. The journal is the source of truth: it holds the digests of
+the trial's other files, and trackers and reports are derived from it. A trial may start several times.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import itertools
@@ -29,10 +18,12 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, TypeGuard, get_args
 
 from latent_sweep.errors import StoreError
+from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.files import committing, read_file
 from latent_sweep.storage.heartbeat import telling_of
 from latent_sweep.storage.reserve import free_reserve, is_full
@@ -40,22 +31,137 @@ from latent_sweep.storage.storage import Storage
 
 log = logging.getLogger(__name__)
 
-Event = dict[str, Any]
 EventName = Literal["started", "stage", "finished", "failed", "lost", "stopped"]
 Status = Literal["pending", "running", "finished", "failed", "stopped"]
 
-_STATUS_AFTER: Mapping[str, Status] = {
-    "started": "running",
-    "stage": "running",
-    "finished": "finished",
-    "failed": "failed",
-    "lost": "running",
-    "stopped": "stopped",
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """The fields that all events share."""
+
+    name: ClassVar[EventName]
+    status: ClassVar[Status]
+    """The trial's status after the event."""
+
+    seq: int
+    """Position in the journal, from 0."""
+    time: float
+    """Unix seconds."""
+    sha256: str = ""
+    """Digest of the line."""
 
 
-class Place(NamedTuple):
-    """Where reading a journal has ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(_Line):
+    """A worker started, or restarted, the trial."""
+
+    name = "started"
+    status = "running"
+
+    attempt: int
+    """From 1."""
+    node: str = ""
+    micro_batch_size: int | None = None
+    halved: Sequence[Phase] = ()
+    """The phases that run with half the examples per pass."""
+    gradient_checkpointing: bool | None = None
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    hardware: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(_Line):
+    """The trial learned a task and scored all tasks seen."""
+
+    name = "stage"
+    status = "running"
+
+    tasks_seen: int
+    """From 1."""
+    task: str
+    lineage: str
+    """Identifies the stage's snapshot."""
+    scores: Mapping[str, float]
+    """By task, fractions."""
+    metrics: Mapping[str, float]
+    key: str | None = None
+    """Identifies what the row of scores was computed from."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """SHA-256 digests by file name."""
+    steps: int | None = None
+    trainable_parameters: int | None = None
+    learned_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What computed the snapshot."""
+    scored_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What computed the scores."""
+    constant: float | None = None
+    """Score of the task's most frequent training answer."""
+    scored_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Metric names by task."""
+    reused: bool = False
+    """Whether another run of the task made the snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(_Line):
+    """The trial reached its last task."""
+
+    name = "finished"
+    status = "finished"
+
+    metrics: Mapping[str, float]
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """SHA-256 digests by file name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(_Line):
+    """The trial failed."""
+
+    name = "failed"
+    status = "failed"
+
+    kind: str
+    message: str
+    traceback: str = ""
+    during: Phase | None = None
+    task: str | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost(_Line):
+    """The worker died, or its results are unusable; a new attempt or `Failed` follows."""
+
+    name = "lost"
+    status = "running"
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped(_Line):
+    """A scheduler stopped the trial early."""
+
+    name = "stopped"
+    status = "stopped"
+
+    tasks_seen: int
+    reason: str
+
+
+Event = Started | Stage | Finished | Failed | Lost | Stopped
+
+_TYPES: Mapping[str, type[Event]] = {event.name: event for event in get_args(Event)}
+_FIELDS = {name: {field.name for field in dataclasses.fields(event)} for name, event in _TYPES.items()}
+_RENAMED = {"trained_numbers": "trainable_parameters"}
+"""Fields whose attribute is not called as in the file."""
+
+
+class Position(NamedTuple):
+    """A position in a journal, between two events."""
 
     offset: int
     """In bytes."""
@@ -63,12 +169,12 @@ class Place(NamedTuple):
     """Of the next event."""
 
 
-START = Place(0, 0)
+START = Position(0, 0)
 
 
-def told_by_worker(event: Event) -> bool:
-    """Whether an event says that a worker was there; of its loss or stop somebody else tells, maybe days later."""
-    return event["event"] not in ("lost", "stopped") and event.get("kind") != "lost"
+def is_from_worker(event: Event) -> bool:
+    """Return whether the trial's worker wrote the event; the driver writes losses and stops, possibly days later."""
+    return not (isinstance(event, (Lost, Stopped)) or (isinstance(event, Failed) and event.kind == "lost"))
 
 
 class Journal:
@@ -77,38 +183,43 @@ class Journal:
     def __init__(self, storage: Storage, path: Path):
         self.path, self._storage = path, storage
 
-    def append(self, event: EventName, /, **fields: Any) -> Event:
-        """Write one event durably and return it as `read` will give it.
+    def append(self, name: EventName, /, **fields: Any) -> Event:
+        """Write an event durably and return it.
 
-        A torn last line, left by a kill, is cut off first. What another node has written is fetched first. Of the
-        journal only the last line is read, however long it is: what stands before it is for its readers to check.
+        A line torn by a kill is cut off first. Only the last line is read, however long the journal is.
+
+        Args:
+            fields: plain JSON values, by their names in the file.
 
         Raises:
-            StoreError: a field is not plain JSON (finite numbers, strings, lists, mappings), the journal's last line is
-                damaged, or it cannot be written.
+            StoreError: a field is not plain JSON, the journal's last line is corrupt, or it cannot be written.
+            TypeError: the event lacks a field, or has no such field.
         """
         try:
-            content = json.dumps({"time": time.time(), "event": event, **fields}, allow_nan=False)
+            content = json.dumps(unnumbered := {"time": time.time(), "event": name, **fields}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise StoreError(
-                f"{self.path}: event {event!r} is not plain JSON ({error}). Give finite Python numbers, strings, "
+                f"{self.path}: event {name!r} is not plain JSON ({error}). Give finite Python numbers, strings, "
                 f"lists and mappings; convert arrays and tensors first."
             ) from error
+        if unknown := fields.keys() - _FIELDS[name] - _RENAMED.keys():
+            raise TypeError(f"event {name!r} has no field {', '.join(sorted(unknown))}")
+        _event({"seq": 0, **unnumbered})  # raises TypeError before anything is written
         self._storage.sync(self.path)
         try:
-            return self._write(event, content)
-        except StoreError as error:  # the end of an attempt is recorded even then
-            ends = event in ("lost", "failed") and is_full(error)
+            return self._write(name, content)
+        except StoreError as error:  # record the end of an attempt even on a full disk
+            ends = name in ("lost", "failed") and is_full(error)
             if not (ends and free_reserve(self.path.parent.parent.parent)):
                 raise
-            return self._write(event, content)
+            return self._write(name, content)
 
-    def _write(self, event: EventName, content: str) -> Event:
-        """Write an event, which is a JSON object's text that lacks its number."""
+    def _write(self, name: EventName, content: str) -> Event:
+        """Write an event, given as the text of a JSON object without `seq`."""
         with committing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b", buffering=0) as file:  # closing it must not write what has failed before
-                fcntl.flock(file, fcntl.LOCK_EX)  # the driver too has something to say of a trial whose worker is lost
+            with self.path.open("a+b", buffering=0) as file:  # unbuffered: closing must not retry a failed write
+                fcntl.flock(file, fcntl.LOCK_EX)  # the driver writes, too, when a worker is lost
                 last, end = _last_line(file)
                 seq = self._seq(last) + 1 if end else 0
                 line = _sealed(json.dumps({"seq": seq, **json.loads(content)}))
@@ -118,16 +229,16 @@ class Journal:
                     while rest:
                         rest = rest[file.write(rest) :]
                     os.fsync(file.fileno())
-                except OSError:  # what is not acknowledged does not stay, or it would be there twice
+                except OSError:  # an unacknowledged line must not stay: the caller may write it again
                     with suppress(OSError):
                         os.ftruncate(file.fileno(), end)
                     raise
             if seq == 0:
-                _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
+                _sync_folder(self.path.parent)  # the new file's name must survive a power cut, too
             size = self.path.stat().st_size
         self._storage.push(self.path)
-        telling_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, event)
-        return json.loads(line)
+        telling_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, name)
+        return _event(json.loads(line))
 
     def read(self) -> list[Event]:
         """Every event in order; empty where there is no journal yet.
@@ -139,7 +250,7 @@ class Journal:
         """
         return self.read_on(START)[0]
 
-    def read_on(self, place: Place) -> tuple[list[Event], Place]:
+    def read_on(self, place: Position) -> tuple[list[Event], Position]:
         """Return the events after a place where reading ended before, and where it ends now.
 
         Raises:
@@ -147,7 +258,7 @@ class Journal:
         """
         content = self._whole_lines(place.offset)
         events = [self._parse(place.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
-        return events, Place(place.offset + len(content), place.seq + len(events))
+        return events, Position(place.offset + len(content), place.seq + len(events))
 
     def _whole_lines(self, offset: int = 0) -> bytes:
         content = read_file(self.path, offset)
@@ -162,19 +273,19 @@ class Journal:
     def _parse(self, seq: int, line: bytes) -> Event:
         try:
             record = json.loads(line)
-            if not (isinstance(record, dict) and _is_event(record)):
-                found = "an entry without seq, time and a known event"
+            if not _is_event(record):
+                fault = "an entry without seq, time and a known event"
             elif line[-_SEAL_BYTES:] != _seal(line[:-_SEAL_BYTES]):
-                found = "does not check against its digest: it is damaged, or was written by an earlier version"
+                fault = "does not match its digest"
             elif record["seq"] != seq:
-                found = f"seq is {record['seq']}, where {seq} comes next: lines are missing, or there twice"
+                fault = f"seq is {record['seq']} instead of {seq}: lines are missing or repeated"
             else:
-                return record
-        except (ValueError, RecursionError) as error:
-            found = str(error)
+                return _event(record)
+        except (ValueError, RecursionError, TypeError) as error:
+            fault = str(error)
         raise StoreError(
-            f"{self.path}, line {seq + 1}: {found}; expected one JSON object with seq, time, event and, last, sha256. "
-            f"{mending(self.path.parent.parent.parent)}: stages in the store are not learned twice."
+            f"{self.path}, line {seq + 1}: {fault}; expected one JSON object with seq, time, event and, last, sha256. "
+            f"{mending(self.path.parent.parent.parent)}; stored stages are not learned again."
         )
 
 
@@ -207,14 +318,27 @@ def _last_line(file: BinaryIO) -> tuple[bytes, int]:
 
 
 def mending(sweep_folder: Path) -> str:
-    """Advise what to do about a file that is damaged, for messages."""
+    """Return the advice on a corrupt file, for messages."""
     command = f"latent-sweep verify --repair {shlex.quote(str(sweep_folder))}"
-    return f"`{command}` sets it aside, and the same run command makes it again"
+    return f"`{command}` quarantines it, and the same run command makes it again"
 
 
-def _is_event(record: Mapping[str, Any]) -> bool:
-    seq, at, event = (record.get(name) for name in ("seq", "time", "event"))
-    return type(seq) is int and isinstance(at, (int, float)) and isinstance(event, str) and event in _STATUS_AFTER
+def _is_event(record: Any) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(record, dict):
+        return False
+    seq, at, name = (record.get(field) for field in ("seq", "time", "event"))
+    return type(seq) is int and isinstance(at, (int, float)) and isinstance(name, str) and name in _TYPES
+
+
+def _event(record: Mapping[str, Any]) -> Event:
+    """Make a typed event of a parsed line; unknown fields are ignored.
+
+    Raises:
+        TypeError: a field is missing.
+    """
+    name = record["event"]
+    fields = {_RENAMED.get(field, field): value for field, value in record.items()}
+    return _TYPES[name](**{field: value for field, value in fields.items() if field in _FIELDS[name]})
 
 
 def _sync_folder(folder: Path) -> None:
@@ -225,41 +349,42 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def stages(events: Sequence[Event]) -> list[Event]:
-    """The stage events by tasks seen; where one is there twice, the later wins.
+def stages(events: Sequence[Event]) -> list[Stage]:
+    """Return the latest stage for each number of tasks seen, in order.
 
-    Where it tells of another snapshot or of other rows than before, as when data has changed, those behind it are gone.
+    A stage with another snapshot or key than the one it replaces, as after a change of data, drops the stages after it.
     """
-    latest: dict[int, Event] = {}
+    latest: dict[int, Stage] = {}
     for event in events:
-        if event["event"] == "stage":
-            seen = event["tasks_seen"]
-            if seen in latest and to_example(latest[seen]) != to_example(event):
+        if isinstance(event, Stage):
+            seen = event.tasks_seen
+            if seen in latest and row_origin(latest[seen]) != row_origin(event):
                 latest = {earlier: row for earlier, row in latest.items() if earlier < seen}
             latest[seen] = event
     return [latest[tasks_seen] for tasks_seen in sorted(latest)]
 
 
-def to_example(stage: Event) -> int:
-    """Hash what a row of the score matrix is of, in this process: what is scored how, and the newest snapshot."""
-    return hash((stage.get("key"), stage.get("lineage")))
+def row_origin(stage: Stage) -> int:
+    """Return a hash, valid in this process, of what the stage's row of the score matrix was computed from."""
+    return hash((stage.key, stage.lineage))
 
 
 def status(events: Sequence[Event]) -> Status:
-    """Return where the trial stands: what its last event left behind. Started again after a failure, it is running."""
-    return _STATUS_AFTER[events[-1]["event"]] if events else "pending"
+    """Return the status that the last event left; a trial restarted after a failure is running."""
+    return events[-1].status if events else "pending"
 
 
-def attempts(events: Sequence[Event]) -> list[Event]:
-    """The started events, one for each time that a worker took the trial up."""
-    return [event for event in events if event["event"] == "started"]
+def final_metrics(events: Sequence[Event]) -> Mapping[str, float]:
+    """Return the metrics of the last event that has some; none without a stage."""
+    return next((event.metrics for event in reversed(events) if isinstance(event, (Stage, Finished))), {})
+
+
+def attempts(events: Sequence[Event]) -> list[Started]:
+    """Return the starts, one per attempt."""
+    return [event for event in events if isinstance(event, Started)]
 
 
 def restarts(events: Sequence[Event]) -> list[str]:
-    """Return why the trial was started again each time, in order: the kind of the loss or failure before."""
+    """Return the kind of loss or failure before each restart, in order."""
     pairs = itertools.pairwise(events)
-    return [
-        before["kind"]
-        for before, after in pairs
-        if before["event"] in ("lost", "failed") and after["event"] == "started"
-    ]
+    return [before.kind for before, after in pairs if isinstance(before, (Lost, Failed)) and isinstance(after, Started)]

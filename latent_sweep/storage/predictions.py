@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from latent_sweep.storage.files import write_file
-from latent_sweep.storage.journal import Event
+from latent_sweep.storage.journal import Stage
 
 ANSWERS = "answers"
 GENERATED = "predictions"
@@ -95,12 +95,12 @@ def noted_stages(storage: Path) -> frozenset[str]:
         return frozenset()
 
 
-def is_kept(event: Event) -> bool:
+def is_kept(event: Stage) -> bool:
     """Whether the answers of a stage, of which this event tells, are kept."""
-    return answers_file(event["tasks_seen"]) in event.get("files", {})
+    return answers_file(event.tasks_seen) in event.files
 
 
-def kept_answers(folder: Path, told: Sequence[Event]) -> Iterator[tuple[Event, Answers]]:
+def kept_answers(folder: Path, told: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
     """Yield the stages whose answers are kept, in order, with all answers of each.
 
     Args:
@@ -113,12 +113,12 @@ def kept_answers(folder: Path, told: Sequence[Event]) -> Iterator[tuple[Event, A
     """
     answers: Answers = {}
     for event in told:
-        answers = changed(answers, (folder / answers_file(event["tasks_seen"])).read_bytes()) if is_kept(event) else {}
+        answers = changed(answers, (folder / answers_file(event.tasks_seen)).read_bytes()) if is_kept(event) else {}
         if is_kept(event):
             yield event, answers
 
 
-def newest_answers(folder: Path, told: Sequence[Event]) -> Answers:
+def newest_answers(folder: Path, told: Sequence[Stage]) -> Answers:
     """Read the answers of the last of these stages; none where they are not kept, or there is no stage."""
     if not told or not is_kept(told[-1]):
         return {}

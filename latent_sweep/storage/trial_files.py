@@ -26,7 +26,7 @@ from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.checksummed import set_aside
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.journal import Event, mending, stages, status
+from latent_sweep.storage.journal import Event, Finished, Lost, Stage, Started, Stopped, mending, stages, status
 from latent_sweep.storage.predictions import (
     Answer,
     Answers,
@@ -47,6 +47,9 @@ SCORES, RESULT, PREDICTIONS = "scores.json", "result.json", "predictions"
 EPSILON = sys.float_info.epsilon
 Row = tuple[float, ...]
 
+_ROW_FIELDS = ("tasks_seen", "task", "lineage", "scores", "key", "files")
+"""Fields of a stage that are the same if its row is computed again."""
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -66,11 +69,12 @@ def told_files(events: Sequence[Event]) -> dict[str, str]:
     """The digests of the files that a trial's journal tells of, by name."""
     told: dict[str, str] = {}
     for event in events:
-        if event["event"] == "started":
+        if isinstance(event, Started):
             told.pop(RESULT, None)  # it is written again at the end
-        elif event["event"] == "stage":
-            told.pop(answers_file(event["tasks_seen"]), None)  # kept before, and not any more
-        told |= event.get("files", {})
+        elif isinstance(event, Stage):
+            told.pop(answers_file(event.tasks_seen), None)  # kept before, and not any more
+        if isinstance(event, (Stage, Finished)):
+            told |= event.files
     return told
 
 
@@ -90,14 +94,14 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
     told = stages(events)
     if not told:
         return []
-    tasks = tuple(told[-1]["scores"])
+    tasks = tuple(told[-1].scores)
     try:
         matrix = told_matrix(told)
     except ValueError as error:
         return [Damage(folder / JOURNAL, f"tells no {error}")]
     row = dict(zip(tasks, matrix.rows[-1], strict=True))
     end = end_of(events)
-    metrics = [event["metrics"] for event in (told[-1], end) if event and "metrics" in event]
+    metrics = [event.metrics for event in (told[-1], end) if isinstance(event, (Stage, Finished))]
     answers: dict[int, Answers] = {}
     """Of each stage that keeps its own, as far as they agree."""
 
@@ -110,14 +114,14 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
         found = json.loads(content)
         return found["scores"] == row and _are_measures(found["metrics"], matrix)
 
-    def answers_agree(content: bytes, event: Event) -> bool:
-        seen = event["tasks_seen"]
+    def answers_agree(content: bytes, event: Stage) -> bool:
+        seen = event.tasks_seen
         if seen > 1 and is_kept(told[seen - 2]) and seen - 1 not in answers:
             return True  # the stage before is at fault; without it nothing can be said of this one
         found = changed(answers.get(seen - 1, {}), content)
         scores = {task: [answer.score for answer in rows] for task, rows in found.items()}
-        if scores.keys() != event["scores"].keys() or not all(
-            _average_to(scores[task], score) for task, score in event["scores"].items()
+        if scores.keys() != event.scores.keys() or not all(
+            _average_to(scores[task], score) for task, score in event.scores.items()
         ):
             return False
         answers[seen] = found
@@ -130,11 +134,9 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
         return _average_to([line["score"] for line in lines], row[task]) and (kept is None or kept[task] == found)
 
     checks: dict[str, Callable[[bytes], bool]] = {SCORES: scores_agree}
-    checks |= {
-        answers_file(event["tasks_seen"]): partial(answers_agree, event=event) for event in told if is_kept(event)
-    }
+    checks |= {answers_file(event.tasks_seen): partial(answers_agree, event=event) for event in told if is_kept(event)}
     checks |= {f"{PREDICTIONS}/{task}.jsonl": partial(predictions_agree, task=task) for task in tasks}
-    if end is not None and end["event"] == "finished":
+    if isinstance(end, Finished):
         checks[RESULT] = result_agrees
     agree = all(_are_measures(found, matrix) for found in metrics)
     found = [] if agree else [Damage(folder / JOURNAL, "tells measures that do not follow from its rows")]
@@ -172,7 +174,7 @@ def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | 
     """Each task's scores by row, as the newest stage has left them; None where they are not as the journal says."""
     told = stages(events)[-1]
     found = {}
-    for task in told["scores"]:
+    for task in told.scores:
         rows = prediction_lines(folder, told, task)
         if rows is None:
             return None
@@ -180,36 +182,36 @@ def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | 
     return found
 
 
-def prediction_lines(folder: Path, told: Event, task: str) -> list[dict[str, Any]] | None:
+def prediction_lines(folder: Path, told: Stage, task: str) -> list[dict[str, Any]] | None:
     """A task's predictions as the newest stage, of which `told` tells, has left them; None where they are others."""
     name = f"{PREDICTIONS}/{task}.jsonl"
-    digest = told.get("files", {}).get(name)
+    digest = told.files.get(name)
     if digest is None or _fault(folder / name, digest) is not None:
         return None
     return [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
 
 
-def checked_answers(folder: Path, told: Sequence[Event]) -> Iterator[tuple[Event, Answers]]:
+def checked_answers(folder: Path, told: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
     """Yield the stages whose answers are kept as `kept_answers` does, from files that are as the journal says.
 
     Raises:
         StoreError: one of them is missing or damaged.
     """
     for event in filter(is_kept, told):
-        name = answers_file(event["tasks_seen"])
-        if (fault := _fault(folder / name, event["files"][name])) is not None:
+        name = answers_file(event.tasks_seen)
+        if (fault := _fault(folder / name, event.files[name])) is not None:
             raise StoreError(f"{folder / name}: {fault}. {mending(folder.parent.parent)}.")
     yield from kept_answers(folder, told)
 
 
-def told_matrix(told: Sequence[Event]) -> ScoreMatrix:
+def told_matrix(told: Sequence[Stage]) -> ScoreMatrix:
     """The score matrix that a journal's stages tell, of the tasks learned so far.
 
     Raises:
         ValueError: their rows are none of a score matrix.
     """
-    tasks = tuple(told[-1]["scores"]) if told else ()
-    return ScoreMatrix(tasks, tuple(tuple(event["scores"].values()) for event in told))
+    tasks = tuple(told[-1].scores) if told else ()
+    return ScoreMatrix(tasks, tuple(tuple(event.scores.values()) for event in told))
 
 
 def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
@@ -220,21 +222,21 @@ def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
     """
     rows: list[Row] = []
     for key, event in zip(keys, stages(events), strict=False):
-        if (event["tasks_seen"], event.get("key")) != (len(rows) + 1, key):
+        if (event.tasks_seen, event.key) != (len(rows) + 1, key):
             break
-        rows.append(tuple(event["scores"].values()))
+        rows.append(tuple(event.scores.values()))
     return rows
 
 
-def end_of(events: Sequence[Event]) -> Event | None:
+def end_of(events: Sequence[Event]) -> Finished | Stopped | None:
     """The event that says for good how far the trial goes: a scheduler has stopped it, or it has finished.
 
     What was decided on rows that are outdated is so no more.
     """
     for event in reversed(events):
-        if event["event"] in ("finished", "stopped"):
+        if isinstance(event, (Finished, Stopped)):
             return event
-        if event.get("kind") == "outdated":
+        if isinstance(event, Lost) and event.kind == "outdated":
             return None
     return None
 
@@ -285,15 +287,18 @@ class TrialFiles:
         self._storage, self._tasks = sweep.storage, tuple(tasks)
         events = self.journal.read()
         end = end_of(events)
-        self.stop = end if end is not None and end["event"] == "stopped" else None
+        self.stop = end if isinstance(end, Stopped) else None
         """The event with which a scheduler has stopped the trial for good; None where it goes to its last task."""
-        self.wanted = self.stop["tasks_seen"] if self.stop else len(self._tasks)
+        self.wanted = self.stop.tasks_seen if self.stop else len(self._tasks)
         """How many rows it is to have."""
         self.rows = told_rows(events, self.keys)
         """The rows of the score matrix so far."""
         self.damages = damages(self.folder, events)
-        self._told = {event["tasks_seen"]: _row_told(event) for event in stages(events)}
-        """What the journal tells of each row, by tasks seen."""
+        self._recorded = {
+            stage.tasks_seen: content_hash({name: getattr(stage, name) for name in _ROW_FIELDS})
+            for stage in stages(events)
+        }
+        """Hash of what the journal holds of each row, by tasks seen."""
         damaged = {damage.path for damage in self.damages}
         self._written = {n: digest for n, digest in told_files(events).items() if self.folder / n not in damaged}
         """Digests of the files that are there, by name, as far as they are known."""
@@ -355,16 +360,17 @@ class TrialFiles:
         self.rows.append(tuple(row.scores))
         self._files = self._write(files | row.contents | {SCORES: self._scores()}) | row.digests
 
-    def tell(self, lineage: str, reused: bool, metrics: Mapping[str, float], how: Mapping[str, Any]) -> None:
-        """Tell the journal of the newest row. One that is made again as it was has been told.
+    def record_stage(
+        self, lineage: str, reused: bool, metrics: Mapping[str, float], provenance: Mapping[str, Any]
+    ) -> None:
+        """Append the newest row's stage to the journal, unless an equal one is there.
 
         Args:
             reused: whether the stage was learned elsewhere or earlier.
-            how: it was learned and scored: `steps`, `trained_numbers`, `learned_with`, `scored_with`, `scored_by` and
-                `constant`, the score of the task's most frequent training answer.
+            provenance: the other fields of the event, such as `steps` and `scored_by`.
         """
         seen = len(self.rows)
-        told = {
+        row = {
             "tasks_seen": seen,
             "task": self._tasks[seen - 1],
             "lineage": lineage,
@@ -372,9 +378,9 @@ class TrialFiles:
             "key": self.keys[seen - 1],
             "files": self._files,
         }
-        if self._told.get(seen) != (row := _row_told(told)):
-            self.journal.append("stage", **told, **how, reused=reused, metrics=dict(metrics))
-            self._told[seen] = row
+        if self._recorded.get(seen) != (digest := content_hash(row)):
+            self.journal.append("stage", **row, **provenance, reused=reused, metrics=dict(metrics))
+            self._recorded[seen] = digest
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, and close the journal."""
@@ -383,7 +389,7 @@ class TrialFiles:
     def stop_again(self) -> None:
         """Close the journal of a trial that was stopped for good, and of which something was made again."""
         assert self.stop is not None
-        self.journal.append("stopped", tasks_seen=self.stop["tasks_seen"], reason=self.stop["reason"])
+        self.journal.append("stopped", tasks_seen=self.stop.tasks_seen, reason=self.stop.reason)
 
     def _scores(self) -> bytes:
         keys = list(self.keys[: len(self.rows)])
@@ -397,11 +403,6 @@ class TrialFiles:
         digests = {name: _digest(content) for name, content in files.items()}
         self._written |= digests
         return digests
-
-
-def _row_told(event: Mapping[str, Any]) -> str:
-    """Return the hash of what a stage tells of its row: what is the same where it is made again as it was."""
-    return content_hash({name: event.get(name) for name in ("tasks_seen", "task", "lineage", "scores", "key", "files")})
 
 
 def _digest(content: bytes) -> str:

@@ -21,7 +21,7 @@ from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import Settings, canonical_json, flatten
 from latent_sweep.storage.checksummed import is_sealed, sealed_json
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
-from latent_sweep.storage.journal import stages, status
+from latent_sweep.storage.journal import Failed, stages, status
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
 from latent_sweep.sweep.plan import Trial, has_setting, plan_trial, points, resolve, setting, trial_faults
 from latent_sweep.sweep.schema import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
@@ -282,23 +282,24 @@ def _result(tuning_trial: TuningTrial, trial: TrialFolder, counted: set[str]) ->
     """
     events = trial.events()
     stage_events, end = stages(events), status(events)
-    not_finite = end == "failed" and events[-1]["kind"] == "non_finite"
+    last = events[-1] if events else None
+    not_finite = isinstance(last, Failed) and last.kind == "non_finite"
     if end != "finished" and not not_finite:
         raise NoSelection(
             f"tuning trial {label_paths(tuning_trial.values)} ({trial.path}) is {end}, so nothing can be selected; its "
             "journal gives the reason. Run the same command again to continue"
         )
-    metrics = [event["metrics"] for event in stage_events]
-    learned = [event for event in stage_events if not event.get("reused") and event["lineage"] not in counted]
-    counted.update(event["lineage"] for event in learned)
+    metrics = [event.metrics for event in stage_events]
+    learned = [event for event in stage_events if not event.reused and event.lineage not in counted]
+    counted.update(event.lineage for event in learned)
     losses = [values["train_loss"] for values in metrics if "train_loss" in values]
     return TuningResult(
         values=dict(tuning_trial.values),
         trial_id=trial.trial_id,
         score=None if not_finite else metrics[-1]["AP"],
         loss=math.fsum(losses) / len(losses) if losses and not not_finite else None,
-        steps=sum(event.get("steps") or 0 for event in learned),
-        seconds=sum(event["metrics"].get("seconds_train", 0.0) for event in learned)
+        steps=sum(event.steps or 0 for event in learned),
+        seconds=sum(event.metrics.get("seconds_train", 0.0) for event in learned)
         + sum(values.get("seconds_eval", 0.0) for values in metrics),
     )
 

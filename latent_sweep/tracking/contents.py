@@ -21,7 +21,7 @@ from latent_sweep.results.definition import defined_events
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.storage.folders import SETTINGS, SweepFolder, TrialFolder
-from latent_sweep.storage.journal import Event, Status, attempts, restarts, stages, status
+from latent_sweep.storage.journal import Event, Finished, Stage, Status, attempts, restarts, stages, status
 from latent_sweep.storage.predictions import answers_file, is_kept
 from latent_sweep.storage.trial_files import PREDICTIONS
 from latent_sweep.sweep.plan import values_read
@@ -106,8 +106,8 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
     starts = attempts(events)
     tags = {
         "training_id": trial.training_id,
-        "attempt": starts[-1]["attempt"] if starts else 0,
-        "node": starts[-1]["node"] if starts else "unknown",
+        "attempt": starts[-1].attempt if starts else 0,
+        "node": starts[-1].node if starts else "unknown",
         "status": status(events),
         "reason": summaries.end_reason(events),
         "restarts": ", ".join(restarts(events)),
@@ -117,9 +117,9 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         key=trial.trial_id,
         generation=generation_of(events),
         name=redact(" ".join(filter(None, sweep.run_names[trial.trial_id])) or trial.trial_id),
-        start=events[0]["time"],
+        start=events[0].time,
         status=run_status(events),
-        end=events[-1]["time"],
+        end=events[-1].time,
         params=_texts(_params(trial), _LONGEST_PARAM),
         tags=_texts(tags, _LONGEST_TAG),
         cursor=trial_cursor(sweep, events),
@@ -135,7 +135,7 @@ def run_status(events: Sequence[Event]) -> RunStatus:
 
 def generation_of(events: Sequence[Event]) -> str:
     """Identify a journal by the digest of its first event, which contains its time, node and process."""
-    return events[0]["sha256"][:16]
+    return events[0].sha256[:16]
 
 
 def trial_cursor(sweep: SweepFolder, events: Sequence[Event]) -> dict[str, str]:
@@ -263,16 +263,16 @@ def _history(events: Sequence[Event]) -> Iterator[Point]:
     """Yield every metric value of a journal; of the final metrics only those that no stage has logged."""
     logged, last_step = set(), 0
     for event in events:
-        if event["event"] == "stage":
-            last_step = max(last_step, event["tasks_seen"])
-            scores = {f"score/{task}": score for task, score in event["scores"].items()}
-            for key, value in {**event["metrics"], **scores}.items():
-                logged.add((key, event["tasks_seen"]))
-                yield Point(key, value, event["tasks_seen"], event["time"])
-        elif event["event"] == "finished":
-            for key, value in event["metrics"].items():
+        if isinstance(event, Stage):
+            last_step = max(last_step, event.tasks_seen)
+            scores = {f"score/{task}": score for task, score in event.scores.items()}
+            for key, value in {**event.metrics, **scores}.items():
+                logged.add((key, event.tasks_seen))
+                yield Point(key, value, event.tasks_seen, event.time)
+        elif isinstance(event, Finished):
+            for key, value in event.metrics.items():
                 if (key, last_step) not in logged:
-                    yield Point(key, value, last_step, event["time"])
+                    yield Point(key, value, last_step, event.time)
 
 
 def _summary_points(values: Mapping[str, float | None], step: int, time: float) -> list[Point]:
@@ -294,12 +294,12 @@ def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Ev
         artifacts[SETTINGS] = yaml_text(trial.settings())
     artifacts |= {f"{PREDICTIONS}/{path.name}": path for path in sorted((trial.path / PREDICTIONS).glob("*.jsonl"))}
     if stored_stages := stages(events):
-        kept = [answers_file(stage["tasks_seen"]) for stage in stored_stages if is_kept(stage)]
+        kept = [answers_file(stage.tasks_seen) for stage in stored_stages if is_kept(stage)]
         artifacts |= {name: trial.path / name for name in kept if (trial.path / name).exists()}
-        tasks, rows = list(stored_stages[-1]["scores"]), [list(stage["scores"].values()) for stage in stored_stages]
+        tasks, rows = list(stored_stages[-1].scores), [list(stage.scores.values()) for stage in stored_stages]
         artifacts["scores.csv"] = report.score_matrix_csv(tasks, rows)
         artifacts["score_matrix.png"] = partial(score_matrix_png, tasks, rows)
-    for lineage in dict.fromkeys(stage["lineage"] for stage in stored_stages) if status(events) == "finished" else ():
+    for lineage in dict.fromkeys(stage.lineage for stage in stored_stages) if status(events) == "finished" else ():
         if sweep.storage.share(path := sweep.snapshots.path(lineage)):
             artifacts[f"snapshots/{path.name}"] = path
     return artifacts

@@ -78,7 +78,7 @@ def log_best(sweep: SweepFolder) -> None:
         content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)
         best = find_trial(sweep)
         lineages = [task.snapshot.lineage for task in content.learned]
-        same = lineages == [event["lineage"] for event in stages(best.events())]
+        same = lineages == [event.lineage for event in stages(best.events())]
         if same and content.origin == origin_of(sweep, best):  # else its card would show outdated scores
             return
     model = ContinualModel.from_sweep(sweep.path)

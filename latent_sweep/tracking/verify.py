@@ -21,7 +21,7 @@ from latent_sweep.security import quoted
 from latent_sweep.settings import flatten, parse_yaml
 from latent_sweep.storage.checksummed import is_sealed, set_aside
 from latent_sweep.storage.folders import SETTINGS, SweepFolder, TrialFolder, driving, writing
-from latent_sweep.storage.journal import Event, stages, status
+from latent_sweep.storage.journal import Event, Finished, Stage, stages, status
 from latent_sweep.storage.predictions import ANSWERS
 from latent_sweep.storage.storage import JOURNAL
 from latent_sweep.storage.trial_files import PREDICTIONS, RESULT, SCORES, contradictions, damages
@@ -127,7 +127,7 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
 def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
     """Yield every fault, and count what is checked."""
     users: dict[str, list[TrialFolder]] = {}
-    stage_of: dict[str, Event] = {}
+    stage_of: dict[str, Stage] = {}
     for trial in sweep:
         try:
             events = trial.events()
@@ -142,8 +142,8 @@ def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
         counts["journals"] += 1
         yield from _file_faults(sweep, trial, events, counts)
         if status(events) in ("finished", "stopped"):
-            stage_of |= {event["lineage"]: event for event in stages(events)}
-            for lineage in dict.fromkeys(event["lineage"] for event in stages(events)):
+            stage_of |= {event.lineage: event for event in stages(events)}
+            for lineage in dict.fromkeys(event.lineage for event in stages(events)):
                 users.setdefault(lineage, []).append(trial)
     if (tuning := sweep.path / TUNING).exists():
         counts["files"] += 1
@@ -157,7 +157,7 @@ def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
             name, others = trial_name(sweep, trials[0]), f" and {len(trials) - 1} more" if len(trials) > 1 else ""
             text = f"{name}{others}: snapshot {lineage}, which the journal names, {damage}"
             stage = stage_of[lineage]
-            remedy = f"{name}{others}: stage {stage['tasks_seen']}, task {stage['task']}, is learned again"
+            remedy = f"{name}{others}: stage {stage.tasks_seen}, task {stage.task}, is learned again"
             yield _Fault(text, trials, lineage, remedy)
 
 
@@ -172,7 +172,7 @@ def _file_faults(
         yield _fault(sweep, trial, settings, f"{settings} {message}", "it is written again")
     if status(events) == "running":
         return
-    counts["files"] += len({name for event in events for name in event.get("files", {})})
+    counts["files"] += len({name for event in events if isinstance(event, (Stage, Finished)) for name in event.files})
     seen = len(stages(events))
     remedies = {
         JOURNAL: _JOURNAL_REMEDY,

@@ -64,7 +64,7 @@ def say_stage(
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
     how["constant"] = context.constant(trial, len(files.rows) - 1)
     how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}
-    files.tell(snapshot.lineage, summary is None, metrics, how)
+    files.record_stage(snapshot.lineage, summary is None, metrics, how)
 
 
 def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context) -> None:
@@ -74,7 +74,7 @@ def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], conte
         return
     matrix = files.matrix
     timed = ("seconds_train", "seconds_eval")
-    told = [event["metrics"] for event in stages(files.journal.read())]
+    told = [event.metrics for event in stages(files.journal.read())]
     paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
     files.finish(
         {
@@ -98,5 +98,5 @@ def _generated_share(files: TrialFiles, trial: Trial, context: Context) -> float
     counts = [len(context.tokens(trial, position, "test")) for position in range(len(trial.tasks))]
     asked = list(itertools.accumulate(counts))  # at each stage: the rows of all tasks seen
     told = stages(files.journal.read())
-    shares = {event["tasks_seen"]: event["metrics"].get("generated_share", 0.0) for event in told}
+    shares = {event.tasks_seen: event.metrics.get("generated_share", 0.0) for event in told}
     return sum(shares[seen] * count for seen, count in enumerate(asked, start=1)) / sum(asked)

@@ -84,7 +84,7 @@ def test_a_changed_sweep_submitted_again_learns_only_what_is_new(checkout, submi
     trials = {trial.trial_id: trial for trial in sweep_folder(checkout)}
     assert {name: trials[name].events() for name in submitted} == submitted
     (new,) = trials.keys() - submitted.keys()
-    assert [event["reused"] for event in trials[new].events() if event["event"] == "stage"] == [True, False]
+    assert [event.reused for event in trials[new].events() if event.name == "stage"] == [True, False]
 
 
 def test_a_job_without_a_working_directory_runs_in_the_repository(cluster, checkout, submitted):

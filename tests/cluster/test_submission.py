@@ -148,8 +148,8 @@ def test_a_sweep_whose_driver_is_killed_goes_on_when_submitted_again(
     again = submit(cluster, place, "long")
     assert again.returncode == 0, again.stdout
     for trial in sweep:
-        assert [event["event"] for event in trial.events()] == ["started", "stage", "started", "stage", "finished"]
-    assert [event["reused"] for event in events(sweep, "stage")] == [False] * 4
+        assert [event.name for event in trial.events()] == ["started", "stage", "started", "stage", "finished"]
+    assert [event.reused for event in events(sweep, "stage")] == [False] * 4
     assert results_of(sweep) == undisturbed(tmp_path)
 
 

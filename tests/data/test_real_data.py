@@ -57,7 +57,7 @@ def run(folder):
 def generated_shares(folder):
     """Of each stage, by the router's mode."""
     return {
-        trial.values["router.combine"]: [event["metrics"]["generated_share"] for event in stages(trial.events())]
+        trial.values["router.combine"]: [event.metrics["generated_share"] for event in stages(trial.events())]
         for trial in sweep_folder(folder)
     }
 
@@ -65,14 +65,14 @@ def generated_shares(folder):
 def test_routing_keeps_a_real_task_that_another_follows(learned):
     trials = {trial.values["router.combine"]: trial for trial in sweep_folder(learned)}
     routed = stages(trials["soft"].events())
-    assert [event["metrics"]["router_accuracy"] for event in routed] == [1.0, 1.0]
-    first, last = (event["scores"] for event in routed)
+    assert [event.metrics["router_accuracy"] for event in routed] == [1.0, 1.0]
+    first, last = (event.scores for event in routed)
     assert last["task1687"] == first["task1687"] > 0, "its adapter alone answers, so its score stays"
-    assert routed[-1]["metrics"]["FM"] == 0
-    assert routed[-1]["metrics"]["generated_share"] == 0.5, "the first task's answers were known"
+    assert routed[-1].metrics["FM"] == 0
+    assert routed[-1].metrics["generated_share"] == 0.5, "the first task's answers were known"
     store = SnapshotStore(Storage(learned / "runs"))
     for event in routed:
-        facts = store.get(event["lineage"]).facts
+        facts = store.get(event.lineage).facts
         assert facts["losses"]["task"] < 0.5 * facts["first_losses"]["task"]
 
 

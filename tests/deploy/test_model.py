@@ -351,7 +351,7 @@ def test_what_cannot_be_learned_is_told_before_anything_is(mixed, task, more, er
 
 def test_the_best_trial_and_others_by_id_prefix_and_name(mixed):
     sweep = open_sweep(mixed)
-    averages = {trial.trial_id: trial.events()[-1]["metrics"]["AP"] for trial in sweep}
+    averages = {trial.trial_id: trial.events()[-1].metrics["AP"] for trial in sweep}
     best = ContinualModel.from_sweep(mixed).content.origin
     assert best.measures["AP"] == max(averages.values())
     assert best.trial_id == next(i for i, average in averages.items() if average == max(averages.values()))

@@ -117,7 +117,7 @@ def test_a_sweep_on_ray_runs_to_its_end(on_ray):
     assert printed["tiny"].endswith("ended with 0"), printed
     assert "sweep tiny: 4 trials (4 finished)" in printed["tiny"]
     assert "Last result" not in printed["tiny"], "Tune itself has nothing to say"
-    assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
+    assert [[event.name for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
         ["started", "stage", "stage", "finished"]
     ] * 4
 
@@ -129,8 +129,8 @@ def test_a_sweep_runs_without_the_private_hooks(two_cpus, tmp_path):
     code, printed = run_on_ray(content, tmp_path, **two_cpus, LATENT_SWEEP_PRIVATE_HOOKS="0")
     assert code == 1, printed
     good, bad = sweep_folder(tmp_path)
-    assert [event["event"] for event in good.events()] == ["started", "stage", "stage", "finished"], printed
-    assert [event["event"] for event in bad.events()] == ["started", "failed"]
+    assert [event.name for event in good.events()] == ["started", "stage", "stage", "finished"], printed
+    assert [event.name for event in bad.events()] == ["started", "failed"]
 
 
 def test_a_driver_without_a_tracker_does_not_import_mlflow(on_ray):
@@ -145,9 +145,9 @@ def test_ray_changes_no_byte(on_ray, tmp_path, one_thread):
 @pytest.mark.skipif(not TWO_CPUS, reason="two packs with one CPU each need two CPUs")
 def test_packs_run_side_by_side(on_ray):
     sweep = sweep_folder(on_ray[0] / "tiny")
-    assert len({event["pid"] for event in events(sweep, "started")}) == 2
-    last_start = max(event["time"] for event in events(sweep, "started"))
-    assert last_start < min(event["time"] for event in events(sweep, "finished"))
+    assert len({event.pid for event in events(sweep, "started")}) == 2
+    last_start = max(event.time for event in events(sweep, "started"))
+    assert last_start < min(event.time for event in events(sweep, "finished"))
 
 
 def test_ray_listens_on_the_loopback_interface_only(on_ray):
@@ -265,7 +265,7 @@ def test_memory_that_does_not_suffice_in_a_group_is_told_with_what_it_was_for(tm
     with question(folder.storage) as asked, pytest.raises(RuntimeError, match="out of memory"):
         ray_tune._run_work(one, {}, folder, asked, sweep.run, print)
     (_, failed) = journal.read()
-    assert (failed["kind"], failed["during"]) == ("out_of_memory", "learning")
+    assert (failed.kind, failed.during) == ("out_of_memory", "learning")
 
 
 @pytest.mark.parametrize(("tasks", "grace"), [(3, 3), (4, 2), (6, 3), (15, 15), (15, 20), (1, 3)])
@@ -306,8 +306,8 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_
     assert stopped  # which of the two worse ones, and after how many tasks, depends on who came first
     for trial in stopped:
         last = trial.events()[-1]
-        assert last["tasks_seen"] == len(stages(trial.events())) < 3
-        assert "stopped early by the scheduler" in last["reason"]
+        assert last.tasks_seen == len(stages(trial.events())) < 3
+        assert "stopped early by the scheduler" in last.reason
     before = {rate: trial.events() for rate, trial in by_rate.items()}
     code, printed = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0
@@ -396,16 +396,16 @@ def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_
     try:
         inside_the_second_task.wait(process)
         good, bad = sweep_folder(tmp_path)
-        assert good.events()[0]["pid"] == inside_the_second_task.pid
+        assert good.events()[0].pid == inside_the_second_task.pid
         psutil.Process(inside_the_second_task.pid).kill()
         printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 1, printed
-    assert [e["event"] for e in good.events()] == ["started", "stage", "lost", "started", "stage", "finished"]
-    assert good.events()[2]["kind"] == "worker_died"
-    assert [event["event"] for event in bad.events()] == ["started", "failed"]
-    assert bad.events()[-1]["kind"] == "non_finite"
+    assert [e.name for e in good.events()] == ["started", "stage", "lost", "started", "stage", "finished"]
+    assert good.events()[2].kind == "worker_died"
+    assert [event.name for event in bad.events()] == ["started", "failed"]
+    assert bad.events()[-1].kind == "non_finite"
     assert "2 trials (1 finished, 1 failed)" in printed
 
 
@@ -438,8 +438,8 @@ def test_a_host_whose_memory_killer_leaves_no_worker_alive_fails_trials_and_not_
     for trial in sweep_folder(tmp_path):
         told = trial.events()
         assert status(told) == "failed"
-        assert {event["kind"] for event in told if event["event"] == "lost"} <= {"out_of_memory", "worker_died"}
-        assert not any(event["message"] == "None" for event in told if event["event"] == "lost")
+        assert {event.kind for event in told if event.name == "lost"} <= {"out_of_memory", "worker_died"}
+        assert not any(event.message == "None" for event in told if event.name == "lost")
 
 
 @pytest.mark.parametrize(

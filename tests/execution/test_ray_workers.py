@@ -63,9 +63,9 @@ def test_a_killed_worker_changes_nothing_in_the_result(two_cpus, inside_the_seco
         end(process)
     assert process.returncode == 0, printed
     (trial,) = sweep_folder(tmp_path)
-    assert [event["event"] for event in trial.events()] == ["started", "stage", "lost", "started", "stage", "finished"]
+    assert [event.name for event in trial.events()] == ["started", "stage", "lost", "started", "stage", "finished"]
     (lost,) = events(sweep_folder(tmp_path), "lost")
-    assert lost["kind"] == "worker_died"
+    assert lost.kind == "worker_died"
     (scores,) = folder.glob("tiny/trials/*/scores.json")
     assert (trial.path / "scores.json").read_bytes() == scores.read_bytes()
     snapshots = {path.name: path.read_bytes() for path in folder.glob("snapshots/*.safetensors")}
@@ -77,9 +77,9 @@ def test_a_group_that_fails_says_why_and_ends(two_cpus, tmp_path, checkpoint):
     code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **two_cpus)
     assert code == 1, printed
     (failed,) = events(sweep_folder(tmp_path), "failed")
-    assert "no safetensors files" in failed["message"]
-    assert "Traceback" in failed["traceback"]
-    assert "deepspeed_engine.py" in failed["traceback"], "the worker's own"
+    assert "no safetensors files" in failed.message
+    assert "Traceback" in failed.traceback
+    assert "deepspeed_engine.py" in failed.traceback, "the worker's own"
 
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
@@ -120,10 +120,10 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, one_
             load_file(tmp_path / place / "runs/snapshots" / f"{same['lineage']}.safetensors")["R"]
             for place in ("two", "one")
         )
-        assert stage["lineage"] == same["lineage"]
+        assert stage.lineage == same.lineage
         assert (learned - expected).norm() < 0.01 * expected.norm()
-        for task, score in same["scores"].items():
-            assert abs(stage["scores"][task] - score) < 1.01 / 3, "one row of three may hang on a near tie"
+        for task, score in same.scores.items():
+            assert abs(stage.scores[task] - score) < 1.01 / 3, "one row of three may hang on a near tie"
 
 
 @pytest.fixture

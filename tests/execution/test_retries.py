@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.events import an_event, fields_of
 from helpers.sweeps import events, sweep_folder, tiny, write
 
 from latent_sweep.backbones import batches
@@ -18,15 +19,15 @@ from latent_sweep.training import evaluation, stage, trainer
 from latent_sweep.training import loop as training
 from latent_sweep.training import pack as trial
 
-STARTED, STAGE = {"event": "started"}, {"event": "stage", "tasks_seen": 1}
+STARTED, STAGE = an_event("started"), an_event("stage")
 
 
-def lost(kind):
-    return {"event": "lost", "kind": kind, "message": kind}
+def lost(kind, message=None):
+    return an_event("lost", kind=kind, message=message or kind)
 
 
 def failed(kind, **during):
-    return {"event": "failed", "kind": kind, "message": f"it was {kind}", **during}
+    return an_event("failed", kind=kind, message=f"it was {kind}", **during)
 
 
 def after(*ends, max_failures=1):
@@ -81,7 +82,7 @@ def test_what_ran_out_of_memory_is_halved_and_each_once():
 
 def test_a_storage_that_stays_away_is_given_up_with_its_reason():
     assert after(lost("storage")) == Attempt(because="storage")
-    given_up = after(lost("storage"), lost("worker_died") | {"message": "the disk is full"})
+    given_up = after(lost("storage"), lost("worker_died", "the disk is full"))
     assert isinstance(given_up, GivenUp)
     assert "2 times" in given_up.because and "the disk is full" in given_up.because
 
@@ -130,9 +131,9 @@ def test_a_trial_that_runs_out_of_memory_ends_as_with_enough_of_it(tmp_path, cap
     assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
     assert (tried[0], set(tried[1:])) == (4, {2})
     (trial,) = sweep_folder(tmp_path / "less")
-    kinds = [event["event"] for event in trial.events()]
+    kinds = [event.name for event in trial.events()]
     assert kinds == ["started", "failed", "started", "stage", "stage", "finished"]
-    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path / "less"), "started")] == [None, 2]
+    assert [event.micro_batch_size for event in events(sweep_folder(tmp_path / "less"), "started")] == [None, 2]
     assert "started again after out_of_memory; now 2 rows in a forward pass" in capsys.readouterr().out
     (enough,) = sweep_folder(tmp_path / "enough")
     assert trial.trial_id == enough.trial_id, "the same optimisation"
@@ -143,7 +144,7 @@ def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
     path = write(tmp_path, short(search={"router.components": [1]}))
     assert main(["run", path, "--local"]) == 1
     assert tried == [4, 2]
-    tracebacks = [event["traceback"] for event in events(sweep_folder(tmp_path), "failed")]
+    tracebacks = [event.traceback for event in events(sweep_folder(tmp_path), "failed")]
     assert all("MemoryError: no memory for so many rows" in text.splitlines()[-1] for text in tracebacks)
     tried.clear()
     assert main(["run", path, "--local"]) == 1
@@ -157,7 +158,7 @@ def test_half_the_rows_are_half_of_what_a_worker_had(tmp_path, workers, micro_ba
     (whole, *_) = pack(expand(sweep))
     journal = open_sweep(tmp_path).journal(whole.trials[0].trial_id)
     for event in (STARTED, failed("out_of_memory")):
-        journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
+        journal.append(event.name, **fields_of(event))
     left = still_to_try(whole, open_sweep(tmp_path), {}, sweep.run)
     assert {trial.settings.training.micro_batch_size for trial in left.trials} == {halved}
     assert [trial.trial_id for trial in left.trials] == [trial.trial_id for trial in whole.trials]
@@ -174,7 +175,7 @@ def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
     assert states == ["finished", "failed", "pending"], "what came after the failure was not begun"
     assert main(["run", path, "--local", "--failed"]) == 1
     assert "1 of 3 trainings have failed before and are run again" in capsys.readouterr().out
-    starts = [len([e for e in trial.events() if e["event"] == "started"]) for trial in sweep_folder(tmp_path)]
+    starts = [len([e for e in trial.events() if e.name == "started"]) for trial in sweep_folder(tmp_path)]
     assert starts == [1, 2, 0]
     assert main(["run", path, "--local"]) == 1
     assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]
@@ -198,10 +199,10 @@ def test_answers_for_which_memory_does_not_suffice_come_in_halves(tmp_path, caps
     assert passes[3:] == [4, 4, 2, 2] * 2, "what is known of whole batches is not taken"
     (trial,) = sweep_folder(tmp_path)
     (end,) = events(sweep_folder(tmp_path), "failed")
-    assert (end["kind"], end["during"]) == ("out_of_memory", "answering")
-    assert [event["halved"] for event in events(sweep_folder(tmp_path), "started")] == [[], ["answering"]]
-    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path), "started")] == [None, None]
-    told = [event["scored_with"]["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
+    assert (end.kind, end.during) == ("out_of_memory", "answering")
+    assert [event.halved for event in events(sweep_folder(tmp_path), "started")] == [[], ["answering"]]
+    assert [event.micro_batch_size for event in events(sweep_folder(tmp_path), "started")] == [None, None]
+    told = [event.scored_with["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
     assert told == ["whole", "in halves"]
     printed = capsys.readouterr().out
     assert "started again after out_of_memory; now answers of half a batch at a time" in printed
@@ -247,7 +248,7 @@ def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_row
     assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
     assert (sizes[0], set(sizes[1:])) == (8, {4})
     (end,) = events(sweep_folder(tmp_path / "less"), "failed")
-    assert (end["kind"], end["during"]) == ("out_of_memory", "statistics")
+    assert (end.kind, end.during) == ("out_of_memory", "statistics")
     enough, less = (sweep_folder(tmp_path / name) for name in ("enough", "less"))
     snapshots = sorted(enough.snapshots.folder.glob("*.safetensors"))
     assert [path.name for path in sorted(less.snapshots.folder.glob("*.safetensors"))] == [p.name for p in snapshots]
@@ -329,8 +330,8 @@ def test_a_process_that_has_lost_its_gpu_is_not_used_again(tmp_path, capsys, los
     assert "Run the same command again" in capsys.readouterr().err
     assert tried == [1], "neither the same trial again, nor the next one"
     first, second = (trial.events() for trial in sweep_folder(tmp_path))
-    assert [event["event"] for event in first] == ["started", "lost"]
-    assert (first[-1]["kind"], first[-1]["message"]) == ("worker_died", LOST_GPU)
+    assert [event.name for event in first] == ["started", "lost"]
+    assert (first[-1].kind, first[-1].message) == ("worker_died", LOST_GPU)
     assert second == []
     patched.undo()
     assert main(["run", path, "--local"]) == 0
@@ -343,7 +344,7 @@ def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu)
     assert main(["run", path, "--local"]) == 2
     assert tried == [2]
     ends = [trial.events()[-1] for trial in sweep_folder(tmp_path)]
-    assert [(event["event"], event["kind"]) for event in ends] == [("lost", "worker_died")] * 2
+    assert [(event.name, event.kind) for event in ends] == [("lost", "worker_died")] * 2
 
 
 def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu, monkeypatch):
@@ -356,5 +357,5 @@ def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, 
     folder = open_sweep(tmp_path / sweep.name)
     with question(folder.storage) as asked, pytest.raises(RuntimeError, match="illegal memory access") as found:
         _run_work(one, {}, folder, asked, sweep.run, print)
-    assert [event["event"] for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
+    assert [event.name for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
     assert _loss_kind(found.value) == "worker_died"

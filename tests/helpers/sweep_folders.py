@@ -100,7 +100,7 @@ def journal_of(trial: TrialFolder) -> Journal:
 
 
 def start(trial: TrialFolder, attempt: int = 1) -> None:
-    journal_of(trial).append("started", attempt=attempt, node="node-a", versions={}, hardware="cpu")
+    journal_of(trial).append("started", attempt=attempt, node="node-a", versions={}, hardware={})
 
 
 def learn(

@@ -93,7 +93,7 @@ def rewrite_line(path: Path, number: int, **values: Any) -> dict[str, Any]:
 
 def events(sweep: SweepFolder, kind: str) -> list[dict[str, Any]]:
     """The events of one kind in all journals of a sweep."""
-    return [event for trial in sweep for event in trial.events() if event["event"] == kind]
+    return [event for trial in sweep for event in trial.events() if event.name == kind]
 
 
 def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), rows: int = 24) -> Path:

@@ -208,7 +208,7 @@ def test_a_stage_shared_by_trials_counts_once(sweep):
 def test_the_time_until_a_loss_is_noticed_is_no_work(sweep):
     first, *_ = sweep
     for seconds, event, told in (
-        (100, "started", {"attempt": 1, "node": "a", "versions": {}, "hardware": "cpu"}),
+        (100, "started", {"attempt": 1, "node": "a", "versions": {}, "hardware": {}}),
         (160, "failed", {"kind": "error", "message": "no", "task": None, "step": None}),
         (90_000, "lost", {"kind": "damaged", "message": "its snapshot is gone"}),
     ):
@@ -282,6 +282,7 @@ def told(trial, moment, tasks_seen=0, reused=False):
         task=TASKS[tasks_seen - 1],
         lineage=f"{trial.training_id}_{tasks_seen}",
         reused=reused,
+        scores={},
         metrics={"AP": 0.5, "FM": 0.0},
     )
 
@@ -373,7 +374,7 @@ def test_totals_are_the_same_event_by_event_and_from_scratch(tmp_path, monkeypat
     watch.look()
     for moment in range(4100, 4200):
         trial = source.choice(trials)
-        seen = [event["tasks_seen"] for event in trial.events() if event["event"] == "stage"]
+        seen = [event.tasks_seen for event in trial.events() if event.name == "stage"]
         what = source.choice(["started", "stage", "stage", "again", "lost", "failed", "stopped", "nothing"])
         if what == "started":
             told(trial, float(moment))
@@ -382,7 +383,7 @@ def test_totals_are_the_same_event_by_event_and_from_scratch(tmp_path, monkeypat
         elif what == "again" and seen:
             told(trial, float(moment), max(seen), reused=True)
         elif what in ("lost", "failed"):
-            trial.journal.append(what, time=float(moment), kind="error", message="no", task=None, step=None)
+            trial.journal.append(what, time=float(moment), kind="error", message="no")
         elif what == "stopped":
             trial.journal.append("stopped", time=float(moment), tasks_seen=len(seen), reason="enough")
         kept = watch.look()

@@ -670,7 +670,7 @@ def test_trials_that_were_started_again_say_why(tmp_path, format):
     start(first, attempt=2)
     journal_of(first).append("failed", kind="out_of_memory", message="no memory", task=None, step=None)
     journal_of(first).append(
-        "started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4, halved=["learning"]
+        "started", attempt=3, node="node-b", versions={}, hardware={}, micro_batch_size=4, halved=["learning"]
     )
     start(second)
     summary = summaries.summarize(sweep)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from helpers.chats import chatting_tokenizer
+from helpers.events import fields_of
 from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
 from helpers.sweeps import sweep_folder, tiny, write
 
@@ -246,7 +247,7 @@ def test_what_pictures_of_the_router_show(folder):
     assert above.texts[0].get_text() == f"ECE {100 * found.calibration_error:.1f} %"
 
     line = pictures["router_novelty"].figure.axes[0].lines[0]
-    told = {e["tasks_seen"]: e["metrics"].get("router_novelty_auroc") for e in stages(soft.trial.events)}
+    told = {e.tasks_seen: e.metrics.get("router_novelty_auroc") for e in stages(soft.trial.events)}
     assert told[3] is None
     assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == {1: told[1], 2: told[2]}
 
@@ -258,8 +259,7 @@ def test_trials_whose_routers_are_the_same_are_shown_once(tmp_path):
         start(trial)
         for seen in range(1, len(TASKS) + 1):
             learn(trial, seen, 0.5)
-        event = dict(stages(trial.events())[1])
-        again = {name: event[name] for name in event if name not in ("seq", "time", "event", "sha256")}
+        again = fields_of(stages(trial.events())[1])
         again["metrics"] |= {"router_novelty_auroc": auroc}
         journal_of(trial).append("stage", **again)
         journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.0}, files={})
@@ -412,7 +412,7 @@ def test_why_there_is_no_map(copied):
     shutil.rmtree(copied.storage.folder / "embeddings")
     missing = "combine=soft seed=0: the pooled embeddings of task mood are not in "
     assert embedding_map(copied, trial).startswith(missing)
-    trial.journal.append("started", attempt=2, node="node-a", versions={}, hardware="cpu")
+    trial.journal.append("started", attempt=2, node="node-a", versions={}, hardware={})
     assert embedding_map(copied, trial).endswith("has not finished, or its journal cannot be read")
 
 

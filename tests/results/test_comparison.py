@@ -61,7 +61,7 @@ def test_differences_are_those_of_pairs(sweep):
     assert (comparison.baseline, comparison.n) == ("method=seq_lora", 3)
     assert comparison.differences["AP"].resampled == "repetitions and rows"
     first, second = (
-        [trial.events()[-1]["metrics"]["AP"] for trial in sweep if trial.values["method.name"] == name]
+        [trial.events()[-1].metrics["AP"] for trial in sweep if trial.values["method.name"] == name]
         for name in ("seq_lora", "o_lora")
     )
     difference = comparison.differences["AP"]

@@ -122,7 +122,7 @@ def test_overlaps_of_a_sweep_are_those_of_its_whole_weight_changes(folder):
     order = list(target_shapes("llama", REGISTRY["tiny-llama"].config))
     assert sorted(order) == sorted(names)
     for one in found:
-        lineages = [event["lineage"] for event in stages(one.trial.events)]
+        lineages = [event.lineage for event in stages(one.trial.events)]
         changes = []
         for lineage in lineages:
             stored = load_file(sweep.snapshots.path(lineage))["R"].astype(float)
@@ -151,7 +151,7 @@ def test_pictures_of_a_sweep(folder):
         assert float(left.texts[0].get_text()) == pytest.approx(one.overlaps[1, 0] / 10**power, rel=0.05)
     labels = [label.get_text() for label in pictures[-1].figure.axes[0].get_xticklabels()]
     told = {
-        (t.params["method.ortho_lambda"], t.params["router.combine"]): t.events()[-1]["metrics"]["FM"]
+        (t.params["method.ortho_lambda"], t.params["router.combine"]): t.events()[-1].metrics["FM"]
         for t in sweep_folder(folder)
     }
     assert labels == [
@@ -164,7 +164,7 @@ def test_pairs_overlap_in_their_down_projections(folder):
     sweep = sweep_folder(folder, "pairs")
     (found,), gaps = interference(sweep)
     assert gaps == []
-    A = [load_tensors(sweep.snapshots.path(event["lineage"]))["A"] for event in stages(found.trial.events)]
+    A = [load_tensors(sweep.snapshots.path(event.lineage))["A"] for event in stages(found.trial.events)]
     assert found.overlaps[0, 1] == pytest.approx(float(overlap(A[0], A[1], "squared")), rel=1e-4)
     assert 0 < found.shares[0, 1] < 1
     assert found.chance == A[0].shape[-1] ** -0.5
@@ -181,7 +181,7 @@ def test_what_is_missing_is_said(folder, tmp_path):
     assert pictures == []
     assert first.startswith("interference of lambda=0.0 combine=soft seed=0: the singular values of its backbone's ")
     assert second.startswith("interference of lambda=1e-05")
-    last = stages(compared_trials(finished_trials(sweep))[0].events)[-1]["lineage"]
+    last = stages(compared_trials(finished_trials(sweep))[0].events)[-1].lineage
     sweep.snapshots.path(last).write_bytes(b"spoilt")
     assert interference(sweep)[1][0].endswith(f"snapshot {last} does not check against its digest")
     assert sweep.snapshots.path(last).read_bytes() == b"spoilt"  # looking changes nothing

@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+from helpers.events import fields_of
 from helpers.sweep_folders import as_before
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import journal_at
@@ -19,9 +20,7 @@ def tell(trial, *names):
     """Have the journal tell the digests that files have now, as whoever forges them would."""
     *_, last = trial.events()
     found = {name: hashlib.sha256((trial.path / name).read_bytes()).hexdigest() for name in names}
-    journal_at(trial.path / "journal.jsonl").append(
-        "finished", metrics=last["metrics"], files=last.get("files", {}) | found
-    )
+    journal_at(trial.path / "journal.jsonl").append("finished", metrics=last.metrics, files=last.files | found)
 
 
 def answers_by_hand(trial, stage):
@@ -56,7 +55,7 @@ def test_a_whole_sweep_is_equal(finished, capsys):
         f"K={k}: equal; 3 scores of 36 answers computed again" for k in (1, 2)
     ]
     for trial, found in zip(folder, rescore(folder), strict=True):
-        metrics = stages(trial.events())[-1]["metrics"]
+        metrics = stages(trial.events())[-1].metrics
         assert {name: (m.stored, m.recomputed) for name, m in found.measures.items()} == {
             name: (metrics[name], pytest.approx(metrics[name])) for name in ("AP", "FM")
         }
@@ -112,8 +111,8 @@ def test_a_prediction_may_hold_what_ends_lines_elsewhere(copy):
 def test_measures_that_are_not_those_of_the_answers_are_told(copy, capsys):
     first, _ = copy
     *_, last = first.events()
-    metrics = last["metrics"] | {"AP": last["metrics"]["AP"] + 1e-9}
-    journal_at(first.path / "journal.jsonl").append("finished", metrics=metrics, files=last["files"])
+    metrics = last.metrics | {"AP": last.metrics["AP"] + 1e-9}
+    journal_at(first.path / "journal.jsonl").append("finished", metrics=metrics, files=last.files)
     assert main(["rescore", str(copy.path)]) == 1
     assert f"  AP: stored {metrics['AP']!r}, recomputed " in capsys.readouterr().out
 
@@ -194,7 +193,8 @@ def test_a_failed_and_a_pending_trial_say_so(copy, tmp_path, capsys):
         name: hashlib.sha256((first.path / name).read_bytes()).hexdigest()
         for name in ("scores.json", "predictions/mood.jsonl")
     }
-    journal_at(journal).append("failed", kind="error", message="x", task="ticket", step=1, files=files)
+    journal_at(journal).append("stage", **fields_of(first.events()[1]) | {"files": first.events()[1].files | files})
+    journal_at(journal).append("failed", kind="error", message="x", task="ticket", step=1)
     shutil.rmtree(second.path)
     assert main(["rescore", str(copy.path)]) == 0
     printed = capsys.readouterr().out

@@ -101,7 +101,7 @@ def test_a_trial_is_answered_by_it(runs, method):
     runs.run([pack])
     (trial,) = pack.trials
     events = runs.sweep.journal(trial.trial_id).read()
-    accuracies = [event["metrics"]["router_accuracy"] for event in events if event["event"] == "stage"]
+    accuracies = [event.metrics["router_accuracy"] for event in events if event.name == "stage"]
     assert accuracies == [1.0, 1.0]
     records = {path.name for path in (runs.folder / "router").iterdir()}
     runs.run(runs.packs(**(changes | {"search": {"benchmark.prompts.definition": ["verbatim", "none"]}})))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from helpers.buckets import URI
+from helpers.events import an_event, fields_of
 from helpers.sweep_folders import run_to_end, write_sweep
 from helpers.sweeps import results, tiny, write
 
@@ -56,7 +57,7 @@ def snapshots(place):
 
 def test_a_sweep_refers_to_what_its_journals_tell(ran):
     for sweep in sweeps(ran).values():
-        told = {event["lineage"] for trial in sweep for event in stages(trial.events())}
+        told = {event.lineage for trial in sweep for event in stages(trial.events())}
         assert lineages_of(sweep) == told
         assert told <= snapshots(ran)
     one, two = (lineages_of(sweep) for sweep in sweeps(ran).values())
@@ -76,7 +77,7 @@ def test_what_an_older_sweep_refers_to_is_told_by_its_journals(tmp_path):
     sweep = write_sweep(tmp_path, {"seed": [0]})
     (trial,) = sweep
     assert trial.lineages is None
-    trial.journal.append("stage", tasks_seen=1, task="sentiment", lineage="0123456789abcdef")
+    trial.journal.append("stage", **fields_of(an_event("stage", lineage="0123456789abcdef")))
     assert lineages_of(sweep) == {"0123456789abcdef"}
 
 
@@ -349,9 +350,7 @@ def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
     kept = results(copy)
     more = tiny(name="one", search={"seed": [0, 1, 2]}, run={**ONE["run"], "storage": target})
     assert main(["run", write(tmp_path, more), "--local"]) == 0
-    learned = [
-        stage for trial in open_sweep(f"{target}/one") for stage in stages(trial.events()) if not stage["reused"]
-    ]
+    learned = [stage for trial in open_sweep(f"{target}/one") for stage in stages(trial.events()) if not stage.reused]
     seeds = {trial.trial_id: trial.params["seed"] for trial in open_sweep(f"{target}/one")}
     assert {name: text for name, text in results(open_sweep(f"{target}/one")).items() if name in kept} == kept
     assert len(learned) == 6 and sorted(seeds.values()) == [0, 1, 2], "four were learned before the copy was taken"

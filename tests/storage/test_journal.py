@@ -1,7 +1,9 @@
+import hashlib
 import json
 
 import psutil
 import pytest
+from helpers.events import an_event
 from helpers.sweep_folders import learn, start, write_sweep
 from helpers.tiny import journal_at
 
@@ -10,8 +12,8 @@ from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import START, attempts, stages, status
 
 
-def stage(tasks_seen, average):
-    return {"event": "stage", "tasks_seen": tasks_seen, "metrics": {"AP": average}}
+def stage(tasks_seen, average, **fields):
+    return an_event("stage", tasks_seen=tasks_seen, metrics={"AP": average}, **fields)
 
 
 def test_events_come_back_as_they_went_in(tmp_path):
@@ -19,11 +21,11 @@ def test_events_come_back_as_they_went_in(tmp_path):
     assert journal.read() == []
     written = [
         journal.append("started", attempt=1, node="n"),
-        journal.append("stage", tasks_seen=1, scores={"täsk": 0.5}),
+        journal.append("stage", tasks_seen=1, task="täsk", lineage="a", scores={"täsk": 0.5}, metrics={}),
     ]
     assert journal.read() == written == journal_at(journal.path).read()
-    assert [event["seq"] for event in written] == [0, 1]
-    assert written[0]["time"] <= written[1]["time"]
+    assert [event.seq for event in written] == [0, 1]
+    assert written[0].time <= written[1].time
 
 
 @pytest.mark.parametrize("torn", [b'{"seq": 1, "ti', b'{"seq": 1, "time": 2.0, "event": "finished"}', b"\xc3"])
@@ -65,10 +67,10 @@ def test_an_append_reads_no_more_of_a_long_journal_than_of_a_short_one(tmp_path)
     journal, text, read = journal_at(tmp_path / "journal.jsonl"), "x" * 100_000, []
     for attempt in range(40):
         before = bytes_read()
-        assert journal.append("started", attempt=attempt, text=text)["seq"] == attempt
+        assert journal.append("started", attempt=attempt, node=text).seq == attempt
         read.append(bytes_read() - before)
     assert max(read) < 4 * len(text) < journal.path.stat().st_size / 9, "the last line, and what counts the bytes"
-    assert [event["attempt"] for event in journal.read()] == list(range(40))
+    assert [event.attempt for event in journal.read()] == list(range(40))
 
 
 def test_a_last_line_of_any_length_is_found_behind_a_torn_one(tmp_path):
@@ -76,17 +78,17 @@ def test_a_last_line_of_any_length_is_found_behind_a_torn_one(tmp_path):
     for length in (0, 2**16 - 150, 2**16, 2**17 + 1):
         journal = journal_at(tmp_path / f"{length}.jsonl")
         for line in range(3):
-            journal.append("started", attempt=line, text="x" * length)
+            journal.append("started", attempt=line, node="x" * length)
             with journal.path.open("ab") as file:
                 file.write(b"y" * (line * 2**15))
-        assert [event["seq"] for event in journal.read()] == [0, 1, 2]
+        assert [event.seq for event in journal.read()] == [0, 1, 2]
 
 
 def three_events(folder):
     """A journal of three events."""
     journal = journal_at(folder / "tiny" / "trials" / "t" / "journal.jsonl")
     journal.append("started", attempt=1, node="n")
-    journal.append("stage", tasks_seen=1, task="mood", scores={"mood": 0.25}, metrics={"AP": 0.25})
+    journal.append("stage", tasks_seen=1, task="mood", lineage="a", scores={"mood": 0.25}, metrics={"AP": 0.25})
     journal.append("finished", metrics={"AP": 0.25})
     return journal
 
@@ -110,8 +112,31 @@ def test_lines_that_are_missing_or_in_another_order_are_noticed(tmp_path, lines)
     journal = three_events(tmp_path)
     whole = journal.path.read_bytes().splitlines(keepends=True)
     journal.path.write_bytes(b"".join(whole[line] for line in lines))
-    with pytest.raises(StoreError, match="comes next: lines are missing, or there twice"):
+    with pytest.raises(StoreError, match="lines are missing or repeated"):
         journal.read()
+
+
+@pytest.mark.parametrize("fields", [{}, {"attempt": 1, "no_such": 2}])
+def test_an_event_lacks_no_field_and_has_no_other(tmp_path, fields):
+    journal = journal_at(tmp_path / "journal.jsonl")
+    with pytest.raises(TypeError, match=r"attempt|no_such"):
+        journal.append("started", **fields)
+    assert not journal.path.exists()
+
+
+def test_a_line_that_lacks_a_field_is_named_and_an_unknown_field_ignored(tmp_path):
+    journal = journal_at(tmp_path / "journal.jsonl")
+    journal.path.write_bytes(sealed_line('{"seq": 0, "time": 1.0, "event": "started", "attempt": 1, "more": 2}'))
+    (event,) = journal.read()
+    assert (event.seq, event.attempt) == (0, 1)
+    journal.path.write_bytes(sealed_line('{"seq": 0, "time": 1.0, "event": "started"}'))
+    with pytest.raises(StoreError, match=r"line 1: .*attempt"):
+        journal.read()
+
+
+def sealed_line(text):
+    body = text[:-1]
+    return f'{body}, "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'.encode()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
@@ -119,22 +144,22 @@ def test_what_json_cannot_hold_is_refused_and_leaves_no_trace(tmp_path, value):
     journal = journal_at(tmp_path / "journal.jsonl")
     journal.append("started", attempt=1)
     before = journal.path.read_bytes()
-    with pytest.raises(StoreError, match="'stage' is not plain JSON"):
-        journal.append("stage", metrics={"AP": value})
+    with pytest.raises(StoreError, match="'finished' is not plain JSON"):
+        journal.append("finished", metrics={"AP": value})
     assert journal.path.read_bytes() == before
 
 
 def test_a_repeated_stage_counts_once_and_the_later_wins():
-    events = [stage(2, 0.1), stage(1, 0.2), {"event": "started", "attempt": 2}, stage(2, 0.3)]
-    assert [(event["tasks_seen"], event["metrics"]["AP"]) for event in stages(events)] == [(1, 0.2), (2, 0.3)]
+    events = [stage(2, 0.1), stage(1, 0.2), an_event("started"), stage(2, 0.3)]
+    assert [(event.tasks_seen, event.metrics["AP"]) for event in stages(events)] == [(1, 0.2), (2, 0.3)]
 
 
 def test_rows_behind_one_that_is_of_other_data_are_gone():
     """A trial that is computed again from its first task on has no rows of its old data beside the new ones."""
-    old = [stage(seen, 0.1 * seen) | {"key": f"old {seen}", "lineage": f"a{seen}"} for seen in (1, 2, 3)]
-    again = [{"event": "started", "attempt": 2}, stage(2, 0.9) | {"key": "new 2", "lineage": "a2"}]
-    assert [(event["tasks_seen"], event["metrics"]["AP"]) for event in stages([*old, *again])] == [(1, 0.1), (2, 0.9)]
-    retold = stage(2, 0.3) | {"key": "old 2", "lineage": "a2"}
+    old = [stage(seen, 0.1 * seen, key=f"old {seen}", lineage=f"a{seen}") for seen in (1, 2, 3)]
+    again = [an_event("started"), stage(2, 0.9, key="new 2", lineage="a2")]
+    assert [(event.tasks_seen, event.metrics["AP"]) for event in stages([*old, *again])] == [(1, 0.1), (2, 0.9)]
+    retold = stage(2, 0.3, key="old 2", lineage="a2")
     assert len(stages([*old, retold])) == 3
 
 
@@ -153,12 +178,12 @@ def test_rows_behind_one_that_is_of_other_data_are_gone():
     ],
 )
 def test_status_is_what_the_last_event_left_behind(events, expected):
-    assert status([{"event": event} for event in events]) == expected
+    assert status([an_event(event) for event in events]) == expected
 
 
 def test_attempts_are_the_starts():
-    events = [{"event": "started", "attempt": 1}, stage(1, 0.2), {"event": "started", "attempt": 2}]
-    assert [event["attempt"] for event in attempts(events)] == [1, 2]
+    events = [an_event("started", attempt=1), stage(1, 0.2), an_event("started", attempt=2)]
+    assert [event.attempt for event in attempts(events)] == [1, 2]
 
 
 def test_a_sweep_folder_gives_its_trials_with_their_journals(tmp_path):

@@ -38,10 +38,10 @@ def test_what_has_ended_an_attempt_is_written_into_the_reserve(tmp_path, full):
     assert (sweep.path / NAME).stat().st_size > 10_000
     full(sweep.path / NAME)
     with pytest.raises(StoreError) as refused:
-        journal.append("stage", task="a")
+        journal.append("stopped", tasks_seen=1, reason="a")
     assert is_full(refused.value) and (sweep.path / NAME).exists(), "it is kept for the end"
     journal.append("lost", kind="storage", message="full")
-    assert [event["event"] for event in journal.read()] == ["started", "lost"]
+    assert [event.name for event in journal.read()] == ["started", "lost"]
     assert not free_reserve(sweep.path)
     full(None)
     with pytest.raises(StoreError, match="No space left"):
@@ -61,7 +61,7 @@ def test_a_sweep_on_a_full_disk_says_so_and_goes_on_later(tmp_path, capsys, monk
     folder = sweep_folder(tmp_path)
     (trial,) = folder
     end = trial.events()[-1]
-    assert (end["event"], end["kind"]) == ("lost", "storage")
+    assert (end.name, end.kind) == ("lost", "storage")
     assert not (folder.path / NAME).exists()
     capsys.readouterr()
     for command in ("status", "report"):

@@ -153,6 +153,6 @@ def test_sweeps_that_share_trainings_run_at_once_while_one_reads_and_one_cleans_
     found = results(open_sweep(f"{storage}/both"))
     assert found == expected
     both, one = (open_sweep(f"{storage}/{name}") for name in ("both", "one"))
-    learned = [event["lineage"] for sweep in (one, both) for event in events(sweep, "stage") if not event["reused"]]
+    learned = [event.lineage for sweep in (one, both) for event in events(sweep, "stage") if not event.reused]
     assert len(learned) == len(set(learned)) == 4, "what both need was learned once"
     assert {status(trial.events()) for sweep in (one, both) for trial in sweep} == {"finished"}

@@ -18,6 +18,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers.buckets import URI
+from helpers.events import an_event, fields_of
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import nodes
@@ -232,13 +233,13 @@ def test_pulling_brings_what_is_newer_and_never_goes_back(node, tmp_path, bucket
 
 
 def test_a_journal_goes_on_on_another_node(node):
-    assert journal(node("a")).append("started", attempt=1)["seq"] == 0
-    assert journal(node("b")).append("started", attempt=2)["seq"] == 1
-    assert journal(node("a")).append("failed", kind="lost")["seq"] == 2
+    assert journal(node("a")).append("started", attempt=1).seq == 0
+    assert journal(node("b")).append("started", attempt=2).seq == 1
+    assert journal(node("a")).append("failed", kind="lost", message="").seq == 2
     there = node("c")
     last = journal(there)
     there.sync(last.path)
-    assert [event["event"] for event in last.read()] == ["started", "started", "failed"]
+    assert [event.name for event in last.read()] == ["started", "started", "failed"]
 
 
 def test_an_event_that_was_not_pushed_is_pushed_when_its_node_goes_on(node, monkeypatch):
@@ -250,7 +251,7 @@ def test_an_event_that_was_not_pushed_is_pushed_when_its_node_goes_on(node, monk
             journal(here).append("finished", metrics={})
     with writing(SweepFolder(here, "tiny"), {"training": ["t"]}):
         pass
-    assert [event["event"] for event in journal(here).read()] == ["started", "finished"]
+    assert [event.name for event in journal(here).read()] == ["started", "finished"]
     there = node("b")
     there.pull(there.folder / "tiny")
     assert journal(there).read() == journal(here).read()
@@ -262,10 +263,10 @@ def test_an_event_that_was_not_pushed_gives_way_to_a_journal_that_went_on_elsewh
     with monkeypatch.context() as patch:
         away(patch)
         with pytest.raises(StoreError, match="Could not connect"):
-            journal(here).append("failed", kind="error")
+            journal(here).append("failed", kind="error", message="")
     journal(node("b")).append("started", attempt=2)
-    assert journal(node("a")).append("stage", tasks_seen=1)["seq"] == 2
-    assert [event["event"] for event in journal(here).read()] == ["started", "started", "stage"]
+    assert journal(node("a")).append("stage", **fields_of(an_event("stage"))).seq == 2
+    assert [event.name for event in journal(here).read()] == ["started", "started", "stage"]
 
 
 def test_a_driver_sees_an_event_only_with_the_files_it_speaks_of(node, monkeypatch):
@@ -292,12 +293,15 @@ def test_a_driver_sees_an_event_only_with_the_files_it_speaks_of(node, monkeypat
 def test_appends_from_two_sides_do_not_tear_a_journal(tmp_path):
     """A driver that closes a trial, and the worker that it took for lost."""
     path = tmp_path / "journal.jsonl"
-    sides = [threading.Thread(target=lambda: [journal_at(path).append("started") for _ in range(40)]) for _ in range(2)]
+    sides = [
+        threading.Thread(target=lambda: [journal_at(path).append("started", attempt=1) for _ in range(40)])
+        for _ in range(2)
+    ]
     for side in sides:
         side.start()
     for side in sides:
         side.join()
-    assert [event["seq"] for event in journal_at(path).read()] == list(range(80))
+    assert [event.seq for event in journal_at(path).read()] == list(range(80))
 
 
 # --- leases ----------------------------------------------------------------------------------------------------------
@@ -508,7 +512,7 @@ for tries in range(2):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     for what in (
         lambda: storage.write(folder / "scores.json", b"x" * 2500),
-        lambda: Journal(storage, folder / "journal.jsonl").append("stage", metrics={"x" * 600: 1}),
+        lambda: Journal(storage, folder / "journal.jsonl").append("finished", metrics={"x" * 600: 1}),
     ):
         try:
             what()
@@ -530,7 +534,7 @@ def test_a_disk_that_is_full_damages_nothing_and_the_same_command_goes_on(tmp_pa
         assert f"{name}: cannot be written: File too large" in message
         assert "run the same command again" in message
     assert after == ["written", "written"]
-    assert [event["event"] for event in journal_at(tmp_path / "journal.jsonl").read()] == ["started", "stage"]
+    assert [event.name for event in journal_at(tmp_path / "journal.jsonl").read()] == ["started", "finished"]
     assert journal_at(tmp_path / "journal.jsonl").read()[0] == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "scores.json"]
 
@@ -539,7 +543,7 @@ def test_a_storage_that_is_a_file_is_named(tmp_path):
     (tmp_path / "runs").write_text("")
     for write_there in (
         lambda: Storage(tmp_path / "runs").write(tmp_path / "runs" / "tiny" / "sweep.json", b"{}"),
-        lambda: journal_at(tmp_path / "runs" / "tiny" / "journal.jsonl").append("started"),
+        lambda: journal_at(tmp_path / "runs" / "tiny" / "journal.jsonl").append("started", attempt=1),
         lambda: FileLease(tmp_path / "runs" / "tiny" / "driver.lock").take(),
     ):
         with pytest.raises(StoreError, match=r"runs/tiny/.*: cannot be written: (Not a directory|File exists)"):
@@ -558,7 +562,7 @@ def test_a_repair_fetches_what_is_whole_in_the_object_store_and_removes_what_is_
     result.write_bytes(b"{}")
     start_trial(trial)
     files = {"result.json": hashlib.sha256(b"{}").hexdigest()}
-    journal_of(trial).append("failed", kind="error", message="", task=None, step=None, files=files)
+    journal_of(trial).append("finished", metrics={"AP": 0.0, "FM": 0.0}, files=files)
     here.sync_folder(sweep.path)
     time_of_writing = result.stat().st_mtime_ns
     result.write_bytes(b"[]")
@@ -709,8 +713,8 @@ def test_a_run_killed_on_one_node_goes_on_on_another(s3, tmp_path, on_node, plai
     assert "is being run by" not in capsys.readouterr().out, "its process was of this host, and is seen to have ended"
     assert everything(uri) == plain
     for trial in journals(uri):
-        assert [e["event"] for e in trial.events()] == ["started", "stage", "started", "stage", "finished"]
-        assert [e["reused"] for e in stages(trial.events())] == [False, False]
+        assert [e.name for e in trial.events()] == ["started", "stage", "started", "stage", "finished"]
+        assert [e.reused for e in stages(trial.events())] == [False, False]
     assert open_storage(uri)._list(open_storage(uri).folder / "checkpoints") == {}
 
 
@@ -743,7 +747,7 @@ def test_two_drivers_of_one_sweep_do_everything_once(request, tmp_path, on_node,
         sweep = open_sweep(tmp_path / "runs" / "tiny")
         assert results(sweep) == plain
     for trial in sweep:
-        assert [event["event"] for event in trial.events()] == ["started", "stage", "stage", "finished"]
+        assert [event.name for event in trial.events()] == ["started", "stage", "stage", "finished"]
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_predictions_are_written_where_an_answer_has_changed(storage):
     assert predicted(files) == {"mood": "other", "ticket": "two", "past": "three"}
     events = files.journal.read()
     assert damages(files.folder, events) == []
-    assert [len(event["files"]) for event in stages(events)] == [3, 4, 5], "each tells of all that is there"
+    assert [len(event.files) for event in stages(events)] == [3, 4, 5], "each tells of all that is there"
 
 
 def test_who_takes_a_trial_up_knows_what_is_there_and_what_is_not(storage):
@@ -107,7 +107,7 @@ def test_a_row_that_is_made_again_as_it_was_is_not_told_again(storage):
     again = files_of(storage)
     again.mend()
     assert record(again, "one") == ["answers/1.jsonl"]
-    assert [event["event"] for event in again.journal.read()] == ["stage"]
+    assert [event.name for event in again.journal.read()] == ["stage"]
     assert record(files_of(storage), "one", "two") == ["answers/2.jsonl", "predictions/ticket.jsonl"]
 
 

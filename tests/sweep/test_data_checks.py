@@ -461,7 +461,7 @@ def test_a_trial_counts_all_tasks_before_it_learns_the_first(own: Path, runs: An
     assert not list(runs.folder.glob("tokens/*.checked"))
     (trial,) = packs[0].trials
     failed = open_sweep(runs.folder / "tiny").journal(trial.trial_id).read()[-1]
-    assert (failed["event"], failed["kind"]) == ("failed", "error")
+    assert (failed.name, failed.kind) == ("failed", "error")
 
 
 def few_steps(own: Path) -> dict[str, Any]:

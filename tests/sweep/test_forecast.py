@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.events import fields_of
 from helpers.sweeps import tiny, write, write_benchmark
 
 from latent_sweep.backbones.registry import BackboneSettings
@@ -173,8 +174,7 @@ def test_rows_whose_settings_changed_are_to_be_scored_again(runs):
     shutil.rmtree(runs.sweep.storage.folder / "predictions")
     journal = open_sweep(runs.folder / "tiny").journal(same[0].trial_id)
     _, _, second, *_ = journal.read()
-    told = {name: value for name, value in second.items() if name not in ("seq", "time", "event", "sha256")}
-    journal.append("stage", **told | {"key": "another"})
+    journal.append("stage", **fields_of(second) | {"key": "another"})
     assert estimate(same, runs.sweep).reuse.open_passes.most == 5
     journal.path.unlink()
     assert estimate(same, runs.sweep).reuse.open_passes.most == 6
@@ -468,8 +468,8 @@ def test_answers_that_are_scored_otherwise_are_not_generated_again(tmp_path, cap
     assert (found.to_learn, found.open_passes, found.open_answers) == (0, Span(0, 0), Span(0, 0))
     assert main(["run", path, "--local", "--replace"]) == 0
     (trial,) = open_sweep(tmp_path / "runs" / "tiny")
-    assert [event["metrics"]["generated_share"] for event in stages(trial.events())] == [0.0, 0.0]
-    assert {metric for event in stages(trial.events()) for metric in event["scored_by"].values()} == {"chrf"}
+    assert [event.metrics["generated_share"] for event in stages(trial.events())] == [0.0, 0.0]
+    assert {metric for event in stages(trial.events()) for metric in event.scored_by.values()} == {"chrf"}
 
     # whoever deletes the cache has them generated again
     shutil.rmtree(tmp_path / "runs" / "predictions")

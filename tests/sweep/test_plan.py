@@ -499,7 +499,7 @@ def test_joint_training_has_the_steps_of_all_its_tasks(runs):
     assert [trial.steps(position) for position in range(3)] == [9, 0, 0]
     (pack,) = runs.packs_of(content)
     runs.run([pack])
-    told = [event["steps"] for event in stages(runs.sweep.journal(trial.trial_id).read())]
+    told = [event.steps for event in stages(runs.sweep.journal(trial.trial_id).read())]
     assert told[0] == 9
     (unlimited,) = trials_of(tiny(trial__training=training | {"max_steps": None}, **shared))
     assert unlimited.steps(0) == 24

@@ -123,14 +123,14 @@ def test_code_that_failed_is_corrected_under_the_same_name(tmp_path, benchmark, 
     (benchmark / "benchmark.yaml").write_text(yaml.safe_dump(content))
     assert main(["run", path, "--local"]) == 1
     (before,) = sweep_folder(tmp_path)
-    assert before.events()[-1]["event"] == "failed"
+    assert before.events()[-1].name == "failed"
     module.write_text("def same(answer, references):\n    return float(answer in references)\n")
     del sys.modules["metric_of_mine"]
     importlib.invalidate_caches()
     assert main(["run", path, "--local"]) == 0, capsys.readouterr().err
     (after,) = sweep_folder(tmp_path)
     assert after.trial_id != before.trial_id
-    assert after.events()[-1]["event"] == "finished"
+    assert after.events()[-1].name == "finished"
     del sys.modules["metric_of_mine"]
 
 
@@ -138,7 +138,7 @@ def test_another_metric_is_another_trial_and_is_scored_again(tmp_path, benchmark
     path = write(tmp_path, tiny(**small(benchmark), run__storage=str(tmp_path / "runs")))
     assert main(["run", path, "--local"]) == 0
     (before,) = sweep_folder(tmp_path)
-    scores = stages(before.events())[-1]["scores"]
+    scores = stages(before.events())[-1].scores
     content = yaml.safe_load((benchmark / "benchmark.yaml").read_text())
     content["tasks"] = [task | {"metric": "rouge_l"} for task in content["tasks"]]
     (benchmark / "benchmark.yaml").write_text(yaml.safe_dump(content))
@@ -148,10 +148,10 @@ def test_another_metric_is_another_trial_and_is_scored_again(tmp_path, benchmark
     assert main(["run", path, "--local", "--replace"]) == 0
     (after,) = sweep_folder(tmp_path)
     assert after.trial_id != before.trial_id
-    assert "rouge_1/left" in stages(after.events())[-1]["metrics"]
+    assert "rouge_1/left" in stages(after.events())[-1].metrics
     assert (before.path / "scores.json").is_file()  # nothing that was computed is lost
-    assert set(stages(after.events())[-1]["scores"]) == set(scores)
-    assert all(event["reused"] for event in stages(after.events()))
+    assert set(stages(after.events())[-1].scores) == set(scores)
+    assert all(event.reused for event in stages(after.events()))
 
 
 # --- names of sweeps -------------------------------------------------------------------------------------------------

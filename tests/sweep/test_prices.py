@@ -180,7 +180,7 @@ def test_a_run_puts_what_was_foreseen(tmp_path, requests):
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     places = ("tiny/trials/", "snapshots/", "checkpoints/", "tiny/locks/")
     of_work = [asked for asked in requests if asked[1].startswith(places) and "driver" not in asked[1]]
-    rows = [[e["files"] for e in trial.events() if e["event"] == "stage"] for trial in open_sweep(f"{URI}/tiny")]
+    rows = [[e.files for e in trial.events() if e.name == "stage"] for trial in open_sweep(f"{URI}/tiny")]
     kept = sum(now.get(name) == digest for before, now in rows for name, digest in before.items())
     assert sum(puts for *_, puts, gets in of_work) + kept == foreseen["PUTs"] == PUTS, "what is the same is not put"
     assert sum(gets for *_, puts, gets in of_work) == foreseen["GETs"] == GETS
@@ -295,7 +295,7 @@ def test_a_run_keeps_its_prices_for_the_report_and_reports_what_it_took(tmp_path
     assert sweep.run["prices"]["cpu_hour"] == 36000.0
     (trial,) = sweep
     events = trial.events()
-    hours = (events[-1]["time"] - events[0]["time"]) * events[0]["hardware"]["threads"] / 3600
+    hours = (events[-1].time - events[0].time) * events[0].hardware["threads"] / 3600
     (item,) = summarize(sweep).compute_used
     assert item == ("CPU-hours", pytest.approx(hours), pytest.approx(hours), 36000.0)
     assert items_text([item]) in capsys.readouterr().out

@@ -363,9 +363,9 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     for trial in tuning:  # the scores that were compared are of held-out rows
         assert trial.params["benchmark.score_on"] == "validation"
     for tried, trial in zip(selected.tried, tuning, strict=True):
-        stages = [event for event in trial.events() if event["event"] == "stage"]
+        stages = [event for event in trial.events() if event.name == "stage"]
         assert tried.trial_id == trial.trial_id
-        assert tried.score == (stages[-1]["metrics"]["AP"] if stages else None)
+        assert tried.score == (stages[-1].metrics["AP"] if stages else None)
         assert tried.steps == (4 if stages else 0)  # 13 of 16 rows, 4 at a time
 
     before = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}

@@ -420,7 +420,7 @@ def journal_faults(sweep: SweepFolder) -> list[str]:
     found = []
     for trial in sweep:
         events = trial.events()
-        stages = sorted({event["tasks_seen"] for event in events if event["event"] == "stage"})
+        stages = sorted({event.tasks_seen for event in events if event.name == "stage"})
         if status(events) != "finished" or stages != list(range(1, trial.n_tasks + 1)):
             found.append(f"the journal of {trial.trial_id} ends as {status(events)} with the stages {stages}")
     return found

@@ -185,7 +185,7 @@ class Disturbed:
 
     def losses(self) -> str:
         """What the journals call the losses of workers."""
-        kinds = sorted({event["kind"] for event in events(self.sweep, "lost")})
+        kinds = sorted({event.kind for event in events(self.sweep, "lost")})
         return f"the journal says {', '.join(kinds)}" if kinds else ""
 
 

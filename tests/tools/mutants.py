@@ -398,7 +398,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "storage/journal.py",
         "a worker is at work until somebody notices that it is not",
-        'return event["event"] not in ("lost", "stopped") and event.get("kind") != "lost"',
+        'return not (isinstance(event, (Lost, Stopped)) or (isinstance(event, Failed) and event.kind == "lost"))',
         "return True",
         "prices::test_hours_at_work_are_told_by_hardware",
     ),
@@ -1270,8 +1270,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "storage/trial_files.py",
         "rows of changed data are kept",
-        '(event["tasks_seen"], event.get("key")) != (len(rows) + 1, key)',
-        'event["tasks_seen"] != len(rows) + 1',
+        "(event.tasks_seen, event.key) != (len(rows) + 1, key)",
+        "event.tasks_seen != len(rows) + 1",
         "run::test_a_changed_row_repeats_exactly_what_it_touches",
     ),
     _mutant(
@@ -1455,7 +1455,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "execution/retries.py",
         "a fault of the trial is tried again",
-        'if last["event"] == "failed" and last["kind"] != "out_of_memory":',
+        'if isinstance(last, Failed) and last.kind != "out_of_memory":',
         "if False:",
         "retries::test_a_fault_of_the_trial_is_not_tried_again",
     ),

@@ -66,7 +66,7 @@ def test_imitated_trials_run_through_all_of_it(tmp_path):
     assert all(cost.meter.spent(kind) > 0 for kind in ("driver", "worker", "ray"))
     assert f"{cost.ends['finished']} finished" in cost.row()
     sweep = imitation.sweep()
-    processes = {event["pid"] for trial in sweep for event in trial.events() if event["event"] == "started"}
+    processes = {event.pid for trial in sweep for event in trial.events() if event.name == "started"}
     assert 2 <= len(processes) < 8, "a worker goes on to its next pack, of fifteen"
     assert not list((sweep.path / "ray").glob("*/result.json")), "Tune writes nothing that journals tell"
     (state,) = (sweep.path / "ray").glob("experiment_state-*.json")
@@ -86,9 +86,7 @@ def test_a_node_that_joins_learns_although_trials_are_shorter_than_its_start(tmp
         finally:
             end(process)
     assert process.returncode == 0, printed
-    runs = Counter(
-        event["pid"] for trial in imitation.sweep() for event in trial.events() if event["event"] == "started"
-    )
+    runs = Counter(event.pid for trial in imitation.sweep() for event in trial.events() if event.name == "started")
     assert len(runs) == 2
     assert min(runs.values()) > 5, runs
 

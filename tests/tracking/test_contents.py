@@ -1,6 +1,7 @@
 import random
 
 import pytest
+from helpers.events import an_event
 from helpers.sweep_folders import journal_of, start, write_sweep
 
 from latent_sweep.results.definition import defined_events
@@ -10,7 +11,7 @@ from latent_sweep.tracking.contents import _history, configuration_contents, new
 
 
 def stage(number, seen, value):
-    return {"event": "stage", "time": float(number), "tasks_seen": seen, "scores": {}, "metrics": {"AP": value}}
+    return an_event("stage", time=float(number), tasks_seen=seen, metrics={"AP": value})
 
 
 def test_a_first_bringing_sends_the_newest_value_of_each_step():
@@ -25,7 +26,7 @@ def test_what_has_arrived_is_not_sent_again_and_what_is_told_again_unchanged_is_
 
 
 def test_the_end_tells_only_what_no_stage_has_told_wherever_the_last_bringing_ended():
-    end = {"event": "finished", "time": 3.0, "metrics": {"AP": 0.25, "seconds": 9.0}}
+    end = an_event("finished", time=3.0, metrics={"AP": 0.25, "seconds": 9.0})
     events = [stage(1, 1, 0.5), stage(2, 2, 0.25), end]
     for arrived in (0, 1, 2):
         assert [point.key for point in new_points(events, arrived)].count("seconds") == 1

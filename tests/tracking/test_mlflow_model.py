@@ -13,6 +13,7 @@ import urllib.request
 import mlflow
 import pandas as pd
 import pytest
+from helpers.events import fields_of
 from helpers.methods import OPTIONS
 from helpers.patience import PATIENCE
 from helpers.sweeps import end, launch, sweep_folder, tiny, wait_until, write
@@ -31,7 +32,6 @@ from latent_sweep.tracking.verify import verify_tracker
 pytestmark = pytest.mark.filterwarnings("ignore:.*type hint is inferred as AnyType.*:UserWarning")
 """MLflow's, of its own type hints, when its part for models is imported."""
 
-FRAME = ("seq", "time", "event", "sha256")
 """What a journal adds to what an event says."""
 TEXTS = ["the room was clean", "the lift is broken", "zzz qqq"]
 
@@ -93,9 +93,9 @@ def test_it_is_written_again_where_its_trial_has_other_scores(logged, tmp_path):
     sweep = sweep_folder(tmp_path)
     best = find_trial(sweep)
     (*_, told), finished = stages(best.events()), best.events()[-1]
-    scores = dict.fromkeys(told["scores"], 1.0)
-    best.journal.append("stage", **{key: told[key] for key in told if key not in FRAME} | {"scores": scores})
-    best.journal.append("finished", metrics=finished["metrics"] | {"AP": 1.0})
+    scores = dict.fromkeys(told.scores, 1.0)
+    best.journal.append("stage", **fields_of(told) | {"scores": scores})
+    best.journal.append("finished", metrics=finished.metrics | {"AP": 1.0})
     log_best(sweep)
     there = sweep.path / MODEL_FOLDER / "data" / "continual_model"
     origin = opened(there)[0].origin

@@ -75,7 +75,7 @@ def run_behind(folder, server):
 
 def seconds_after_the_work(folder, ended):
     """From the end of a sweep's last trial to a time, in seconds."""
-    return ended - max(event["time"] for event in events(sweep_folder(folder), "finished"))
+    return ended - max(event.time for event in events(sweep_folder(folder), "finished"))
 
 
 def command(*arguments):

@@ -125,7 +125,7 @@ def test_what_is_damaged_is_made_again_by_the_same_run_as_it_was(finished, copy,
         )
     assert caplog.text.count(f"{second.path / 'scores.json'} is missing and is made again") == 1
     again = first.events()[len(journal) :]
-    assert [event["event"] for event in again] == ["started", "finished"], "as it was: nothing new to tell of a stage"
+    assert [event.name for event in again] == ["started", "finished"], "as it was: nothing new to tell of a stage"
     assert main(["verify", str(copy.path), "--uri", "none"]) == 0
     assert run(tmp_path) == 0
     assert "1 of 1 trainings are complete" in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_lost_answers_of_a_stage_are_made_again_with_those_after_it(finished, co
     assert main(["verify", str(copy.path), "--uri", "none", "--repair"]) == 1
     assert run(tmp_path) == 0
     assert all_results(tmp_path) == all_results(finished)
-    assert [event["event"] for event in first.events()[len(journal) :]] == ["started", "finished"]
+    assert [event.name for event in first.events()[len(journal) :]] == ["started", "finished"]
     assert main(["verify", str(copy.path), "--uri", "none"]) == 0
 
 
@@ -177,14 +177,14 @@ def test_repair_says_what_it_will_take_and_the_same_run_does_it(finished, copy, 
     assert run(tmp_path) == 0
     assert main(arguments) == 0
     assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
-    assert [event["event"] for event in first.events()] == ["started", "stage", "stage", "finished"]
-    assert [event["reused"] for event in stages(first.events())] == [True, True]
+    assert [event.name for event in first.events()] == ["started", "stage", "stage", "finished"]
+    assert [event.reused for event in stages(first.events())] == [True, True]
 
 
 @pytest.mark.parametrize("harm", ["damaged", "missing"])
 def test_a_snapshot_that_a_complete_trial_names_is_learned_again_after_a_repair(finished, copy, tmp_path, capsys, harm):
     first, _ = copy
-    lineage = stages(first.events())[1]["lineage"]
+    lineage = stages(first.events())[1].lineage
     tensors, facts = (tmp_path / "runs" / "snapshots" / f"{lineage}{suffix}" for suffix in (".safetensors", ".json"))
     if harm == "damaged":
         facts.write_text(facts.read_text().replace('"steps": ', '"steps": 1'))  # tensors are whole: only facts are not
@@ -202,7 +202,7 @@ def test_a_snapshot_that_a_complete_trial_names_is_learned_again_after_a_repair(
     assert run(tmp_path) == 0
     assert main(arguments) == 0
     assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
-    assert [event["event"] for event in first.events()][-3:] == ["lost", "started", "finished"]
+    assert [event.name for event in first.events()][-3:] == ["lost", "started", "finished"]
     assert "started again after damaged" in capsys.readouterr().out
 
 
@@ -210,7 +210,9 @@ def test_what_an_earlier_version_has_left_is_not_believed_and_costs_no_learning(
     """Its journals and its sweep.json have no digests."""
     for trial in copy:
         journal = trial.path / "journal.jsonl"
-        lines = [{name: value for name, value in event.items() if name != "sha256"} for event in trial.events()]
+        lines = [
+            {n: v for n, v in json.loads(line).items() if n != "sha256"} for line in journal.read_text().splitlines()
+        ]
         journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (copy.path / "sweep.json").write_text(json.dumps(json.loads((copy.path / "sweep.json").read_text())["content"]))
     arguments = ["verify", str(copy.path), "--uri", "none", "--repair"]
@@ -223,8 +225,8 @@ def test_what_an_earlier_version_has_left_is_not_believed_and_costs_no_learning(
     assert main(arguments) == 1
     assert run(tmp_path) == 0
     assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
-    assert {event["reused"] for event in events(sweep_folder(tmp_path), "stage")} == {True}
-    assert {event["metrics"]["generated_share"] for event in events(sweep_folder(tmp_path), "stage")} == {0.0}
+    assert {event.reused for event in events(sweep_folder(tmp_path), "stage")} == {True}
+    assert {event.metrics["generated_share"] for event in events(sweep_folder(tmp_path), "stage")} == {0.0}
 
 
 def test_a_repair_of_what_is_whole_changes_nothing(copy, tmp_path):
@@ -281,7 +283,7 @@ def tell(trial, name):
     *_, last = trial.events()
     digest = hashlib.sha256((trial.path / name).read_bytes()).hexdigest()
     journal = journal_at(trial.path / "journal.jsonl")
-    journal.append("finished", metrics=last["metrics"], files=last["files"] | {name: digest})
+    journal.append("finished", metrics=last.metrics, files=last.files | {name: digest})
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_measures_that_do_not_follow_from_the_rows_are_noticed(copy):
     first, _ = copy
     *_, last = first.events()
     journal = journal_at(first.path / "journal.jsonl")
-    journal.append("finished", metrics=last["metrics"] | {"AP": 0.9}, files=last["files"])
+    journal.append("finished", metrics=last.metrics | {"AP": 0.9}, files=last.files)
     assert verify_disk(copy).faults == [f"{journal.path} tells measures that do not follow from its rows"]
 
 
@@ -437,7 +439,7 @@ def test_a_kill_after_a_row_of_changed_data_leaves_no_old_row_in_the_journal(tmp
     (trial,) = sweep_folder(tmp_path)
     assert status(trial.events()) == "running", "its old result stands in no table"
     assert main(["run", path, "--local"]) == 0
-    assert stages(trial.events())[1]["key"] == trial.read_json("scores.json")["keys"][1]
+    assert stages(trial.events())[1].key == trial.read_json("scores.json")["keys"][1]
     assert len(events(sweep_folder(tmp_path), "stage")) == 3
     assert verify_disk(sweep_folder(tmp_path)).faults == []
 
@@ -459,8 +461,8 @@ def test_a_trial_that_was_stopped_is_made_again_up_to_where_it_was_stopped(runs)
     (files.folder / "scores.json").write_text("{")
     runs.run(packs)
     assert runs.files() == whole, "no second task"
-    assert [event["event"] for event in files.journal.read()] == ["started", "stage", "stopped", "started", "stopped"]
-    assert files.journal.read()[-1]["reason"] == "others had a higher AP"
+    assert [event.name for event in files.journal.read()] == ["started", "stage", "stopped", "started", "stopped"]
+    assert files.journal.read()[-1].reason == "others had a higher AP"
     assert trial.files(runs.sweep).complete
 
 

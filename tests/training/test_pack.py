@@ -26,11 +26,11 @@ def doing(event):
 
 def told(runs, pack):
     """The events of each trial's journal."""
-    return [[event["event"] for event in runs.sweep.journal(trial.trial_id).read()] for trial in pack.trials]
+    return [[event.name for event in runs.sweep.journal(trial.trial_id).read()] for trial in pack.trials]
 
 
 def stages(runs, trial):
-    return [event for event in runs.sweep.journal(trial.trial_id).read() if event["event"] == "stage"]
+    return [event for event in runs.sweep.journal(trial.trial_id).read() if event.name == "stage"]
 
 
 def test_each_task_is_learned_then_scored_then_said(runs):
@@ -77,7 +77,7 @@ def test_definitions_of_test_prompts_share_what_is_learned(runs):
     runs.run([pack], events.append)
     assert len({(event.position, event.step) for event in events if learns(event)}) == sum(map(learns, events))
     assert told(runs, pack) == [["started", "stage", "stage", "finished"]] * 3
-    shares = [stage["metrics"]["generated_share"] for trial in pack.trials for stage in stages(runs, trial)[:1]]
+    shares = [stage.metrics["generated_share"] for trial in pack.trials for stage in stages(runs, trial)[:1]]
     assert shares == [1.0] * 3, "no prompt of one is another's"
 
 
@@ -112,7 +112,7 @@ def test_a_trial_that_a_scheduler_has_stopped_goes_no_further(runs):
     first, second = (runs.sweep.journal(trial.trial_id) for trial in pack.trials)
     first.append("stopped", tasks_seen=1, reason="others had a higher AP")
     runs.run([pack], trials.append)
-    assert [event["event"] for event in first.read()] == ["started", "stage", "stopped"]
+    assert [event.name for event in first.read()] == ["started", "stage", "stopped"]
     assert status(second.read()) == "finished"
     assert [len(event.matrices) for event in trials if isinstance(event, StageDone)] == [1, 1], "the other's alone"
 

@@ -62,9 +62,9 @@ def test_a_router_that_cannot_be_fitted_ends_its_trial_and_no_other(runs):
     with pytest.raises(RouterError):
         run_pack(pack, runs.sweep, events.append)
     singular, well = (runs.sweep.journal(trial.trial_id).read() for trial in pack.trials)
-    assert [event["event"] for event in singular] == ["started", "failed"]
+    assert [event.name for event in singular] == ["started", "failed"]
     assert (singular[-1]["task"], singular[-1]["step"]) == (None, None)
-    assert [event["event"] for event in well] == ["started", "stage", "stage", "finished"]
+    assert [event.name for event in well] == ["started", "stage", "stage", "finished"]
     assert all(len(event.matrices) == 1 for event in events if isinstance(event, StageDone))
 
 

@@ -43,9 +43,9 @@ def assert_resumed(folder, uninterrupted):
     assert results(sweep) == uninterrupted
     for trial in sweep:
         journal = trial.events()
-        assert [event["event"] for event in journal] == ["started", "stage", "started", "stage", "finished"]
-        assert [event["attempt"] for event in journal if event["event"] == "started"] == [1, 2]
-        assert [event["reused"] for event in journal if event["event"] == "stage"] == [False, False]
+        assert [event.name for event in journal] == ["started", "stage", "started", "stage", "finished"]
+        assert [event.attempt for event in journal if event.name == "started"] == [1, 2]
+        assert [event.reused for event in journal if event.name == "stage"] == [False, False]
     assert list((folder / "runs" / "checkpoints").glob("*")) == []
 
 
