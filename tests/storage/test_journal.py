@@ -37,7 +37,7 @@ def test_a_torn_last_line_does_not_count_and_is_cut_at_the_next_append(tmp_path,
     assert journal.read() == [first]
     _, place = journal.read_on(START)
     second = journal.append("started", attempt=2)
-    assert second["seq"] == 1
+    assert second.seq == 1
     assert journal.read() == [first, second]
     assert journal.read_on(place)[0] == [second]
 
