@@ -41,7 +41,7 @@ _PROGRESS = {
 }
 _STAGE = {"tasks_seen": "Int64", "after_task": "string"}
 _LEARNED = {
-    **{"time": _TIME, "reused": "boolean", "steps": "Int64", "trained_numbers": "Int64", "lineage": "string"},
+    **{"time": _TIME, "reused": "boolean", "steps": "Int64", "trainable_parameters": "Int64", "lineage": "string"},
     **dict.fromkeys(("AP", "FM", "FM_scorer", "BWT", "train_loss", "seconds_train", "seconds_eval"), "float64"),
     **{measure.metric: "float64" for measure in ROUTER_MEASURES},
 }
@@ -148,7 +148,7 @@ class SweepResults:
             time (datetime64[ns, UTC]): when the stage was done
             reused (boolean): whether the task was learned elsewhere or earlier
             steps (Int64): optimizer steps of learning it
-            trained_numbers (Int64): parameters that it trained
+            trainable_parameters (Int64): parameters that it trained
             lineage (string): names what was learned
             AP (float64): average performance, over the tasks seen
             FM (float64): forgetting measure, over the tasks seen
@@ -314,7 +314,7 @@ class SweepResults:
             "time": _time(event),
             "reused": event.reused,
             "steps": event.steps,
-            "trained_numbers": event.trainable_parameters,
+            "trainable_parameters": event.trainable_parameters,
             "lineage": event.lineage,
             **{names[name]: value for name, value in defined_metrics(placed.trial, told, event.metrics).items()},
         }

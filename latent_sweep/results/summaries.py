@@ -98,7 +98,7 @@ class Configuration:
     learning_accuracy: Statistic | None
     """Of each trial the mean score of its tasks when they were new."""
     forgetting: Statistic | None
-    trained_numbers: tuple[int, ...]
+    trainable_parameters: tuple[int, ...]
     """Every number of parameters that a stage trained; none where no stage says."""
     learning_rates: tuple[float, ...]
     steps: tuple[int, ...]
@@ -431,7 +431,7 @@ class _Told:
     """Why it ended without finishing."""
     restarted: str
     """Why it was started again, and what was changed."""
-    trained_numbers: tuple[int, ...]
+    trainable_parameters: tuple[int, ...]
     steps: tuple[int, ...]
     computed_with: Mapping[str, tuple[str, ...]]
     latest: float
@@ -553,7 +553,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
         average_performance=Statistic.of([value for each in finished for value in each.values("AP")]),
         learning_accuracy=Statistic.of([value for each in finished for value in each.values("LA")]),
         forgetting=Statistic.of([value for each in finished for value in each.values("FM")]),
-        trained_numbers=_distinct(number for each in members for number in each.trained_numbers),
+        trainable_parameters=_distinct(number for each in members for number in each.trainable_parameters),
         learning_rates=_distinct(each.trial.params.get("training.learning_rate") for each in members),
         steps=_distinct(number for each in members for number in each.steps),
         task_scores={task: found for task, found in per_task.items() if found is not None},
@@ -718,7 +718,7 @@ def curves(summary: Summary) -> Curves | None:
 def protocol(configuration: Configuration) -> dict[str, tuple[Any, ...]]:
     """How its tasks were learned: every number of trained parameters, learning rate and number of steps."""
     return {
-        "trained": configuration.trained_numbers,
-        "rate": () if configuration.trained_numbers == (0,) else configuration.learning_rates,
+        "trained": configuration.trainable_parameters,
+        "rate": () if configuration.trainable_parameters == (0,) else configuration.learning_rates,
         "steps": configuration.steps,
     }

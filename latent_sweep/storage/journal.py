@@ -156,8 +156,6 @@ Event = Started | Stage | Finished | Failed | Lost | Stopped
 
 _TYPES: Mapping[str, type[Event]] = {event.name: event for event in get_args(Event)}
 _FIELDS = {name: {field.name for field in dataclasses.fields(event)} for name, event in _TYPES.items()}
-_RENAMED = {"trained_numbers": "trainable_parameters"}
-"""Fields whose attribute is not called as in the file."""
 
 
 class Position(NamedTuple):
@@ -202,7 +200,7 @@ class Journal:
                 f"{self.path}: event {name!r} is not plain JSON ({error}). Give finite Python numbers, strings, "
                 f"lists and mappings; convert arrays and tensors first."
             ) from error
-        if unknown := fields.keys() - _FIELDS[name] - _RENAMED.keys():
+        if unknown := fields.keys() - _FIELDS[name]:
             raise TypeError(f"event {name!r} has no field {', '.join(sorted(unknown))}")
         _event({"seq": 0, **unnumbered})  # raises TypeError before anything is written
         self._storage.sync(self.path)
@@ -337,8 +335,7 @@ def _event(record: Mapping[str, Any]) -> Event:
         TypeError: a field is missing.
     """
     name = record["event"]
-    fields = {_RENAMED.get(field, field): value for field, value in record.items()}
-    return _TYPES[name](**{field: value for field, value in fields.items() if field in _FIELDS[name]})
+    return _TYPES[name](**{field: value for field, value in record.items() if field in _FIELDS[name]})
 
 
 def _sync_folder(folder: Path) -> None:

@@ -60,7 +60,7 @@ def say_stage(
         metrics["seconds_train"] = summary.seconds
         metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
-    how = {"steps": facts["steps"], "trained_numbers": facts.get("trained_numbers")}  # earlier versions did not count
+    how = {"steps": facts["steps"], "trainable_parameters": facts["trainable_parameters"]}
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
     how["constant"] = context.constant(trial, len(files.rows) - 1)
     how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}

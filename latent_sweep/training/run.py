@@ -171,7 +171,7 @@ class ActiveRun:
             "task": task.name,
             "seed": self.settings.seed,
             "steps": summary.steps,
-            "trained_numbers": sum(values.numel() for values in training.learner.parameters().values()),
+            "trainable_parameters": sum(values.numel() for values in training.learner.parameters().values()),
             "losses": summary.losses,
             "first_losses": summary.first_losses,
             "measures": checked.facts(training.learner),

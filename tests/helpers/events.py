@@ -27,6 +27,4 @@ def fields_of(event: Event) -> dict[str, Any]:
     """The fields to append an equal event with."""
     fields = dataclasses.asdict(event)
     del fields["seq"], fields["time"], fields["sha256"]
-    if isinstance(event, Stage):
-        fields["trained_numbers"] = fields.pop("trainable_parameters")
     return fields

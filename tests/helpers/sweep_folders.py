@@ -126,7 +126,7 @@ def learn(
         reused=False,
         files=files or {},
         steps=steps,
-        trained_numbers=trained,
+        trainable_parameters=trained,
         scores=dict(zip(TASKS, row, strict=False)),
         metrics={"AP": statistics.fmean(row), "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
         **({} if constant is None else {"constant": constant}),
@@ -193,7 +193,7 @@ def run_copies(sweep: SweepFolder, n_tasks: int, trials: list[TrialFolder] | Non
             reused=False,
             files={name: hashlib.sha256((first.path / name).read_bytes()).hexdigest() for name in names},
             steps=24,
-            trained_numbers=147_456,
+            trainable_parameters=147_456,
             scores=scores,
             metrics={"AP": statistics.fmean(scores.values()), "FM": 0.01 * seen, **measures, **rouge},
         )
