@@ -16,7 +16,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the processes of the tests share what Python has compiled, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook lint types check clean
+.PHONY: setup quickstart test test-slow bench snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook lint types check clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ test-slow: $(STAMP)
 # rewrites the texts of tests/snapshots, to be reviewed as a diff
 snapshots: $(STAMP)
 	UPDATE_SNAPSHOTS=1 $(PYTEST) -m "slow or not slow" -n 2 $(BY_FILE) $$(grep -rl --include='test_*.py' snapshots tests)
+
+# measures this machine against a baseline of peft, the Trainer and Ray Tune; e.g. BENCH="--only step packs"
+bench: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m bench.run $(BENCH)
 
 # every method on every family of backbones, as tiny random models
 conformance: $(STAMP)

@@ -23,7 +23,7 @@ ORDER = (
     ("__init__",),
     ("cli",),
     ("run",),
-    ("bench", "doctor", "testing"),
+    ("doctor", "testing"),
     ("execution",),
     ("tracking",),
     ("report",),
@@ -77,9 +77,7 @@ def importers(package):
 
 
 def test_each_outside_system_has_one_importer():
-    # what a user would write without this package is written with Ray itself
     assert importers("ray") == [
-        "bench/usual_way.py",
         *(f"execution/{name}.py" for name in ("ray_nodes", "ray_private", "ray_tune", "ray_workers")),
     ]
     assert importers("mlflow") == [f"tracking/mlflow{part}.py" for part in ("", "_model", "_private", "_probe")]

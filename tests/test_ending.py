@@ -12,7 +12,6 @@ from helpers.patience import PATIENCE
 from helpers.ray_heads import eventually
 from helpers.sweeps import end, events, family, start, sweep_folder, tiny, wait_until, write
 
-from latent_sweep.cli.main import main
 from latent_sweep.errors import Terminated
 from latent_sweep.monitor.state import SweepWatch
 from latent_sweep.run import run_command
@@ -125,18 +124,6 @@ def test_who_ignores_sigterm_goes_on_ignoring_it(capsys):
         assert run_command(lambda options: os.kill(os.getpid(), signal.SIGTERM) or 0, None) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_terminated_measurement_says_so(tmp_path, monkeypatch, capsys):
-    from latent_sweep.bench import run as bench_run
-
-    def terminated(bench):
-        """Be terminated."""
-        raise Terminated
-
-    monkeypatch.setattr(bench_run, "PARTS", {"step": terminated})
-    arguments = ["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(tmp_path), "--only", "step"]
-    assert main(arguments) == 143
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

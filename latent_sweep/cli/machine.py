@@ -1,9 +1,8 @@
-"""doctor and bench: can this machine be trusted with a sweep, and how fast is it?"""
+"""The command doctor."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 
 from latent_sweep.cli.command import Commands, add_command, add_json, print_json
@@ -29,72 +28,26 @@ def add(commands: Commands) -> None:
     doctor.add_argument(
         "--address", metavar="HOST:PORT", help="a Ray cluster whose nodes to check; default: RAY_ADDRESS"
     )
+    doctor.add_argument(
+        "--profile",
+        action="store_true",
+        help="also measure the speed of the sweep's backbones and keep it in the sweep's storage, where `plan` turns "
+        "it into hours",
+    )
     add_json(doctor)
-
-    bench = add_command(
-        commands,
-        "bench",
-        _bench,
-        "measure this machine: against the bare backbone, and the usual way",
-        "bench --backbone t5-large --only step packs",
-        "Measure this machine: against the bare backbone, and the usual way. Exit codes: 0 done, 1 a part could not be "
-        "measured, 2 it could not be carried out, 130 it was interrupted.",
-    )
-    bench.add_argument("--backbone", default="smollm2-135m", help="as in a sweep file; default: %(default)s")
-    bench.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU where there is one")
-    bench.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], nargs="+", default=[], help="one step is measured with each"
-    )
-    bench.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="PART",
-        help="measure only these: step packs history generate evaluate start threads memory sweep store; or tasks, "
-        "methods and shards, which take several minutes to an hour and run only when named",
-    )
-    bench.add_argument(
-        "--quick", action="store_true", help="little of everything: shows that it runs, no more; writes no profile"
-    )
-    add_json(bench)
-    bench.add_argument(
-        "--storage",
-        help="for the profile that `plan` reads, and for what `store` measures; default: that of LATENT_SWEEP_STORAGE, "
-        "else runs",
-    )
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from latent_sweep.doctor.examination import examine
+    from latent_sweep.errors import ConfigError
 
     def tell(text: str) -> None:
         if not options.json:
             print(text, flush=True)
 
-    found = examine(options.sweep, options.overrides, options.device, options.address, tell)
+    if options.profile and options.sweep is None:
+        raise ConfigError("--profile: found no sweep file; name the sweep whose backbones are to be measured")
+    found = examine(options.sweep, options.overrides, options.device, options.address, tell, options.profile)
     if options.json:
         print_json([asdict(finding) for finding in found])
     return 1 if any(finding.mark == "fault" for finding in found) else 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from latent_sweep.bench.run import run_bench
-    from latent_sweep.errors import ConfigError, Terminated
-    from latent_sweep.storage.storage import default_place, open_storage, place_faults
-
-    place = options.storage or default_place()
-    if faults := place_faults(place):
-        raise ConfigError(f"--storage: {'; '.join(faults)}")
-    report = run_bench(
-        options.backbone,
-        options.device,
-        options.dtype,
-        options.only,
-        options.quick,
-        open_storage(place),
-        lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    print(report.json() if options.json else report.text())
-    if report.interrupted:
-        raise Terminated if report.terminated else KeyboardInterrupt
-    return 1 if any(table.failure for table in report.tables) else 0

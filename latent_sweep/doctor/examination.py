@@ -13,6 +13,7 @@ from latent_sweep.doctor.machine import chosen_device, has_device, look_at_cpu, 
 from latent_sweep.doctor.methods import method_checks
 from latent_sweep.doctor.nodes import look_at_nodes, look_at_room
 from latent_sweep.doctor.packages import look_at_imports, look_at_packages
+from latent_sweep.doctor.speed import measure_speed
 from latent_sweep.doctor.storage import hostname, look_at_caches, look_at_storage
 from latent_sweep.doctor.subject import Subject, look_at_first_step, look_at_sweep
 from latent_sweep.doctor.tracker import look_at_tracker
@@ -38,7 +39,12 @@ class Part:
 
 
 def examine(
-    path: str | None, overrides: Sequence[str], device: str, address: str | None, tell: Callable[[str], None]
+    path: str | None,
+    overrides: Sequence[str],
+    device: str,
+    address: str | None,
+    tell: Callable[[str], None],
+    profile: bool = False,
 ) -> list[Finding]:
     """Look at this machine, at the cluster where there is one, and at the sweep where one is given.
 
@@ -48,6 +54,7 @@ def examine(
         device: `auto`, `cpu` or `cuda`.
         address: of a Ray cluster; None is RAY_ADDRESS, and without that there is none.
         tell: prints a text.
+        profile: whether to measure the speed of the sweep's backbones.
 
     Returns:
         All findings.
@@ -60,7 +67,7 @@ def examine(
         os.environ["RAY_ADDRESS"] = address
     tell(f"latent-sweep doctor on {hostname()}")
     found: list[Finding] = []
-    for part in _parts(read, device):
+    for part in _parts(read, device, profile):
         tell(f"\n{part.title}")
         for what, check in part.checks:
             findings = examined(what, check)
@@ -80,7 +87,7 @@ def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[T
     return plan.sweep, plan.trials
 
 
-def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[Part]:
+def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str, profile: bool) -> Iterator[Part]:
     run = read[0].run if read else RunSettings(storage=default_place())
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     yield Part("packages", _packages(needed))
@@ -97,7 +104,7 @@ def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[P
     )
     yield Part(f"methods, on {device}", _methods(device))
     if read is not None and storage is not None:
-        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked), in_turn=True)
+        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked, profile), in_turn=True)
 
 
 def _opened(place: str) -> Storage | None:
@@ -140,11 +147,12 @@ def _no_device() -> Iterator[Finding]:
     yield fault("methods", "not tried: there is no GPU", advice="`--device cpu` tries them on the CPU")
 
 
-def _of_sweep(subject: Subject, asked: str) -> list[tuple[str, Check]]:
+def _of_sweep(subject: Subject, asked: str, profile: bool) -> list[tuple[str, Check]]:
     gpus = subject.sweep.run.resources.gpus
     device = subject.trials[0].settings.backbone.device if asked == "auto" else asked
     device = _device(device) if gpus or asked != "auto" else "cpu"  # a trial without a GPU sees none
-    return [
+    checks: list[tuple[str, Check]] = [
         ("sweep", lambda: look_at_sweep(subject)),
         ("first step", lambda: look_at_first_step(subject, device)),
     ]
+    return checks + [("speed", lambda: measure_speed(subject, device))] * profile

@@ -77,12 +77,13 @@ def look_at_first_step(subject: Subject, device: str) -> Iterator[Finding]:
         yield warning("first step", said, advice="run the same on a machine that has the memory")
         return
     try:
-        yield from _step(_on(trial, device), subject, device)
+        yield from _step(on_device(trial, device), subject, device)
     except MissingData as error:  # the check of the sweep has said whether it is one
         yield warning("first step", f"not taken: {error}")
 
 
-def _on(trial: Trial, device: str) -> Trial:
+def on_device(trial: Trial, device: str) -> Trial:
+    """Return the trial with its backbone on this device."""
     backbone = trial.settings.backbone.model_copy(update={"device": device})
     return replace(trial, settings=trial.settings.model_copy(update={"backbone": backbone}))
 

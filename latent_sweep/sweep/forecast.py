@@ -603,7 +603,7 @@ class _Work(NamedTuple):
 
 
 def _work(trials: Sequence[Trial], folder: SweepFolder, found: Estimate) -> list[list[_Work]]:
-    """Estimate the work on every backbone by each profile that `latent-sweep bench` has left of it; there may be none.
+    """Estimate the work on every backbone by each of its profiles (`latent-sweep doctor --profile`); there may be none.
 
     Args:
         found: the estimate of these trials.
@@ -652,7 +652,7 @@ def _cost_lines(items: Sequence[Item]) -> list[str]:
     if not items:
         return []
     untimed = items[0].name == "PUTs"
-    left_out = "; without what goes by the hour, as `latent-sweep bench` has not measured this here" if untimed else ""
+    left_out = "; without what goes by the hour, as no profile of this machine was measured" if untimed else ""
     return [f"  estimate: {items_text(items)}{left_out}"]
 
 

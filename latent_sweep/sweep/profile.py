@@ -1,4 +1,4 @@
-"""What one machine does per second with one backbone, as a file that `latent-sweep plan` reads. Needs no torch."""
+"""The measured speed of one machine with one backbone, a file that `latent-sweep plan` turns into hours."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ class Profile:
     """`cpu` or `cuda`."""
     dtype: str
     tokens_per_second_train: float
-    """Prompt and target tokens, padding left out, of one Latent-LoRA trial that has the machine to itself."""
+    """Prompt and target tokens, without padding, of one Latent-LoRA trial that has the machine to itself."""
     rows_per_second_generate: float
-    """Test rows that a trained adapter answers per second, in the batches that evaluation uses."""
+    """Test rows that a trained adapter answers, in the batches of an evaluation."""
     measured_at: str
     """UTC, ISO 8601."""
     versions: Mapping[str, str]
 
 
 def profile_path(storage: Path, backbone: str, dtype: str, device: str = "cpu") -> Path:
-    """Return where the profile of a backbone lies, whether or not there is one."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", backbone)  # a hub name or a folder has slashes
+    """Return the path of a backbone's profile."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", backbone)  # hub names and folders contain slashes
     return storage / "profiles" / f"{name}-{dtype}-{device}.json"
 
 
 def read_profile(path: Path) -> Profile | None:
-    """A profile that `latent-sweep bench` has written; None where there is none.
+    """Read a profile; None if there is no such file.
 
     Raises:
-        StoreError: the file is not as it was written.
+        StoreError: the file is corrupt.
     """
     if not path.exists():
         return None
     if not is_sealed(path):
         raise StoreError(
-            f"{path} is not a profile that checks against its digest: it is damaged, or was written by an earlier "
-            "version; delete it and run `latent-sweep bench` again"
+            f"{path} does not match its checksum; expected a profile. Delete it and run `latent-sweep doctor "
+            "SWEEP.yaml --profile` again"
         )
     return Profile(**json.loads(path.read_bytes())["content"])
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile where `read_profile` finds it."""
+    """Write a profile, with a checksum."""
     write_sealed_json(path, asdict(profile), indent=1)

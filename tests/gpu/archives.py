@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[2]
-CODE = ("latent_sweep", "tests/gpu", "pyproject.toml")
+CODE = ("latent_sweep", "tests/bench", "tests/gpu", "pyproject.toml")
 
 IMPORTED = (
     *("transformers", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "threadpoolctl", "pandas"),

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.steps import bare_step_seconds
+from bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from torch import Tensor
 
 from latent_sweep.adapters import factors
@@ -35,8 +37,6 @@ from latent_sweep.backbones.loading import Backbone, assemble
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.backbones.registry import BYTE_IDS, BackboneSettings
-from latent_sweep.bench.steps import bare_step_seconds
-from latent_sweep.bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import MethodContext, TaskData
 from latent_sweep.settings import as_written

@@ -55,7 +55,7 @@ class Workshop:
     folder: Path
 
     def bare_step(self, kind: str = "apart") -> Record:
-        """The frozen backbone alone, forward and back to its input embeddings, as `latent-sweep bench` has it."""
+        """The frozen backbone alone, forward and back to its input embeddings, as `make bench` has it."""
         rows, embedding = rows_of(kind), self.backbone.model.get_input_embeddings()
         for _ in range(2):  # what is made once for a dtype is made in the first
             before = self.record.copy()

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.bench.processes import peak_bytes
-from latent_sweep.bench.rows import Reading
-from latent_sweep.bench.workbench import Subject, Workbench
+from bench.processes import environment_of, peak_bytes
+from bench.rows import Reading
+from bench.workbench import Subject, Workbench
+
 from latent_sweep.errors import LatentSweepError
 
 LITTLE_AT_A_TIME = {
@@ -89,11 +90,11 @@ def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> lis
     processes = []
     for rank in range(workers):
         arguments = [str(rank), str(workers), port, json.dumps(asdict(subject)), json.dumps(dict(engine))]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = environment_of(1)
         if subject.device == "cuda":
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank].strip() if visible else str(rank)
-        command = [sys.executable, "-m", "latent_sweep.bench.shards", *arguments]
+        command = [sys.executable, "-m", "bench.shards", *arguments]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:
         said = [process.communicate()[0] for process in processes]

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from bench.rows import Reading, Target, ratio, take_turns
+from bench.workbench import Workbench
 
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.outputs import Example, Outputs
-from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
-from latent_sweep.bench.workbench import Workbench
 
 TRAINING_RATE = "latent: tokens trained"
 """The row that the profile's rate is taken from."""
@@ -21,7 +21,7 @@ TRAINING_RATE = "latent: tokens trained"
 
 def step(bench: Workbench) -> list[Reading]:
     """One optimizer step on the same batch: the bare backbone, our adapters, and peft in the Trainer."""
-    peft = _UsualStep(bench)
+    peft = _BaselineStep(bench)
     seconds = take_turns(
         {
             "bare backbone": lambda: bare_step_seconds(bench),
@@ -47,7 +47,7 @@ def step(bench: Workbench) -> list[Reading]:
 
 def tasks(bench: Workbench) -> list[Reading]:
     """One optimizer step on a batch of every task: ours, the bare backbone on the same padded rows, and peft's."""
-    usual, found, shares = _UsualStep(bench), [], []
+    baseline, found, shares = _BaselineStep(bench), [], []
     ratios: dict[str, list[float]] = {"bare backbone": [], "peft + Trainer": []}
     for name, rows in bench.batches_of_tasks().items():
         run, padded = _tokens(bench, rows)
@@ -57,7 +57,7 @@ def tasks(bench: Workbench) -> list[Reading]:
             {
                 "bare backbone": partial(bare_step_seconds, bench, rows),
                 "latent": partial(bench.step_seconds, rows),
-                "peft + Trainer": partial(usual.seconds, rows),
+                "peft + Trainer": partial(baseline.seconds, rows),
             },
             bench.sizes.few_turns,
         )
@@ -126,25 +126,23 @@ def _operations(bench: Workbench) -> list[Reading]:
     ]
 
 
-class _UsualStep:
+class _BaselineStep:
     """peft's LoRA in the transformers Trainer, on the same batch."""
 
     def __init__(self, bench: Workbench):
+        from bench import baseline
         from peft import get_peft_model
 
-        from latent_sweep.bench import usual_way
-
-        usual_way.quiet()
+        baseline.quiet()
         self.bench = bench
-        self.config = bench.usual_config(bench.trial, bench.sizes.steps + 1)
-        model, self.tokenizer = usual_way.load(self.config)
-        self.model = get_peft_model(model, usual_way.lora_config(self.config))
+        self.config = bench.baseline_config(bench.trial, bench.sizes.steps + 1)
+        model, self.tokenizer = baseline.load(self.config)
+        self.model = get_peft_model(model, baseline.lora_config(self.config))
 
     def seconds(self, rows: Sequence[Example] | None = None) -> float:
         """Seconds of one step, a mean over a turn."""
+        from bench.baseline import trainer_arguments
         from transformers import Trainer, TrainerCallback
-
-        from latent_sweep.bench.usual_way import trainer_arguments
 
         clock = self.bench.clock()
 

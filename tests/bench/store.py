@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from latent_sweep.bench.rows import Reading
-from latent_sweep.bench.workbench import Workbench
+from bench.rows import Reading
+from bench.workbench import Workbench
+
 from latent_sweep.storage.folders import LOCKS
 from latent_sweep.storage.journal import Journal
 from latent_sweep.storage.objects import requests

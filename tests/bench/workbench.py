@@ -14,12 +14,12 @@ from latent_sweep.storage.failures import give_memory_back
 from latent_sweep.storage.storage import DEFAULT_PLACE, Storage
 
 if TYPE_CHECKING:
+    from bench.baseline import Config
     from torch import Tensor
 
     from latent_sweep.adapters.bank import AdapterBank
     from latent_sweep.backbones.loading import Backbone
     from latent_sweep.backbones.outputs import Example
-    from latent_sweep.bench.usual_way import Config
     from latent_sweep.data.schema import Split
     from latent_sweep.methods.protocol import Method
     from latent_sweep.routing.combination import Array, Combiner, Gates
@@ -111,7 +111,7 @@ TASKS = {"superni": ("task591", "task1510", "task1687", "task875"), "builtin": (
 """What is trained on and answered, by benchmark; the sweep always takes the built-in tasks, which a few steps teach."""
 
 LAMBDAS = (0.0, 1e-5)
-USUAL_LAMBDAS = (0.0, 0.5)
+BASELINE_LAMBDAS = (0.0, 0.5)
 """Of Latent-LoRA's penalty and of O-LoRA's, whose scale is another."""
 
 
@@ -119,7 +119,7 @@ LEARNING_RATE = 1e-2
 """Of Latent-LoRA: eight steps have to do."""
 
 SWEEP_LEARNING_RATE = 2e-2
-"""Of Latent-LoRA in the sweep, whose steps have fewer rows. Like the usual way's, the best of a few by AP on a CPU."""
+"""Of Latent-LoRA in the sweep, whose steps have fewer rows. Like the baseline's, the best of a few by AP on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Workbench:
 
     @cached_property
     def model_folder(self) -> str:
-        """The backbone as the transformers folder that the usual way loads."""
+        """The backbone as the transformers folder that the baseline loads."""
         folder = str(Path(self.subject.folder) / "model")
         self.backbone.model.save_pretrained(folder)
         self.backbone.tokenizer.save_pretrained(folder)
@@ -344,9 +344,9 @@ class Workbench:
         score = evaluator.score(history, weights, rows, "accuracy")
         return [row["prediction"] for row in score.predictions], score.generated
 
-    def usual_config(self, trial: Trial, steps: int) -> Config:
-        """The usual way's settings, with a trial's rows."""
-        from latent_sweep.bench.usual_way import Config, Task
+    def baseline_config(self, trial: Trial, steps: int) -> Config:
+        """the baseline's settings, with a trial's rows."""
+        from bench.baseline import Config, Task
 
         def rows(position: int, split: Split, *columns: str) -> list[dict[str, Any]]:
             return [{name: row[name] for name in columns} for row in self.context.tokens(trial, position, split)]
@@ -372,7 +372,7 @@ class Workbench:
             eval_batch_size=trial.settings.evaluation.batch_size,
             max_new_tokens=longest,
             stop=trial.spec.stop,
-            ortho_lambda=USUAL_LAMBDAS[: self.sizes.lambdas],
+            ortho_lambda=BASELINE_LAMBDAS[: self.sizes.lambdas],
             components=self.sizes.components,
             seed=self.sizes.seeds,
             concurrent=2,

@@ -15,14 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
-from latent_sweep.bench.workbench import LAMBDAS, SWEEP_LEARNING_RATE, TASKS, Subject, Workbench, first_trial
+from bench.rows import Reading, Target, ratio, take_turns
+from bench.workbench import LAMBDAS, SWEEP_LEARNING_RATE, TASKS, Subject, Workbench, first_trial
+
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.security import redact
 
+TESTS = Path(__file__).parents[1]
+
 
 def sweep(bench: Workbench) -> list[Reading]:
-    """A small sweep, run by our command and the usual way, from the start of the process to its end."""
+    """A small sweep, run by our command and the baseline, from the start of the process to its end."""
     sizes, folder = bench.sizes, Path(bench.subject.folder)
     tasks = TASKS["builtin"][: sizes.tasks]
     benchmark = {
@@ -38,20 +41,20 @@ def sweep(bench: Workbench) -> list[Reading]:
     }
     training = {"batch_size": sizes.sweep_batch_size, "learning_rate": SWEEP_LEARNING_RATE}
     content = bench.subject.sweep(benchmark, training, search=search)
-    config = bench.usual_config(first_trial(content), sizes.learning_steps)
+    config = bench.baseline_config(first_trial(content), sizes.learning_steps)
     bench.free()
     ours, our_scores = _our_sweep(folder, content)
-    usual, usual_scores = _usual_sweep(folder, config)
+    usual, baseline_scores = _baseline_sweep(folder, config)
     points = sizes.lambdas * len(sizes.components) * len(sizes.seeds)
     steps = f"{sizes.learning_steps} steps of {config.batch_size} rows each"
     what = f"{points} trials of {len(tasks)} built-in tasks, {steps}"
     usually = "a peft LoRA per task with O-LoRA's penalty, a K-means router, a trial for every K"
     return [
         Reading("ours: sweep", ours, "s", note=what),
-        Reading("usual way: sweep", usual, "s", note=f"{what}; {usually}"),
-        Reading("usual way / ours", usual / ours, "x", None, Target(10, at_most=False)),
+        Reading("baseline: sweep", usual, "s", note=f"{what}; {usually}"),
+        Reading("baseline / ours", usual / ours, "x", None, Target(10, at_most=False)),
         Reading.of("ours: AP", our_scores, "share", note=_range(our_scores)),
-        Reading.of("usual way: AP", usual_scores, "share", note=_range(usual_scores)),
+        Reading.of("baseline: AP", baseline_scores, "share", note=_range(baseline_scores)),
     ]
 
 
@@ -74,10 +77,10 @@ def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[fl
     return seconds, [json.loads(result.read_text(encoding="utf-8"))["metrics"]["AP"] for result in results]
 
 
-def _usual_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
-    """Run a sweep the usual way; return its seconds, and each trial's AP."""
-    config.write(folder / "usual.json")
-    seconds = _run_to_the_end("latent_sweep.bench.usual_way", str(folder / "usual.json"), str(folder / "scores.json"))
+def _baseline_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
+    """Run a sweep the baseline; return its seconds, and each trial's AP."""
+    config.write(folder / "baseline.json")
+    seconds = _run_to_the_end("bench.baseline", str(folder / "baseline.json"), str(folder / "scores.json"))
     return seconds, [point["AP"] for point in json.loads((folder / "scores.json").read_text(encoding="utf-8"))]
 
 
@@ -127,10 +130,11 @@ def memory(bench: Workbench) -> list[Reading]:
     ]
 
 
-def _environment(threads: int | None = None) -> dict[str, str]:
+def environment_of(threads: int | None = None) -> dict[str, str]:
     """Return a process's environment: nothing of a surrounding Ray cluster, its own reached by this machine only."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
@@ -155,7 +159,9 @@ def _run_to_the_end(module: str, *arguments: str) -> float:
 
 
 def _run(module: str, arguments: Sequence[str]) -> str:
-    done = subprocess.run(_command(module, arguments), env=_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        _command(module, arguments), env=environment_of(), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise LatentSweepError(f"{module} ended with {done.returncode}:\n{redact(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
@@ -163,7 +169,7 @@ def _run(module: str, arguments: Sequence[str]) -> str:
 
 def _child(subject: Subject, what: str, *arguments: str) -> dict[str, float]:
     """Run a measuring process and return the values that it prints as its last line."""
-    output = _run("latent_sweep.bench.processes", [what, json.dumps(asdict(subject)), *arguments])
+    output = _run("bench.processes", [what, json.dumps(asdict(subject)), *arguments])
     return json.loads(output.strip().splitlines()[-1])
 
 
@@ -171,9 +177,9 @@ class _Trainee:
     """A process that trains for some steps whenever it is told to."""
 
     def __init__(self, subject: Subject, threads: int):
-        command = _command("latent_sweep.bench.processes", ["turns", json.dumps(asdict(subject)), str(threads)])
+        command = _command("bench.processes", ["turns", json.dumps(asdict(subject)), str(threads)])
         self._process = subprocess.Popen(
-            command, env=_environment(threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment_of(threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def __enter__(self) -> _Trainee:
@@ -250,7 +256,7 @@ def _measure_turns(subject: Subject, threads: str) -> None:
 
 def _measure_bare(subject: Subject) -> None:
     """Run the bare backbone."""
-    from latent_sweep.bench.steps import bare_step_seconds
+    from bench.steps import bare_step_seconds
 
     bare_step_seconds(Workbench(subject))
     _print_peak(subject)

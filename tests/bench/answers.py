@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.rows import Reading, Target, ratio, take_turns
+from bench.workbench import TASKS, Workbench, first_trial
 
-from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
-from latent_sweep.bench.workbench import TASKS, Workbench, first_trial
 from latent_sweep.routing.combination import Array
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.evaluation import batched
@@ -35,7 +35,7 @@ def generate(bench: Workbench) -> list[Reading]:
 
 
 def _generate(bench: Workbench, name: str, steps: int) -> list[Reading]:
-    from latent_sweep.bench.usual_way import answer_texts, generate_answers, with_padding
+    from bench.baseline import answer_texts, generate_answers, with_padding
 
     backbone, s, stop = bench.backbone, bench.trial.settings, bench.trial.spec.stop
     tokenizer = with_padding(backbone.tokenizer)
@@ -54,25 +54,25 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Reading]:
             answers["ours"], _ = bench.answer([snapshot], alone, 0, longest, Path(unknown))
         return time.perf_counter() - began
 
-    def usual() -> float:
+    def baseline() -> float:
         began = time.perf_counter()
         with bench.bank.active(bench.method().combine([snapshot.tensors], torch.ones(1, 1))):
             ids = generate_answers(backbone.model, tokenizer, prompts, longest, stop, s.evaluation.batch_size)
-        answers["usual"] = answer_texts(tokenizer, ids, stop)
+        answers["baseline"] = answer_texts(tokenizer, ids, stop)
         return time.perf_counter() - began
 
-    seconds = take_turns({"ours": ours, "generate()": usual}, bench.sizes.few_turns)
+    seconds = take_turns({"ours": ours, "generate()": baseline}, bench.sizes.few_turns)
     rates = [
         Reading.of(f"{n}, {name}: rows answered", [len(prompts) / t for t in s], "rows/s") for n, s in seconds.items()
     ]
-    return [*rates, *compared(name, seconds, answers["ours"], answers["usual"])]
+    return [*rates, *compared(name, seconds, answers["ours"], answers["baseline"])]
 
 
 def compared(
     name: str, seconds: Mapping[str, Sequence[float]], ours: Sequence[str], theirs: Sequence[str]
 ) -> list[Reading]:
     """Compare the time of both ways where they wrote the same: other answers have other lengths, and are other work."""
-    equal = [mine == usual for mine, usual in zip(ours, theirs, strict=True)]
+    equal = [mine == baseline for mine, baseline in zip(ours, theirs, strict=True)]
     share = statistics.fmean(equal)
     if not all(equal):
         note = f"{len(equal)} rows; without a ratio, since the answers differ"

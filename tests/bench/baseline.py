@@ -1,10 +1,10 @@
-"""The usual way to run such a sweep, which `latent-sweep bench` compares with: one Ray Tune trial per point.
+"""the baseline to run such a sweep, which `latent-sweep bench` compares with: one Ray Tune trial per point.
 
-    python -m latent_sweep.bench.usual_way CONFIG.json RESULT.json
+    python -m bench.baseline CONFIG.json RESULT.json
 
 Each trial loads the model once, trains a LoRA adapter per task (peft, r = 8 on query and value) in the transformers
 `Trainer`, and after each task answers the test rows of all tasks seen with batched `generate`, batches sorted by
-length, one thread per trial. It compares with Latent-LoRA as closely as the usual parts go: lambda weighs O-LoRA's
+length, one thread per trial. It compares with Latent-LoRA as closely as the baseline parts go: lambda weighs O-LoRA's
 overlap of the down-projection with those of earlier tasks, and the adapter that answers a row is that of the nearest of
 K centroids per task, found by K-means on mean token embeddings. K is a setting like any other here, so each value of it
 is a trial. Rows come tokenized, and answers are scored by the same functions as ours: neither is compared.
@@ -219,7 +219,7 @@ def mean_embeddings(table: Tensor, rows: Sequence[Example]) -> Any:
 # --- one trial -------------------------------------------------------------------------------------------------------
 
 
-class UsualTrial:
+class BaselineTrial:
     """One point of the sweep: learn task after task, and after each answer the tests of all tasks seen."""
 
     def __init__(self, config: Config, ortho_lambda: float, components: int, seed: int):
@@ -294,7 +294,7 @@ def run_trial(point: Mapping[str, Any], config: Config) -> None:
 
     quiet()
     torch.set_num_threads(1)
-    tune.report({"AP": UsualTrial(config, point["ortho_lambda"], point["components"], point["seed"]).run()})
+    tune.report({"AP": BaselineTrial(config, point["ortho_lambda"], point["components"], point["seed"]).run()})
 
 
 def run_sweep(config: Config) -> list[dict[str, Any]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.rows import Reading, ratio, take_turns
+from bench.workbench import Workbench, first_trial
 from torch import Tensor
 
 from latent_sweep.backbones.generation import generate, shared_tokens
-from latent_sweep.bench.rows import Reading, ratio, take_turns
-from latent_sweep.bench.workbench import Workbench, first_trial
 from latent_sweep.methods import METHODS
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Run, Trial
@@ -162,7 +162,7 @@ def _never_ending(bench: Workbench) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _size_rows(contenders: Mapping[str, _Contender]) -> list[Reading]:
     rows = [
-        Reading(f"{name}: trained for a task", contender.parameters, "numbers", note=NOTES.get(name, ""))
+        Reading(f"{name}: trainable parameters", contender.parameters, "count", note=NOTES.get(name, ""))
         for name, contender in contenders.items()
     ]
     for name, contender in contenders.items():
@@ -200,6 +200,6 @@ def _answer_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list
     rows = [Reading.of(f"{REFERENCE}: answers at task {stages[0]}", [1000 * s for s in reference], "ms", note=note)]
     for (name, stage), turns in seconds.items():
         what = f"{name}: answers at task {stage} / {REFERENCE}'s at {stages[0]}"
-        note = "one blend for all rows" if contenders[name].alike(stage) else "a blend for each row"
+        note = "one adapter for all rows" if contenders[name].alike(stage) else "an adapter for each row"
         rows.append(ratio(what, turns, reference, note=note))
     return rows
