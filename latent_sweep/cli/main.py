@@ -15,7 +15,7 @@ GROUPS = {
     "inspect": ("status", "report", "figures", "rescore"),
     "models": ("ask", "export"),
     "storage": ("list", "cp", "delete", "gc", "verify", "sync"),
-    "machine": ("doctor", "bench", "completion"),
+    "machine": ("doctor", "completion"),
 }
 """The commands as `--help` lists them."""
 
