@@ -18,81 +18,75 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 Array = npt.NDArray[np.float64]
 
 MOST_ROWS = 200
-"""Rows of a task that are drawn, evenly spaced over its test rows."""
+"""Maximum test examples drawn per task, evenly spaced."""
 _SEED = 0
 _FEWEST = 4
-"""Points below which there is nothing to lay out."""
+"""Minimum number of points."""
 
 
-def embedding_map(sweep: SweepFolder, trial: TrialFolder) -> list[Picture] | str:
-    """Lay the pooled embeddings of a trial's test rows out in a plane, by t-SNE.
+def embedding_map(sweep: SweepFolder, folder: TrialFolder) -> list[Picture] | str:
+    """Draw the pooled embeddings of a trial's test examples, laid out by t-SNE in seconds to a minute.
 
-    They are what the trial's router has read, pooled and scaled alike, from the store; no backbone is needed. It takes
-    seconds to a minute, so that nobody should ask for it unasked.
+    They are read from the store, scaled as the trial's router reads them; no backbone is needed.
 
     Returns:
         One picture, or the reason why there is none.
     """
-    found = finished_trial(sweep, trial)
-    if found is None:
-        return f"{trial.trial_id}: it has not finished, or its journal cannot be read"
-    stored = StoredRouter(sweep, found)
-    rows = []
+    trial = finished_trial(sweep, folder)
+    if trial is None:
+        return f"{folder.trial_id}: it has not finished, or its journal cannot be read"
+    router = StoredRouter(sweep, trial)
     try:
-        for position in range(len(found.tasks)):
-            rows.append(spread(stored.embeddings(position, "test"), MOST_ROWS))
+        embeddings = [spread(router.embeddings(task, "test"), MOST_ROWS) for task in range(len(trial.tasks))]
     except UNREADABLE as error:
-        return f"{found.name}: {reason(error)}"
-    if sum(map(len, rows)) < _FEWEST:
-        return f"{found.name}: it has fewer than {_FEWEST} test rows"
-    places = layout(rows)
-    counts = sorted({len(of_task) for of_task in rows})
-    of_each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        return f"{trial.name}: {reason(error)}"
+    if sum(map(len, embeddings)) < _FEWEST:
+        return f"{trial.name}: it has fewer than {_FEWEST} test examples"
+    points = layout(embeddings)
+    counts = sorted({len(of_task) for of_task in embeddings})
+    count = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     caption = (
-        f"Trial {found.name}. Pooled embeddings of {of_each} test rows of each task, as the router reads them from the "
-        "frozen embedding table, laid out by t-SNE (seed 0): who is near whom means something, distances between "
-        "groups and their sizes do not. A number stands at the median of its task."
+        f"Trial {trial.name}. Pooled embeddings of {count} test examples of each task, as the router reads them from "
+        "the frozen embedding table, laid out by t-SNE (seed 0). Neighborhoods are meaningful; distances between "
+        "groups and their sizes are not. A number marks the median of its task."
     )
-    picture = Picture(
-        "embedding_map", f"Pooled embeddings: {found.name}", caption, embedding_figure(found.tasks, places)
-    )
-    return [picture]
+    title = f"Pooled embeddings: {trial.name}"
+    return [Picture("embedding_map", title, caption, embedding_figure(trial.tasks, points))]
 
 
-def layout(rows: Sequence[npt.NDArray[np.floating]]) -> list[Array]:
-    """Place embeddings in a plane by t-SNE, which keeps neighbors together; the same rows give the same places.
+def layout(embeddings: Sequence[npt.NDArray[np.floating]]) -> list[Array]:
+    """Lay embeddings out in a plane by t-SNE, reproducibly.
 
     Args:
-        rows: (n, d) of each task.
+        embeddings: (n, d) of each task.
 
     Returns:
         (n, 2) of each task.
     """
-    from sklearn.manifold import TSNE  # a second to import
+    from sklearn.manifold import TSNE  # takes a second to import
     from threadpoolctl import threadpool_limits
 
-    every = np.concatenate(list(rows)).astype(np.float64)
-    perplexity = min(30.0, (len(every) - 1) / 3)
-    initial = "pca" if min(every.shape) >= 2 else "random"
-    with threadpool_limits(1):  # on a busy machine threads wait for each other longer than they compute
-        places = TSNE(perplexity=perplexity, init=initial, random_state=_SEED, n_jobs=1).fit_transform(every)
-    ends = np.cumsum([len(of_task) for of_task in rows])[:-1]
-    return [part.astype(np.float64) for part in np.split(places, ends)]
+    stacked = np.concatenate(list(embeddings)).astype(np.float64)
+    perplexity = min(30.0, (len(stacked) - 1) / 3)
+    initial = "pca" if min(stacked.shape) >= 2 else "random"
+    with threadpool_limits(1):  # on a busy machine more threads mostly wait for each other
+        points = TSNE(perplexity=perplexity, init=initial, random_state=_SEED, n_jobs=1).fit_transform(stacked)
+    ends = np.cumsum([len(of_task) for of_task in embeddings])[:-1]
+    return [part.astype(np.float64) for part in np.split(points, ends)]
 
 
-def embedding_figure(tasks: Sequence[str], places: Sequence[Array]) -> Figure:
-    """Draw the places (n, 2) of each task's rows, each task with a color and marker of its own and its number."""
+def embedding_figure(tasks: Sequence[str], points: Sequence[Array]) -> Figure:
+    """Draw the points (n, 2) of each task in a color and marker of its own, with the task's number."""
     figure = new_figure(PAGE, max(3.6, 0.7 + 0.2 * len(tasks)))
     axes = figure.add_subplot()
     names = [f"{i}  {plain(name)}" for i, name in enumerate(short_task_names(tasks), start=1)]
-    for i, (name, points) in enumerate(zip(names, places, strict=True)):
-        # 7 colors and 8 markers: no two of 56 tasks have both in common
-        marker = (*MARKERS, "<")[i % (len(MARKERS) + 1)]
-        drawn = axes.scatter(points[:, 0], points[:, 1], s=9, color=COLORS[i % len(COLORS)], marker=marker)
+    for i, (name, of_task) in enumerate(zip(names, points, strict=True)):
+        marker = (*MARKERS, "<")[i % (len(MARKERS) + 1)]  # 7 colors and 8 markers: 56 different pairs
+        drawn = axes.scatter(of_task[:, 0], of_task[:, 1], s=9, color=COLORS[i % len(COLORS)], marker=marker)
         drawn.set(label=name, linewidths=0.3, edgecolors="white")
-    for i, points in enumerate(places, start=1):
+    for i, of_task in enumerate(points, start=1):
         box = dict(boxstyle="round,pad=0.15", facecolor="white", edgecolor=INK, linewidth=0.5, alpha=0.85)
-        x, y = np.median(points, axis=0)
+        x, y = np.median(of_task, axis=0)
         axes.text(x, y, str(i), ha="center", va="center", fontsize=SMALL, bbox=box)
     axes.set_xticks([])
     axes.set_yticks([])

@@ -12,7 +12,7 @@ from latent_sweep.report.page import all_pictures
 from latent_sweep.results.summaries import summarize
 from latent_sweep.storage.folders import SweepFolder
 
-_EMBEDDED = {"pdf.fonttype": 42}  # TrueType, which publishers accept; matplotlib's default is type 3
+_EMBEDDED = {"pdf.fonttype": 42}  # TrueType: publishers reject type 3, matplotlib's default
 _DPI = 300
 _CAPTIONS, _TITLE = "README.md", "# Pictures of "
 
@@ -20,34 +20,34 @@ _CAPTIONS, _TITLE = "README.md", "# Pictures of "
 def export_pictures(
     sweep: SweepFolder, folder: Path, over: Sequence[str] = (), baseline: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Write every picture as PDF and PNG, and their captions into README.md; `over` and `baseline` as in `summarize`.
+    """Write every picture as PDF and PNG, and the captions into README.md; `over` and `baseline` as in `summarize`.
 
-    Pictures that an earlier call has written there and this one does not, as README.md lists them, are removed.
+    Pictures of an earlier call that this call does not draw are removed.
 
     Returns:
-        The names of the pictures, and a line for each that could not be drawn, as in `all_pictures`.
+        Names of the pictures, and a line for each that could not be drawn, as in `all_pictures`.
 
     Raises:
         ConfigError: the sweep has no such axis, or not exactly one such configuration.
-        StoreError: the sweep or a journal is missing or damaged.
+        StoreError: the sweep or a journal is missing or corrupt.
     """
-    found, not_drawn = all_pictures(sweep, summarize(sweep, over, baseline))
+    pictures, not_drawn = all_pictures(sweep, summarize(sweep, over, baseline))
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_EMBEDDED):
-        for picture in found:
+        for picture in pictures:
             for kind in ("pdf", "png"):
                 picture.figure.savefig(folder / f"{picture.name}.{kind}", dpi=_DPI)
-    for name in _listed(folder / _CAPTIONS) - {picture.name for picture in found}:
+    for name in _listed(folder / _CAPTIONS) - {picture.name for picture in pictures}:
         for kind in ("pdf", "png"):
             (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    captions = [f"- `{picture.name}`: {_sentence(picture.title)} {_sentence(picture.caption)}" for picture in found]
+    captions = [f"- `{picture.name}`: {_sentence(picture.title)} {_sentence(picture.caption)}" for picture in pictures]
     text = "\n".join([f"{_TITLE}{sweep.name}", "", *captions, ""])
     (folder / _CAPTIONS).write_text(text, encoding="utf-8")
-    return [picture.name for picture in found], not_drawn
+    return [picture.name for picture in pictures], not_drawn
 
 
 def _listed(captions: Path) -> set[str]:
-    """The pictures that an earlier call has written, by its captions; nothing where they are none."""
+    """Return the pictures of an earlier call; empty if the file was not written by one."""
     text = captions.read_text(encoding="utf-8") if captions.is_file() else ""
     return set(re.findall(r"^- `([\w-]+)`: ", text, re.MULTILINE)) if text.startswith(_TITLE) else set()
 

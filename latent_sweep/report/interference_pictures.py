@@ -1,4 +1,4 @@
-"""Pictures of interference: which tasks' snapshots overlap, and how far that is from what the paper's bound allows."""
+"""Pictures of interference: how far the tasks' snapshots overlap, compared with the paper's bound."""
 
 from __future__ import annotations
 
@@ -30,104 +30,104 @@ from latent_sweep.report.style import (
 from latent_sweep.results.interference import Array, Interference, interference
 from latent_sweep.storage.folders import SweepFolder
 
-_MOST_MODES = 4
+_MOST_COMBINATIONS = 4
 _SIDE_BY_SIDE = 6
-"""Tasks up to which two matrices stand beside each other on a page."""
+"""Maximum number of tasks for two matrices side by side."""
 
 
 def interference_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
-    """Draw how a sweep's snapshots overlap; nothing where no such trial has finished.
+    """Draw how a sweep's snapshots overlap.
 
     Returns:
-        The pictures, and which trials could not be measured, and why.
+        The pictures, and the reasons why trials could not be measured.
     """
-    found, unread = interference(sweep)
-    gaps = [f"interference of {gap}" for gap in unread]
-    pictures = [overlap_picture(one, i) for i, one in enumerate(found, start=1)]
-    if bounded := [one for one in found if one.bounds is not None]:
+    measured, unmeasured = interference(sweep)
+    pictures = [overlap_picture(one, i) for i, one in enumerate(measured, start=1)]
+    if bounded := [one for one in measured if one.bounds is not None]:
         pictures.append(bounds_picture(bounded))
-    return pictures, gaps
+    return pictures, [f"interference of {reason}" for reason in unmeasured]
 
 
-def overlap_picture(found: Interference, number: int) -> Picture:
-    """Draw the overlap of every pair of tasks, as the penalty measures it and between 0 and 1."""
-    pairs = found.shares[np.tril_indices(len(found.shares), -1)]
+def overlap_picture(measured: Interference, number: int) -> Picture:
+    """Draw the overlap of every pair of tasks, as the penalty measures it and scaled to [0, 1]."""
+    pairs = measured.shares[np.tril_indices(len(measured.shares), -1)]
+    mean = np.nanmean(pairs) if np.isfinite(pairs).any() else np.nan
     caption = (
-        f"Trial {found.trial.name}. Overlap of the snapshots of every two tasks: {found.measure}, and that measure's "
-        "root divided by the norms, so that 0 is nothing in common and 1 the most there can be. Mean over pairs "
-        f"{np.nanmean(pairs) if np.isfinite(pairs).any() else np.nan:.3f}; matrices with independent entries have "
-        f"{found.chance:.3f}. Numbers are places in the order of learning."
+        f"Trial {measured.trial.name}. Overlap of the snapshots of every two tasks: {measured.measure}, and its square "
+        "root divided by the norms, from 0 (nothing in common) to 1. Mean over pairs "
+        f"{mean:.3f}; matrices with independent entries have {measured.chance:.3f}. Numbers are positions in the "
+        "order of learning."
     )
-    figure = overlap_figure(found.trial.tasks, found.overlaps, found.shares)
-    return Picture(f"interference_{number}", f"Overlap of snapshots: {found.trial.name}", caption, figure)
+    figure = overlap_figure(measured.trial.tasks, measured.overlaps, measured.shares)
+    return Picture(f"interference_{number}", f"Overlap of snapshots: {measured.trial.name}", caption, figure)
 
 
 def overlap_figure(tasks: Sequence[str], overlaps: Array, shares: Array) -> Figure:
-    """Draw both matrices below their diagonals: one above the other where there are many tasks."""
+    """Draw both matrices below their diagonals, one above the other if there are many tasks."""
     beside, height = len(tasks) <= _SIDE_BY_SIDE, matrix_height(len(tasks) - 1)
     figure = new_figure(PAGE, height if beside else 2 * height)
-    panels = figure.subplots(1, 2, width_ratios=(1, 1)) if beside else figure.subplots(2, 1)
+    parts = figure.subplots(1, 2, width_ratios=(1, 1)) if beside else figure.subplots(2, 1)
     below = np.tril(np.ones_like(overlaps), -1) > 0
     raw, share = (np.where(below, values, np.nan)[1:, :-1] for values in (overlaps, shares))
     power = int(np.floor(np.log10(np.nanmax(raw)))) if np.nanmax(raw) > 0 else 0
     raw = raw / 10.0**power
     unit = f"overlap (in 1e{power})" if power else "overlap"
     names, columns = numbered(tasks)[1:], positions(len(tasks))
-    heat_map(panels[0], names, columns[:-1], raw, short_number, norm_of(raw), unit)
+    heat_map(parts[0], names, columns[:-1], raw, short_number, norm_of(raw), unit)
     names = columns[1:] if beside else names
-    heat_map(panels[1], names, columns[:-1], share, "{:.2f}".format, Normalize(0, 1), "overlap, from 0 to 1")
+    heat_map(parts[1], names, columns[:-1], share, "{:.2f}".format, Normalize(0, 1), "overlap, from 0 to 1")
     return figure
 
 
-def bounds_picture(found: Sequence[Interference]) -> Picture:
-    """Draw the paper's bound beside what interference can be and mostly is, for each trial."""
-    bounded = [one.bounds for one in found if one.bounds is not None and one.bounds.bound.any()]
-    known = [bounds.largest.mean() / bounds.bound.mean() for bounds in bounded]
-    reached = f" The largest is {min(known):.0%} to {max(known):.0%} of the bound." if known else ""
-    names = "; ".join(one.trial.name for one in found)
+def bounds_picture(measured: Sequence[Interference]) -> Picture:
+    """Draw the paper's bound, the largest and the typical interference of each trial."""
+    bounded = [one.bounds for one in measured if one.bounds is not None and one.bounds.bound.any()]
+    ratios = [bounds.largest.mean() / bounds.bound.mean() for bounds in bounded]
+    reached = f" The largest is {min(ratios):.0%} to {max(ratios):.0%} of the bound." if ratios else ""
     caption = (
-        "Interference of two tasks' adapters on one input, |delta_i' delta_j|, for ||psi|| = 1 and as the mean over "
+        "Interference of two tasks' adapters on one input, |delta_i' delta_j|, for ||psi|| = 1, averaged over "
         "projections; boxes over all pairs of tasks (quartiles, whiskers to the extremes). Bound: the paper's "
-        "proposition, s^2 ||R~_i' R~_j||_2. Largest: what the worst direction psi reaches. Typical: root mean square "
-        "over all directions alike; hidden states of real rows are not stored, and may prefer some directions."
-        f"{reached} FM is the forgetting that was observed, by how the same snapshots were mixed (`router.combine`). "
-        f"Trials: {names}."
+        "proposition, s^2 ||R~_i' R~_j||_2. Largest: the worst direction psi. Typical: the root mean square over all "
+        "directions; real hidden states, which are not stored, may prefer some directions."
+        f"{reached} FM is the observed forgetting, by how the same snapshots were combined (`router.combine`). "
+        f"Trials: {'; '.join(one.trial.name for one in measured)}."
     )
-    return Picture("interference_bound", "Interference: bound, worst and typical", caption, bounds_figure(found))
+    return Picture("interference_bound", "Interference: bound, worst and typical", caption, bounds_figure(measured))
 
 
-def bounds_figure(found: Sequence[Interference]) -> Figure:
+def bounds_figure(measured: Sequence[Interference]) -> Figure:
     """Draw three boxes over pairs of tasks for each trial, on a logarithmic scale."""
-    figure = new_figure(PAGE, 2.3 + 0.13 * max(len(one.forgetting) for one in found))
+    figure = new_figure(PAGE, 2.3 + 0.13 * max(len(one.forgetting) for one in measured))
     axes = figure.add_subplot()
-    labels, every = [], []
-    for place, one in enumerate(found):
+    labels, drawn = [], []
+    for position, one in enumerate(measured):
         if one.bounds is None:
             continue
         for offset, shade, values in zip(
             (-0.26, 0, 0.26), GRAYS, (one.bounds.bound, one.bounds.largest, one.bounds.typical), strict=True
         ):
-            every.append(values)
+            drawn.append(values)
             low, first, middle, third, high = np.percentile(values, (0, 25, 50, 75, 100))
-            stats = [dict(whislo=low, q1=first, med=middle, q3=third, whishi=high, fliers=[])]
-            median = "white" if shade == GRAYS[-1] else "black"
             axes.bxp(
-                stats,
-                positions=[place + offset],
+                [dict(whislo=low, q1=first, med=middle, q3=third, whishi=high, fliers=[])],
+                positions=[position + offset],
                 widths=0.2,
                 showfliers=False,
                 patch_artist=True,
                 boxprops=dict(facecolor=shade, edgecolor=INK, linewidth=0.8),
-                medianprops=dict(color=median, linewidth=1.4),
+                medianprops=dict(color="white" if shade == GRAYS[-1] else "black", linewidth=1.4),
             )
         lines = [] if one.penalty is None else [f"λ = {one.penalty:g}"]
-        lines += [f"FM {mode} {100 * value:.2f} %" for mode, value in list(one.forgetting.items())[:_MOST_MODES]]
+        lines += [
+            f"FM {combination} {100 * value:.2f} %"
+            for combination, value in list(one.forgetting.items())[:_MOST_COMBINATIONS]
+        ]
         labels.append("\n".join(lines))
     axes.set_xticks(range(len(labels)), [plain(label) for label in labels])
     axes.set_xlim(-0.6, len(labels) - 0.4)
-    if (np.concatenate(every) > 0).all():
+    if (np.concatenate(drawn) > 0).all():
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")  # an exponent would be smaller than other text
+        axes.yaxis.set_major_formatter("{x:g}")  # matplotlib's exponents are smaller than the other text
         axes.yaxis.set_minor_formatter("")
     axes.set_ylabel("interference at ‖ψ‖ = 1")
     axes.grid(axis="y", color=FAINT, linewidth=0.6)

@@ -1,7 +1,6 @@
-"""Sections of a report as LaTeX tables for a paper: captions and labels, booktabs, numbers in math mode.
+"""Report tables in LaTeX for a paper: captions and labels, booktabs, numbers in math mode.
 
-They need `\\usepackage{booktabs, graphicx}` and nothing else. A table that is wider than the text is scaled down; what
-explains it stands below it, inside its float.
+They need `\\usepackage{booktabs, graphicx}`. A table wider than the text is scaled down; its notes follow in its float.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import re
 from collections.abc import Sequence
 
 from latent_sweep.labels import METHOD_NAMES
-from latent_sweep.report.tables import Cell, Section, Table
-from latent_sweep.security import spelled_out
+from latent_sweep.report.tables import Cell, Section, Table, one_line
 
 _HEADINGS = {"lambda": r"$\lambda$", "K": "$K$", "epsilon": r"$\varepsilon$", "n": "$n$", "its settings": "settings"}
 _ESCAPES = {
@@ -22,18 +20,18 @@ _ESCAPES = {
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
     "±": r"$\pm$",
-    "[": "{[}",  # behind the line break of a table it would begin an argument
+    "[": "{[}",  # after a line break it would start an argument
     "]": "{]}",
     **{c: f"\\{c}" for c in "&%$#_{}"},
 }
 _NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 _MISSING = "--"
 _FITTING = r"\ifdim\width>\linewidth\linewidth\else\width\fi"
-"""The width of a table's own, but at most that of the text."""
+"""The table's own width, at most that of the text."""
 
 
 def latex(sections: Sequence[Section], name: str) -> str:
-    """Write sections as LaTeX: a float for each table, comments for what has none.
+    """Write each table as a float, and sections without a table as comments.
 
     Args:
         name: of the sweep, for captions and labels.
@@ -41,7 +39,7 @@ def latex(sections: Sequence[Section], name: str) -> str:
     parts = [r"% needs \usepackage{booktabs, graphicx}"]
     for section in sections:
         if section.table is None:
-            parts.append("\n".join(f"% {_one_line(f'{section.title}: {note}')}" for note in section.notes))
+            parts.append("\n".join(f"% {one_line(f'{section.title}: {note}')}" for note in section.notes))
         else:
             parts.append(_float(section, section.table, name))
     return "\n\n".join(parts) + "\n"
@@ -69,29 +67,17 @@ def _float(section: Section, table: Table, name: str) -> str:
 
 
 def _tabular(table: Table) -> str:
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.header)
-    numeric = [_is_numeric(column) for column in columns]
-    body = [
-        " & ".join(
-            _cell(cell, heading, number) for cell, heading, number in zip(row, table.header, numeric, strict=True)
-        )
-        for row in table.rows
-    ]
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{{''.join('r' if number else 'l' for number in numeric)}}}",
-            r"\toprule",
-            " & ".join(map(_heading, table.header)) + r" \\",
-            r"\midrule",
-            *(row + r" \\" for row in body),
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-    )
+    from pandas import DataFrame
+
+    numeric = [_is_numeric([row[column] for row in table.rows]) for column in range(len(table.header))]
+    rows = [list(map(_cell, row, table.header, numeric)) for row in table.rows]
+    alignment = "".join("r" if number else "l" for number in numeric)
+    frame = DataFrame(rows, columns=list(map(_heading, table.header)))
+    return frame.to_latex(index=False, escape=False, column_format=alignment).rstrip()
 
 
 def _is_numeric(column: Sequence[Cell]) -> bool:
-    """Whether a column holds numbers alone, and what stands for a missing one."""
+    """Return whether a column holds only numbers and missing values."""
     return any(cell.size is not None for cell in column) and all(
         cell.size is not None or cell.text == "-" for cell in column
     )
@@ -101,32 +87,28 @@ def _cell(cell: Cell, heading: str, number: bool) -> str:
     if cell.text == "-":
         return _MISSING
     if number:
-        return _numbers(_one_line(cell.text), cell.best)
+        return _numbers(one_line(cell.text), cell.best)
     return METHOD_NAMES[cell.text] if heading == "method" and cell.text in METHOD_NAMES else _text(cell.text)
 
 
 def _numbers(text: str, best: bool) -> str:
-    """Write `42.00 ± 2.65`, `+0.81 [-1.37, +2.99] n.s.`, `64 to 68` or `1/3` in math mode."""
+    """Convert `42.00 ± 2.65`, `+0.81 [-1.37, +2.99] n.s.`, `64 to 68` or `1/3` to math mode."""
     numbers = [_math(found) for found in _NUMBER.findall(text)]
     if best:
         numbers[0] = rf"\mathbf{{{numbers[0]}}}"
-    between = _NUMBER.split(text)
-    written = "".join(map("".join, zip(map(_between, between), [*numbers, ""], strict=True)))
-    return f"${written}$"
+    between = []
+    for part in _NUMBER.split(text):
+        for symbol, math in _BETWEEN.items():
+            part = part.replace(symbol, math)
+        between.append(part)
+    return f"${''.join(map(''.join, zip(between, [*numbers, ''], strict=True)))}$"
 
 
 _BETWEEN = {"±": r"\pm", " to ": r"\mbox{--}", " n.s.": r"\ \mathrm{n.s.}", " [": r"\ [", "%": r"\%"}
 
 
-def _between(text: str) -> str:
-    """Write what stands between the numbers of a cell in math mode."""
-    for found, math in _BETWEEN.items():
-        text = text.replace(found, math)
-    return text
-
-
 def _math(number: str) -> str:
-    """Write a number as math has it: `1e-05` as a power of ten, commas between thousands without a space."""
+    """Convert a number: `1e-05` to a power of ten, `1,000` without a space after the comma."""
     mantissa, _, exponent = number.partition("e")
     mantissa = mantissa.replace(",", "{,}")
     if not exponent:
@@ -140,9 +122,9 @@ def _heading(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape a text; in settings such as `method=o_lora lambda=-1` names of methods and numbers read as in a paper."""
+    """Escape text; methods and numbers in settings such as `method=o_lora lambda=-1` are written as in papers."""
     words = []
-    for word in _one_line(text).split(" "):
+    for word in one_line(text).split(" "):
         name, equals, value = word.partition("=")
         known = word.removeprefix("method=").rstrip(",;:")
         if known in METHOD_NAMES:
@@ -167,7 +149,3 @@ def _sentence(note: str) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(spelled_out(text).split())

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing beside it: offline, in light and dark, on a telephone and on paper."""
+"""A report as one self-contained HTML file: offline, light and dark, for phones and paper."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from latent_sweep.sweep.plan import values_read
 
 @dataclass(frozen=True)
 class Part:
-    """What a page tells of one sweep."""
+    """A sweep's part of a page."""
 
     name: str
     counts: str
@@ -39,29 +39,29 @@ class Part:
     pictures: Sequence[tuple[Picture, Markup]]
     """Each with its image."""
     not_drawn: Sequence[str]
-    """Why other pictures are not there."""
+    """Reasons why other pictures are missing."""
     flips: Sequence[tuple[str, Sequence[Flip]]]
-    """Of trials, by what they are called: rows whose answers changed sides."""
+    """Flipped answers by the name of the trial."""
 
     @property
     def contents(self) -> list[tuple[str, str]]:
-        """The anchor and title of each of its headings."""
-        found = [(one.name, "Results" if one.name == "main" else one.title) for one in self.sections]
-        found += [("pictures", "Pictures")] * bool(self.pictures)
-        found += [(f"flips-{i}", f"Answers: {name}") for i, (name, _) in enumerate(self.flips, start=1)]
-        return [(f"{self.name}-{anchor}", title) for anchor, title in found]
+        """Return the anchor and title of each heading."""
+        headings = [(one.name, "Results" if one.name == "main" else one.title) for one in self.sections]
+        headings += [("pictures", "Pictures")] * bool(self.pictures)
+        headings += [(f"flips-{i}", f"Answers: {name}") for i, (name, _) in enumerate(self.flips, start=1)]
+        return [(f"{self.name}-{anchor}", title) for anchor, title in headings]
 
 
 def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()) -> str:
-    """Write the report of one or several sweeps as HTML; several are compared first.
+    """Return the report of one or several sweeps as HTML; several are compared first.
 
     Args:
-        over: axes that repeat a configuration as the seed does.
-        baseline: settings of the configuration that the others of each sweep are compared with.
+        over: axes that repeat a configuration, like the seed.
+        baseline: settings of the configuration that each sweep's others are compared with.
 
     Raises:
         ConfigError: a sweep has no such axis or configuration.
-        StoreError: a sweep or a journal is missing or damaged.
+        StoreError: a sweep or a journal is missing or corrupt.
     """
     from jinja2 import Environment
 
@@ -78,29 +78,28 @@ def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], l
     """Draw every picture for which a sweep has the data.
 
     Returns:
-        The pictures, and a line for each that its trials should have and that could not be drawn: what it shows, of
-        which trial, and why.
+        The pictures, and a line for each that its trials should have but that could not be drawn, with the reason.
     """
-    found, not_drawn = sweep_pictures(summary)
+    pictures, not_drawn = sweep_pictures(summary)
     for draw in (router_pictures, interference_pictures):
-        pictures, gaps = draw(sweep)
-        found += pictures
+        drawn, gaps = draw(sweep)
+        pictures += drawn
         not_drawn += gaps
-    if (best := _trial_of(sweep, summary, max)) is not None:
+    if (best := _extreme_trial(sweep, summary, max)) is not None:
         embeddings = embedding_map(sweep, best)
         if not isinstance(embeddings, str):
-            found += embeddings
-        elif best.params.get("router.combine") in ROUTED:  # others need not have pooled anything
+            pictures += embeddings
+        elif best.params.get("router.combine") in ROUTED:  # other trials may have no embeddings
             not_drawn.append(f"the map of embeddings of {embeddings}")
-    return found, not_drawn
+    return pictures, not_drawn
 
 
-def _trial_of(
+def _extreme_trial(
     sweep: SweepFolder, summary: Summary, choose: Callable[..., tuple[float, Configuration]]
 ) -> TrialFolder | None:
-    """The first finished trial of the configuration that has the highest AP (`max`) or the lowest (`min`).
+    """Return the first finished trial of the configuration with the highest AP (`max`) or the lowest (`min`).
 
-    What a scheduler has left of a configuration is taken where there is nothing else.
+    Configurations with stopped trials count only if there are no others.
     """
     scores = [(one.average_performance.mean, one) for one in summary.configurations if one.average_performance]
     if not scores:
@@ -110,71 +109,70 @@ def _trial_of(
 
 
 def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> Part:
-    """Draw a sweep; its differences from a baseline have a table here where it is `alone` on the page."""
-    drawn, not_drawn = all_pictures(sweep, summary)
-    pictures = [(picture, _image(picture)) for picture in drawn]
-    facts = _facts(sweep, summary)
-    found = sections(summary if alone else without_comparison(summary))
-    return Part(summary.name, counts(summary), facts, found, pictures, not_drawn, _worth_reading(sweep, summary))
+    """Return a sweep's part; its differences from a baseline are here only if it is `alone` on the page."""
+    pictures, not_drawn = all_pictures(sweep, summary)
+    return Part(
+        summary.name,
+        counts(summary),
+        _facts(sweep, summary),
+        sections(summary if alone else without_comparison(summary)),
+        [(picture, _image(picture)) for picture in pictures],
+        not_drawn,
+        _flips(sweep, summary),
+    )
 
 
-def _worth_reading(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequence[Flip]]]:
-    """Answers of the trials with the highest and the lowest AP that changed sides."""
+def _flips(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequence[Flip]]]:
+    """Return the flipped answers of the trials with the highest and the lowest AP."""
     trials: dict[str, tuple[str, TrialFolder]] = {}
     for which, choose in (("highest AP", max), ("lowest AP", min)):
-        if (trial := _trial_of(sweep, summary, choose)) is not None:
-            trials.setdefault(
-                trial.trial_id, (f"{trial_name(sweep, trial)}, of the configuration with the {which}", trial)
-            )
-    found = [(name, flips(sweep, trial)) for name, trial in trials.values()]
-    return [(name, rows) for name, rows in found if rows]
+        if (trial := _extreme_trial(sweep, summary, choose)) is not None:
+            name = f"{trial_name(sweep, trial)}, of the configuration with the {which}"
+            trials.setdefault(trial.trial_id, (name, trial))
+    named = [(name, flips(sweep, trial)) for name, trial in trials.values()]
+    return [(name, flipped) for name, flipped in named if flipped]
 
 
-_SHOWN = (
+_FACTS = (
     *("method.name", "backbone.name", "backbone.dtype", "benchmark.name", "benchmark.order", "training.epochs"),
     *("benchmark.tasks", "benchmark.train_per_task", "benchmark.test_per_task", "benchmark.score_on"),
 )
 
 
 def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
-    """What was run, what varies, and what it took."""
+    """Return what was run, what varies, and the time it took."""
     trials = list(sweep)
     read = [values_read(trial) for trial in trials]
     values = {axis: dict.fromkeys(format_value(each[axis]) for each in read) for axis in sweep.axes}
-    varies = [f"{axis}: {', '.join(found)}" for axis, found in values.items()]
-    told = [path for path in _SHOWN if path not in sweep.axes]
+    paths = [path for path in _FACTS if path not in sweep.axes]
     if has_held_out(summary):
-        told = [path for path in told if path != "benchmark.test_per_task"]  # no test row is read
-    found = {path: dict.fromkeys(format_value(trial.params.get(path)) for trial in trials) for path in told}
-    fixed = {path: next(iter(each)) for path, each in found.items() if len(each) == 1 and each.keys() != {"-"}}
-    follows = [f"{path}: {', '.join(each)}" for path, each in found.items() if len(each) > 1]
+        paths = [path for path in paths if path != "benchmark.test_per_task"]  # no test example is read
+    others = {path: dict.fromkeys(format_value(trial.params.get(path)) for trial in trials) for path in paths}
+    fixed = {path: next(iter(each)) for path, each in others.items() if len(each) == 1 and each.keys() != {"-"}}
+    varied = {path: each for path, each in others.items() if len(each) > 1}
     cost = summary.cost
-    facts = [("varies", "; ".join(varies) or "nothing")]
-    facts += [("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items()))]
-    facts += [("follows from these", "; ".join(follows))]
-    took = f"{time_spent(cost.seconds_learning)} learning, {time_spent(cost.seconds_answering)} answering"
-    facts += [("took", f"{took}, all trials together")]
-    facts += [("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or there already")]
+    facts = [
+        ("varies", "; ".join(f"{axis}: {', '.join(each)}" for axis, each in values.items()) or "nothing"),
+        ("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items())),
+        ("varies with these", "; ".join(f"{path}: {', '.join(each)}" for path, each in varied.items())),
+        ("time", f"{time_spent(cost.seconds_learning)} learning, {time_spent(cost.seconds_answering)} answering"),
+        ("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or in the store"),
+    ]
     if cost.generated_share is not None:
-        generated = f"{100 * cost.generated_share:.0f} % generated"
-        facts += [("answers", f"{generated}; the others were known already")]
+        facts.append(("answers", f"{100 * cost.generated_share:.0f} % generated, the others from the generation cache"))
     return [(name, text) for name, text in facts if text]
 
 
 def _image(picture: Picture) -> Markup:
-    """The picture as an image element with its data inside, at a size at which its smallest letters can be read."""
+    """Return an image element with its data inside, large enough for its smallest letters to be readable."""
     content = io.BytesIO()
     picture.figure.savefig(content, format="svg", metadata={"Date": None})
     data = base64.b64encode(content.getvalue()).decode()
-    width = round(96 * picture.figure.get_figwidth() * max(1.0, _SMALLEST_LETTERS / _smallest_letters(picture)))
+    sizes = [float(text.get_fontsize()) for text in picture.figure.findobj(Text) if text.get_text().strip()]
+    scale = max(1.0, _SMALLEST_LETTERS / min(sizes, default=_SMALLEST_LETTERS))
+    width = round(96 * picture.figure.get_figwidth() * scale)
     return Markup('<img src="data:image/svg+xml;base64,{}" width="{}" alt="{}">').format(data, width, picture.title)
 
 
 _SMALLEST_LETTERS = 7.0
-"""Points that letters of pictures have on a page, at least."""
-
-
-def _smallest_letters(picture: Picture) -> float:
-    """The size of the smallest letters of a picture, in points."""
-    sizes = [float(text.get_fontsize()) for text in picture.figure.findobj(Text) if text.get_text().strip()]
-    return min(sizes, default=_SMALLEST_LETTERS)
+"""Minimum font size of pictures on a page, in points."""

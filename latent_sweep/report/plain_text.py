@@ -1,33 +1,30 @@
-"""Sections of a report as plain text, for a terminal of any width or for a file."""
+"""Report tables as plain text, for a file or for a terminal of any width."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from latent_sweep.report.tables import Section, Table
-from latent_sweep.security import spelled_out
+from latent_sweep.report.tables import Section, Table, one_line
 
 _GAP = "  "
 _NARROWEST = 8
-"""Columns that a cell is never wrapped below."""
-
-Lines = list[list[str]]
-"""Of each cell of a row, its lines."""
+"""Minimum width of a wrapped column."""
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that standard output goes to; None if it goes to a file or a pipe."""
+    """Return the width of the terminal on standard output; None for a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def plain(sections: Sequence[Section], width: int | None = None) -> str:
-    """Write sections as text. Nothing is cut: a table that is too wide becomes several, one below the other.
+    """Write sections as text. Tables that are too wide are split into several; nothing is truncated.
 
     Args:
-        width: columns of the terminal; None leaves all lines as long as they are.
+        width: columns of the terminal; None does not limit the lines.
     """
     parts = []
     for section in sections:
@@ -41,24 +38,22 @@ def plain(sections: Sequence[Section], width: int | None = None) -> str:
 
 
 def _tables(table: Table, width: int | None) -> list[str]:
-    """Write a table, in several parts where it is too wide; each begins with the columns that name its rows."""
-    cells = [[_one_line(cell.text) + " *" * cell.best for cell in row] for row in table.rows]
-    rows = [[_one_line(heading) for heading in table.header], *cells]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.header))]
+    """Write a table; if it is too wide, in parts that each begin with its key columns."""
+    cells = [[one_line(cell.text) + " *" * cell.best for cell in row] for row in table.rows]
+    rows = [list(map(one_line, table.header)), *cells]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is None or _total(widths) <= width:
         return [_aligned(rows, widths)]
     keys, others = list(range(table.keys)), list(range(table.keys, len(widths)))
-    widest = max((widths[column] for column in others), default=0)
-    _shrink(widths, keys, width - len(_GAP) - min(widest, width // 2))
-    room = width - _total([widths[column] for column in keys]) - len(_GAP) * bool(keys)
-    for column in others:
-        widths[column] = min(widths[column], max(_NARROWEST, room))
+    _shrink(widths, keys, width - len(_GAP) - min(max((widths[i] for i in others), default=0), width // 2))
+    room = width - _total([widths[i] for i in keys]) - len(_GAP) * bool(keys)
     parts: list[list[int]] = []
-    for column in others:
-        if not parts or _total([widths[of] for of in (*parts[-1], column)]) > width:
+    for i in others:
+        widths[i] = min(widths[i], max(_NARROWEST, room))
+        if not parts or _total([widths[column] for column in (*parts[-1], i)]) > width:
             parts.append([*keys])
-        parts[-1].append(column)
-    return [_aligned([[row[of] for of in part] for row in rows], [widths[of] for of in part]) for part in parts]
+        parts[-1].append(i)
+    return [_aligned([[row[i] for i in part] for row in rows], [widths[i] for i in part]) for part in parts]
 
 
 def _total(widths: Sequence[int]) -> int:
@@ -66,8 +61,8 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _shrink(widths: list[int], columns: Sequence[int], room: int) -> None:
-    """Narrow the widest of these columns until they fit, or all are as narrow as they may be."""
-    while _total([widths[column] for column in columns]) > room:
+    """Narrow the widest of these columns, one character at a time, until they fit."""
+    while _total([widths[i] for i in columns]) > room:
         widest = max(columns, key=widths.__getitem__)
         if widths[widest] <= _NARROWEST:
             return
@@ -75,22 +70,17 @@ def _shrink(widths: list[int], columns: Sequence[int], room: int) -> None:
 
 
 def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
-    """Write rows below each other, the first one above a rule; a cell that is too long goes on in the next line."""
-    written = []
+    """Write rows below each other, with a rule under the first; cells that are too long are wrapped."""
+    lines = []
     for row in rows:
-        cells: Lines = [textwrap.wrap(cell, size) or [""] for cell, size in zip(row, widths, strict=True)]
-        for number in range(max(map(len, cells), default=0)):
-            line = (each[number] if number < len(each) else "" for each in cells)
-            written.append(_GAP.join(text.ljust(size) for text, size in zip(line, widths, strict=True)).rstrip())
-        if len(written) and row is rows[0]:
-            written.append(_GAP.join("-" * size for size in widths))
-    return "\n".join(written)
+        cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
+        for line in itertools.zip_longest(*cells, fillvalue=""):
+            lines.append(_GAP.join(map(str.ljust, line, widths)).rstrip())
+        if row is rows[0]:
+            lines.append(_GAP.join("-" * width for width in widths))
+    return "\n".join(lines)
 
 
 def _filled(text: str, width: int | None) -> str:
-    line = _one_line(text)
+    line = one_line(text)
     return line if width is None else textwrap.fill(line, max(width, _NARROWEST), subsequent_indent="  ")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(spelled_out(text).split())

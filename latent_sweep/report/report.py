@@ -1,7 +1,6 @@
-"""Runs on disk to tables: mean and spread over repetitions for each configuration, as text, Markdown, CSV or LaTeX.
+"""Summaries as text, Markdown, CSV or LaTeX.
 
-Inside, scores are fractions; in the tables they are per cent with two decimals. What programs read has four, for
-whoever rounds them again would round twice.
+Tables for people have percentages with two decimals. CSV has four, as its readers may round again.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from latent_sweep.labels import format_value
 from latent_sweep.report.latex import latex
 from latent_sweep.report.plain_text import plain
 from latent_sweep.report.tables import (
-    Cell,
     Section,
     counts,
     has_held_out,
     joint_sections,
+    one_line,
     router_value,
     sections,
     tasks_of,
@@ -34,65 +33,48 @@ from latent_sweep.report.tables import (
 from latent_sweep.results.comparison import Comparison, Difference
 from latent_sweep.results.definition import MEASURES, Measure
 from latent_sweep.results.summaries import ROUTER_MEASURES, Statistic, Summary, protocol
-from latent_sweep.security import printable, spelled_out
+from latent_sweep.security import printable
 
+FORMATS = ("text", "markdown", "csv", "latex")
 DECIMALS = 4
-"""Of scores in what programs read."""
+"""Of scores in CSV."""
 
 
 def records(summary: Summary) -> list[dict[str, Any]]:
-    """One flat row per configuration, scores in per cent rounded to four decimals, None where there is none."""
+    """Return one flat row per configuration, with scores in percent and None for missing values."""
     tasks = tasks_of(summary)
-    measures = ROUTER_MEASURES if any(configuration.router for configuration in summary.configurations) else ()
-    return [
-        {
-            **configuration.read,
-            **({"score_on": configuration.settings.get("benchmark.score_on")} if has_held_out(summary) else {}),
-            "n_finished": configuration.n_finished,
-            "n_trials": configuration.n_trials,
-            "n_stopped": configuration.n_stopped,
-            "n_failed": configuration.n_failed,
-            "AP_mean": _percent(configuration.average_performance, "mean"),
-            "AP_std": _percent(configuration.average_performance, "std"),
-            "LA_mean": _percent(configuration.learning_accuracy, "mean"),
-            "LA_std": _percent(configuration.learning_accuracy, "std"),
-            "FM_mean": _percent(configuration.forgetting, "mean"),
-            "FM_std": _percent(configuration.forgetting, "std"),
-            "best_AP": summary.is_best(configuration),
-            **{name: value_range(values, json.dumps) or None for name, values in protocol(configuration).items()},
-            **_comparison_record(configuration.comparison, summary.is_compared),
-            **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
-            **{
-                f"constant/{task}": None
-                if (score := configuration.constants.get(task)) is None
-                else _rounded(100 * score)
-                for task in tasks
-                if any(one.constants for one in summary.configurations)
-            },
-            **{measure.metric: _rounded(router_value(configuration, measure)) for measure in measures},
-            **{
-                f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
-                for name in summary.mixed
-            },
-        }
-        for configuration in summary.configurations
-    ]
+    measures = ROUTER_MEASURES if any(one.router for one in summary.configurations) else ()
+    with_constants = any(one.constants for one in summary.configurations)
+    rows = []
+    for one in summary.configurations:
+        row: dict[str, Any] = dict(one.read)
+        if has_held_out(summary):
+            row["score_on"] = one.settings.get("benchmark.score_on")
+        row |= {name: getattr(one, name) for name in ("n_finished", "n_trials", "n_stopped", "n_failed")}
+        statistics = {"AP": one.average_performance, "LA": one.learning_accuracy, "FM": one.forgetting}
+        for name, statistic in statistics.items():
+            row |= {f"{name}_{part}": _percent(getattr(statistic, part, None)) for part in ("mean", "std")}
+        row["best_AP"] = summary.is_best(one)
+        row |= {name: value_range(values, json.dumps) or None for name, values in protocol(one).items()}
+        row |= _comparison_record(one.comparison, summary.is_compared)
+        row |= {f"score/{task}": _mean(one.task_scores.get(task)) for task in tasks}
+        if with_constants:
+            row |= {f"constant/{task}": _percent(one.constants.get(task)) for task in tasks}
+        row |= {measure.metric: _rounded(router_value(one, measure)) for measure in measures}
+        row |= {f"computed_with/{name}": " and ".join(one.computed_with.get(name, ())) for name in summary.mixed}
+        rows.append(row)
+    return rows
 
 
 def _comparison_record(comparison: Comparison | None, is_compared: bool) -> dict[str, Any]:
-    """What a flat row says of a comparison: nothing where no configuration has one."""
+    """Return the columns of a comparison; none if no configuration was compared."""
     if not is_compared:
         return {}
-    found = comparison or Comparison("", 0, {})
-    return {
-        "baseline": found.baseline or None,
-        "n_pairs": found.n,
-        **{
-            column: value
-            for measure in MEASURES
-            for column, value in _difference_record(measure, found.differences.get(measure)).items()
-        },
-    }
+    known = comparison or Comparison("", 0, {})
+    row: dict[str, Any] = {"baseline": known.baseline or None, "n_pairs": known.n}
+    for measure in MEASURES:
+        row |= _difference_record(measure, known.differences.get(measure))
+    return row
 
 
 def _difference_record(measure: Measure, difference: Difference | None) -> dict[str, Any]:
@@ -100,14 +82,17 @@ def _difference_record(measure: Measure, difference: Difference | None) -> dict[
     mean = difference.mean if difference else None
     values = {"difference": mean, "difference_low": low, "difference_high": high}
     return {
-        **{f"{measure}_{part}": _rounded(None if value is None else 100 * value) for part, value in values.items()},
+        **{f"{measure}_{part}": _percent(value) for part, value in values.items()},
         f"{measure}_resampled": difference.resampled if difference else "nothing",
     }
 
 
-def _percent(statistic: Statistic | None, part: str) -> float | None:
-    value = getattr(statistic, part, None)
-    return _rounded(None if value is None else 100 * value)
+def _mean(statistic: Statistic | None) -> float | None:
+    return None if statistic is None else _percent(statistic.mean)
+
+
+def _percent(fraction: float | None) -> float | None:
+    return None if fraction is None else _rounded(100 * fraction)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -115,7 +100,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def score_matrix_csv(tasks: Sequence[str], scores: Sequence[Sequence[float | None]]) -> str:
-    """The score matrix as CSV: one row per task learned, one column per task scored, fractions, empty where unseen."""
+    """Return the score matrix as CSV: a row per task learned, a column per task scored, fractions."""
     return _csv(
         ["after", *tasks],
         ([task, *("" if score is None else score for score in row)] for task, row in zip(tasks, scores, strict=False)),
@@ -131,7 +116,7 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _inert(cell: Any) -> Any:
-    """Make a cell of CSV that a spreadsheet does not take for a formula; numbers stay numbers."""
+    """Quote a cell that a spreadsheet would read as a formula; numbers are left alone."""
     if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
         return cell
     try:
@@ -141,14 +126,14 @@ def _inert(cell: Any) -> Any:
     return cell
 
 
-def render(summary: Summary, format: str = "text", width: int | None = None) -> str:
-    """The summary as tables in one of `FORMATS`, the highest AP marked, trials that ended early below.
+def render(summary: Summary, format: str = "text", width: int | None = None, verbose: bool = False) -> str:
+    """Return a summary in one of `FORMATS`, with the highest AP marked.
 
-    Names, values and reasons come from elsewhere: they hold no secrets here, steer no terminal, and are neither
-    Markdown, HTML, LaTeX nor a spreadsheet's formula.
+    Names, values and reasons are untrusted: they are redacted and escaped for the format.
 
     Args:
-        width: columns of the terminal that text is written for; None leaves its lines as long as they are.
+        width: columns of the terminal, for text; None does not limit the lines.
+        verbose: include definitions and other details.
 
     Raises:
         ConfigError: the format is unknown.
@@ -157,30 +142,35 @@ def render(summary: Summary, format: str = "text", width: int | None = None) -> 
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")
     if format == "csv":
         return printable(_csv_table(records(summary)))
-    if format == "markdown":
-        return printable(_render_markdown(summary))
-    return printable(_listed(format, sections(summary), summary.name, width))
+    found = sections(summary)
+    if format != "markdown":
+        return printable(_listed(format, found, summary.name, width, verbose))
+    marked = " Highest AP in bold." * any(map(summary.is_marked, summary.configurations))
+    head = f"# Sweep {_escape_markdown(summary.name)}\n\n{counts(summary)}.{marked}\n\n"
+    return printable(head + _list_markdown([replace(found[0], title=""), *found[1:]], verbose))
 
 
-def render_all(summaries: Sequence[Summary], format: str = "text", width: int | None = None) -> str:
-    """The summaries of several sweeps one after another, and before them all their configurations in one table.
-
-    As CSV they are one table, whose first column is the sweep.
+def render_all(
+    summaries: Sequence[Summary], format: str = "text", width: int | None = None, verbose: bool = False
+) -> str:
+    """Return several summaries, preceded by a table of all configurations; CSV has only that, by `sweep`.
 
     Args:
         width: as for `render`.
+        verbose: as for `render`.
 
     Raises:
         ConfigError: the format is unknown.
     """
     if len(summaries) == 1:
-        return render(summaries[0], format, width)
+        return render(summaries[0], format, width, verbose)
     if format == "csv":
         rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary)]
         return printable(_csv_table(rows))
-    apart = [render(without_comparison(summary), format, width) for summary in summaries]
-    joint = _listed(format, joint_sections(summaries), " and ".join(summary.name for summary in summaries), width)
-    return printable(joint) + "\n" + "\n".join(apart)
+    single = [render(without_comparison(summary), format, width, verbose) for summary in summaries]
+    names = " and ".join(summary.name for summary in summaries)
+    joint = _listed(format, joint_sections(summaries), names, width, verbose)
+    return printable(joint) + "\n" + "\n".join(single)
 
 
 def _csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -191,59 +181,40 @@ def _csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _csv_cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    return (
-        f"{value:.{DECIMALS}f}"
-        if isinstance(value, float) and name.startswith(("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_"))
-        else format_value(value)
-    )
+    is_score = name.startswith(("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_"))
+    return f"{value:.{DECIMALS}f}" if isinstance(value, float) and is_score else format_value(value)
 
 
-def _render_markdown(summary: Summary) -> str:
-    main, *others = sections(summary)
-    marked = " Highest AP in bold." * any(map(summary.is_marked, summary.configurations))
-    head = f"# Sweep {_escape_markdown(summary.name)}\n\n{counts(summary)}.{marked}\n\n"
-    return head + _list_markdown([replace(main, title="")]) + ("\n" + _list_markdown(others) if others else "")
+def _listed(format: str, found: Sequence[Section], name: str, width: int | None, verbose: bool) -> str:
+    if format == "markdown":
+        return _list_markdown(found, verbose)
+    found = [replace(section, notes=_notes(section, verbose)) for section in found]
+    return latex(found, name) if format == "latex" else plain(found, width)
 
 
-def _list_markdown(found: Sequence[Section]) -> str:
+def _notes(section: Section, verbose: bool) -> list[str]:
+    return [*section.notes, *(section.details if verbose else ())]
+
+
+def _list_markdown(found: Sequence[Section], verbose: bool) -> str:
     parts = []
     for section in found:
         if section.title:
             parts.append(f"## {_escape_markdown(section.title)}")
         if (table := section.table) is not None:
-            rows = [[_marked(_escape_markdown(cell.text), "**{}**", cell) for cell in row] for row in table.rows]
-            parts.append(_piped([*map(_escape_markdown, table.header)], rows))
-        parts.append("\n".join(f"- {_escape_markdown(note)}" for note in section.notes))
-    return "\n\n".join(parts) + "\n"
-
-
-def _marked(text: str, mark: str, cell: Cell) -> str:
-    return mark.format(text) if cell.best else text
-
-
-def _listed(format: str, found: Sequence[Section], name: str, width: int | None) -> str:
-    """Write sections in a format that has them one after another."""
-    if format == "text":
-        return plain(found, width)
-    return latex(found, name) if format == "latex" else _list_markdown(found)
-
-
-FORMATS = ("text", "markdown", "csv", "latex")
-"""Every format that `render` knows."""
-
-
-def _one_line(text: str) -> str:
-    return " ".join(spelled_out(text).split())
-
-
-def _piped(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    table = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+            rows = [
+                [f"**{_escape_markdown(cell.text)}**" if cell.best else _escape_markdown(cell.text) for cell in row]
+                for row in table.rows
+            ]
+            lines = [list(map(_escape_markdown, table.header)), ["---"] * len(table.header), *rows]
+            parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append("\n".join(f"- {_escape_markdown(note)}" for note in _notes(section, verbose)))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 _MARKDOWN = re.compile(r"[\\`*\[\]|]|~(?=~)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
 def _escape_markdown(text: str) -> str:
-    """Escape text so that Markdown shows it as it is, in one line; HTML and a table's bars too."""
-    return _MARKDOWN.sub(r"\\\g<0>", html.escape(_one_line(text), quote=False))
+    """Escape Markdown, HTML and the bars of tables, and join the text into one line."""
+    return _MARKDOWN.sub(r"\\\g<0>", html.escape(one_line(text), quote=False))

@@ -1,9 +1,11 @@
-"""Pictures of the router: how sure it is of the right task, where it goes wrong, and whether it notices new tasks."""
+"""Pictures of the router: its confidence, its confusions, its calibration and its detection of new tasks."""
 
 from __future__ import annotations
 
+import inspect
 import statistics
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,17 +50,17 @@ NOVELTY = "router_novelty_auroc"
 
 
 def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
-    """Draw all pictures of a sweep's router; none where no trial with a router has finished.
+    """Draw the pictures of a sweep's routers.
 
     Returns:
-        The pictures, and what could not be drawn of which trial, and why.
+        The pictures, and a line for each that could not be drawn.
     """
-    found, unread = routings(sweep)
+    routed, unread = routings(sweep)
     gaps = [f"the router of {gap}" for gap in unread]
-    gaps += [f"the posterior of {one.gap}" for one in found if one.gap is not None and not one.has_posterior]
-    with_posterior = [routing for routing in found if routing.has_posterior]
+    gaps += [f"the posterior of {one.gap}" for one in routed if one.gap is not None and not one.has_posterior]
+    with_posterior = [routing for routing in routed if routing.has_posterior]
     pictures = [posterior_picture(routing, i) for i, routing in enumerate(with_posterior, start=1)]
-    pictures += [confusion_picture(routing, i) for i, routing in enumerate(found, start=1)]
+    pictures += [confusion_picture(routing, i) for i, routing in enumerate(routed, start=1)]
     if with_posterior:
         pictures.append(reliability_picture(with_posterior))
     if novelty := novelty_by_stage(sweep):
@@ -70,30 +72,31 @@ def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
 
 
 def posterior_picture(routing: Routing, number: int) -> Picture:
-    """Box plots of p(correct task | x) over each task's test rows: figure 4 of the paper."""
-    rows = own_task(routing.probabilities)
+    """Draw box plots of p(correct task | x) over each task's test examples: figure 4 of the paper."""
+    posteriors = own_task(routing.probabilities)
     caption = (
-        f"{_which(routing)} Posterior of a row's own task over its test rows ({_count(routing.probabilities)}): box "
-        "from the first to the third quartile with the median, whiskers to the farthest row within 1.5 boxes, circles "
-        f"beyond; diamond and number: the mean. {_where_from(routing)}"
+        f"{_which(routing)} Posterior of an example's own task over its test examples "
+        f"({_count(routing.probabilities)}): box from the first to the third quartile with the median, whiskers to the "
+        "farthest example within 1.5 boxes, circles beyond; diamond and number: the mean. "
+        f"{_source(routing)}"
     )
-    figure = posterior_figure(routing.trial.tasks, rows)
+    figure = posterior_figure(routing.trial.tasks, posteriors)
     return Picture(f"router_posterior_{number}", f"Posterior of the right task{_title(routing)}", caption, figure)
 
 
-def posterior_figure(tasks: Sequence[str], rows: Sequence[Array]) -> Figure:
+def posterior_figure(tasks: Sequence[str], posteriors: Sequence[Array]) -> Figure:
     """Draw a horizontal box for each task, the first at the top.
 
     Args:
-        rows: posteriors of the right task, (rows,), by task.
+        posteriors: of the right task, (examples,), by task.
     """
     figure = new_figure(PAGE, 0.75 + 0.21 * max(len(tasks), 3))
     axes = figure.add_subplot()
     places = np.arange(len(tasks))
     ink = dict(color=INK, linewidth=0.8)
-    # by hand and not by `boxplot`: one of its arguments has changed its name between the supported versions
+    # `bxp` and not `boxplot`: an argument of the latter was renamed between the supported versions
     axes.bxp(
-        [_box(values) for values in rows],
+        [_box(values) for values in posteriors],
         positions=places,
         widths=0.55,
         patch_artist=True,
@@ -109,11 +112,11 @@ def posterior_figure(tasks: Sequence[str], rows: Sequence[Array]) -> Figure:
     axes.set_yticks(places, numbered(tasks))
     axes.set_ylim(len(tasks) - 0.4, -0.6)
     axes.set_xlim(-0.02, 1.02)
-    axes.set_xlabel("posterior of the row's own task")
+    axes.set_xlabel("posterior of the example's own task")
     axes.grid(axis="x", color=FAINT, linewidth=0.6)
     tidy(axes)
     right = axes.secondary_yaxis("right")
-    right.set_yticks(places, [f"{values.mean():.3f}" for values in rows])
+    right.set_yticks(places, [f"{values.mean():.3f}" for values in posteriors])
     right.tick_params(length=0, labelsize=SMALL, labelcolor=INK)
     right.spines[:].set_visible(False)
     return figure
@@ -122,45 +125,41 @@ def posterior_figure(tasks: Sequence[str], rows: Sequence[Array]) -> Figure:
 def _box(values: Array) -> dict[str, Any]:
     from matplotlib.cbook import boxplot_stats
 
-    found: dict[str, Any] = boxplot_stats(values)[0]
-    return found
+    stats: dict[str, Any] = boxplot_stats(values)[0]
+    return stats
 
 
-def _horizontal() -> dict[str, Any]:
-    import inspect
-
-    known = inspect.signature(Axes.bxp).parameters
-    return {"orientation": "horizontal"} if "orientation" in known else {"vert": False}
-
-
-_HORIZONTAL = _horizontal()
+_HORIZONTAL: dict[str, Any] = (
+    {"orientation": "horizontal"} if "orientation" in inspect.signature(Axes.bxp).parameters else {"vert": False}
+)
+"""matplotlib 3.10 renamed the argument."""
 
 
-# --- where rows go ---------------------------------------------------------------------------------------------------
+# --- where examples go -----------------------------------------------------------------------------------------------
 
 
 def confusion_picture(routing: Routing, number: int) -> Picture:
-    """Draw the share of each task's test rows that go to each task."""
+    """Draw the share of each task's test examples that are routed to each task."""
     shares = confusion(routing.probabilities)
     caption = (
-        f"{_which(routing)} Share in per cent of the test rows of the task at the left ({_count(routing.probabilities)}"
-        ") that give the task above its largest weight; less than half a per cent is left blank. Numbers are places in "
-        f"the order of learning. Rows that find their own task: {100 * shares.diagonal().mean():.1f} %, the mean over "
-        "tasks."
+        f"{_which(routing)} Percentage of the test examples of the task at the left ({_count(routing.probabilities)}) "
+        "whose largest weight is that of the task below; less than half a percent is left blank. Numbers are positions "
+        "in the order of learning. Examples routed to their own task: "
+        f"{100 * shares.diagonal().mean():.1f} %, the mean over tasks."
     )
     figure = confusion_figure(routing.trial.tasks, shares)
-    return Picture(f"router_confusion_{number}", f"Tasks that rows went to{_title(routing)}", caption, figure)
+    return Picture(f"router_confusion_{number}", f"Tasks that examples are routed to{_title(routing)}", caption, figure)
 
 
 def confusion_figure(tasks: Sequence[str], shares: Array) -> Figure:
-    """Draw the matrix (true, routed) of shares, in per cent."""
+    """Draw the matrix (true, routed) of shares, in percent."""
     figure = new_figure(PAGE if len(tasks) > 6 else 4.6, matrix_height(len(tasks)))
     axes = figure.add_subplot()
     percent = 100 * shares
     columns = positions(len(tasks))
-    heat_map(axes, numbered(tasks), columns, percent, _whole_percent, Normalize(0, 100), "rows (%)")
+    heat_map(axes, numbered(tasks), columns, percent, _whole_percent, Normalize(0, 100), "examples (%)")
     axes.set_xlabel("routed to")
-    axes.set_ylabel("task of the row")
+    axes.set_ylabel("task of the example")
     return figure
 
 
@@ -171,33 +170,33 @@ def _whole_percent(value: float) -> str:
 # --- calibration -----------------------------------------------------------------------------------------------------
 
 
-def reliability_picture(found: Sequence[Routing]) -> Picture:
-    """Draw how often the router is right where it is so sure, a panel for each trial."""
-    parts = [(routing.name, reliability(routing.probabilities)) for routing in found]
-    where = " ".join(dict.fromkeys(map(_where_from, found)))
+def reliability_picture(routed: Sequence[Routing]) -> Picture:
+    """Draw the router's accuracy against its confidence, side by side for each trial."""
+    parts = [(routing.name, reliability(routing.probabilities)) for routing in routed]
+    sources = " ".join(dict.fromkeys(map(_source, routed)))
     caption = (
-        "Share of rows routed to their own task (bars) and mean largest posterior (circles) in 15 bins of the largest "
-        "posterior, over the test rows of all tasks after the last one; a calibrated router's bars reach the diagonal. "
-        "Below: share of rows in each bin, on a logarithmic scale. ECE: the mean gap of bar and circle, weighted by "
-        f"rows. {_which(*found)} {where}"
+        "Share of examples routed to their own task (bars) and mean largest posterior (circles) in 15 bins of the "
+        "largest posterior, over the test examples of all tasks after the last one; the bars of a calibrated router "
+        "reach the diagonal. Below: share of examples in each bin, on a logarithmic scale. ECE: the mean gap of bar "
+        f"and circle, weighted by examples. {_which(*routed)} {sources}"
     )
     return Picture("router_reliability", "Calibration of the router", caption, reliability_figure(parts))
 
 
 def reliability_figure(parts: Sequence[tuple[str, Reliability]]) -> Figure:
-    """Draw bars of accuracy by confidence above the share of rows, side by side for each name."""
+    """Draw bars of accuracy by confidence above the share of examples, side by side for each name."""
     figure = new_figure(max(COLUMN, PAGE * len(parts) / MOST_DRAWN), 3.1)
-    panels = figure.subplots(2, len(parts), squeeze=False, sharex=True, height_ratios=(3, 1))
-    for column, (name, found) in enumerate(parts):
-        above, below = panels[0, column], panels[1, column]
-        n_bins, filled = len(found.counts), found.counts > 0
+    grid = figure.subplots(2, len(parts), squeeze=False, sharex=True, height_ratios=(3, 1))
+    for column, (name, bins) in enumerate(parts):
+        above, below = grid[0, column], grid[1, column]
+        n_bins, filled = len(bins.counts), bins.counts > 0
         middles = (np.arange(n_bins) + 0.5) / n_bins
         bar = dict(width=0.92 / n_bins, edgecolor=INK, linewidth=0.6)
-        above.bar(middles[filled], found.accuracy[filled], color="#9ecae1", **bar)
+        above.bar(middles[filled], bins.accuracy[filled], color="#9ecae1", **bar)
         above.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle="--")
-        above.plot(middles[filled], found.confidence[filled], "o", markersize=3, color=COLORS[1])
-        above.text(0.04, 0.94, f"ECE {100 * found.calibration_error:.1f} %", va="top", fontsize=SMALL)
-        share = found.counts / found.counts.sum()
+        above.plot(middles[filled], bins.confidence[filled], "o", markersize=3, color=COLORS[1])
+        above.text(0.04, 0.94, f"ECE {100 * bins.calibration_error:.1f} %", va="top", fontsize=SMALL)
+        share = bins.counts / bins.counts.sum()
         below.bar(middles[filled], 100 * share[filled], color=GRAYS[1], **bar)
         below.set_yscale("log")
         below.set_ylim(min(1.0, 50 * share[filled].min()), 200)
@@ -207,7 +206,7 @@ def reliability_figure(parts: Sequence[tuple[str, Reliability]]) -> Figure:
         below.set_xlabel("largest posterior")
         if column == 0:
             above.set_ylabel("routed to own task")
-            below.set_ylabel("rows (%)")
+            below.set_ylabel("examples (%)")
         for axes in (above, below):
             tidy(axes)
         above.title.set_fontsize(SMALL)
@@ -221,36 +220,35 @@ Stages = dict[int, list[float]]
 
 
 def novelty_by_stage(sweep: SweepFolder) -> dict[str, Stages]:
-    """AUROC with which the router's distance tells rows of unseen tasks from seen ones, by configuration and stage.
+    """Return the AUROC of telling unseen tasks from seen ones by the router's distance, by configuration and stage.
 
-    Trials that differ only in what a router does not read have the same one, and count once.
+    Trials that differ only in settings that a router does not read have the same AUROC and count once.
     """
-    found: dict[str, Stages] = {}
+    by_name: dict[str, Stages] = {}
     for trial in routed_apart(sweep, finished_trials(sweep)):
         for event in stages(trial.events):
             if (auroc := event.metrics.get(NOVELTY)) is not None:
-                values = found.setdefault(trial.configuration, {})
-                values.setdefault(event.tasks_seen, []).append(auroc)
-    return dict(list(found.items())[:MOST_DRAWN])
+                by_name.setdefault(trial.configuration, {}).setdefault(event.tasks_seen, []).append(auroc)
+    return dict(list(by_name.items())[:MOST_DRAWN])
 
 
-def novelty_picture(found: dict[str, Stages]) -> Picture:
-    """Draw the AUROC at each stage that has tasks still to come."""
-    repetitions = {len(values) for stages_of in found.values() for values in stages_of.values()}
-    several = "line: mean, band: range over finished repetitions" if max(repetitions) > 1 else "one repetition"
+def novelty_picture(by_name: Mapping[str, Stages]) -> Picture:
+    """Draw the AUROC at each stage before the last."""
+    repetitions = max(len(values) for of_stages in by_name.values() for values in of_stages.values())
+    lines = "line: mean, band: range over finished repetitions" if repetitions > 1 else "one repetition"
     caption = (
-        "Area under the ROC curve with which the distance of a test row to all that the router has seen tells rows of "
-        "tasks not yet learned from rows of those that are: 1 is perfect, 0.5 is chance (dotted). After each task but "
-        f"the last; {several}."
+        "Area under the ROC curve of telling test examples of tasks not yet learned from those of learned tasks, by "
+        "their distance to everything that the router has seen: 1 is perfect, 0.5 is chance (dotted). After each task "
+        f"but the last; {lines}."
     )
-    return Picture("router_novelty", "Does the router notice new tasks?", caption, novelty_figure(found))
+    return Picture("router_novelty", "Does the router notice new tasks?", caption, novelty_figure(by_name))
 
 
-def novelty_figure(found: dict[str, Stages]) -> Figure:
+def novelty_figure(by_name: Mapping[str, Stages]) -> Figure:
     """Draw a line for each configuration over the number of tasks seen."""
-    figure = new_figure(PAGE if len(found) > 1 else COLUMN, 2.4)
+    figure = new_figure(PAGE if len(by_name) > 1 else COLUMN, 2.4)
     axes = figure.add_subplot()
-    for i, (name, values) in enumerate(found.items()):
+    for i, (name, values) in enumerate(by_name.items()):
         seen = sorted(values)
         means = [statistics.fmean(values[stage]) for stage in seen]
         (line,) = axes.plot(seen, means, label=_in_lines(name), color=COLORS[i], linestyle=DASHES[i], linewidth=1.4)
@@ -258,31 +256,30 @@ def novelty_figure(found: dict[str, Stages]) -> Figure:
         low, high = ([of(values[stage]) for stage in seen] for of in (min, max))
         axes.fill_between(seen, low, high, color=COLORS[i], alpha=0.15, linewidth=0)
     axes.axhline(0.5, color=INK, linewidth=0.8, linestyle=":")
-    every = sorted({stage for values in found.values() for stage in values})
-    axes.set_xticks(every)
-    axes.set_ylim(min(0.45, *(min(v) - 0.05 for values in found.values() for v in values.values())), 1.02)
+    axes.set_xticks(sorted({stage for values in by_name.values() for stage in values}))
+    axes.set_ylim(min(0.45, *(min(v) - 0.05 for values in by_name.values() for v in values.values())), 1.02)
     axes.set_xlabel("tasks seen")
     axes.set_ylabel("AUROC, unseen tasks")
     axes.grid(color=FAINT, linewidth=0.6)
     tidy(axes)
-    if len(found) > 1:
+    if len(by_name) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=SMALL)
     return figure
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- captions --------------------------------------------------------------------------------------------------------
 
 
 def _title(routing: Routing) -> str:
     return f": {routing.name}" if routing.name else ""
 
 
-def _which(*found: Routing) -> str:
-    names = ", ".join(routing.trial.name for routing in found)
-    first = "the first finished repetition of each configuration" if len(found) > 1 else "the first finished repetition"
+def _which(*routed: Routing) -> str:
+    names = ", ".join(routing.trial.name for routing in routed)
+    plural, each = ("s", " of each configuration") if len(routed) > 1 else ("", "")
     return (
-        f"Trial{'s' if len(found) > 1 else ''} {names} ({first}; trials that differ only in what the router does not "
-        "read are routed alike), after the last task."
+        f"Trial{plural} {names} (the first finished repetition{each}; trials that differ only in settings that the "
+        "router does not read are routed alike), after the last task."
     )
 
 
@@ -291,22 +288,15 @@ def _count(probabilities: Sequence[Array]) -> str:
     return f"{least:,} of each" if least == most else f"{least:,} to {most:,} of each"
 
 
-def _where_from(routing: Routing) -> str:
+def _source(routing: Routing) -> str:
     if routing.recomputed:
-        return "Posteriors are computed again from the stored embeddings and router records; none is pruned."
+        return "Posteriors are recomputed from the stored embeddings and router records, without pruning."
     threshold = routing.settings.prune_below
-    if not threshold:
-        return "Posteriors are the weights that answered."
-    return f"Posteriors are the weights that answered, where those below {threshold:g} were set to zero."
+    pruned = f", with those below {threshold:g} set to zero" if threshold else ""
+    return f"Posteriors are the weights used for answering{pruned}."
 
 
 def _in_lines(name: str, width: int = 26) -> str:
-    """Break a label between its settings where it would be too long for a panel."""
-    lines: list[str] = []
-    for word in name.split():
-        word = word if len(word) <= width else word[: width - 1] + "…"
-        if lines and len(lines[-1]) + 1 + len(word) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return plain("\n".join(lines))
+    """Break a label between its settings, to fit its part of a picture."""
+    words = (word if len(word) <= width else word[: width - 1] + "…" for word in name.split())
+    return plain(textwrap.fill(" ".join(words), width, break_long_words=False, break_on_hyphens=False))

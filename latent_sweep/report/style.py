@@ -1,7 +1,7 @@
-"""How pictures of evidence look: sizes of a paper's page, one palette, heat maps with numbers in their cells.
+"""The style of the pictures: sizes for a paper's page, one palette, heat maps with numbers in their cells.
 
-Every picture stays readable in gray and to people who confuse colors: lightness alone tells values apart, and lines
-also differ in marker and dash. Text is at least `SMALL` points at the size of the figure. Pyplot is never used.
+Pictures stay readable in gray and for color-blind readers: lines also differ in marker and dash, and heat maps in
+lightness. Text is at least `SMALL` points at the figure's size. Pyplot is never used: it changes global state.
 """
 
 from __future__ import annotations
@@ -19,32 +19,37 @@ from matplotlib.figure import Figure
 from latent_sweep.results.selection import short_task_names
 
 COLUMN, PAGE = 3.3, 6.8
-"""Widths in inches of a column and of a page of a paper."""
+"""Widths of a paper's column and page, in inches."""
 SMALL, NORMAL = 7.0, 8.0
 """Font sizes in points."""
 INK, FAINT = "#333333", "#d9d9d9"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
-"""Okabe and Ito's, without the yellow that vanishes on white."""
+"""Okabe and Ito's palette without yellow, which is invisible on white."""
 GRAYS = ("#f0f0f0", "#9e9e9e", "#4d4d4d")
 MARKERS, DASHES = "osD^vPX", ("-", "--", ":", "-.")
 _DPI = 160
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches, whose parts make room for each other."""
+    """Return an empty figure of this size in inches."""
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def plain(text: str) -> str:
-    """Escape text so that it is drawn as it is: between dollars a formula would be read."""
+    """Escape text, so that matplotlib reads no formula between dollars."""
     return text.replace("$", r"\$")
 
 
 def numbered(tasks: Sequence[str]) -> list[str]:
-    """Names of tasks to stand beside rows: the place in the order of learning, from 1, and the shortened name."""
+    """Return row labels: each task's shortened name and its position in the order of learning, from 1."""
     return [f"{plain(name)}  {i}" for i, name in enumerate(short_task_names(tasks), start=1)]
+
+
+def positions(n_tasks: int) -> list[str]:
+    """Return column labels: positions in the order of learning, from 1."""
+    return [str(i + 1) for i in range(n_tasks)]
 
 
 def tidy(axes: Axes) -> None:
@@ -61,23 +66,23 @@ def draw_cells(
     axes: Axes,
     values: npt.NDArray[np.float64],
     dark: npt.NDArray[np.bool_],
-    written: Callable[[float], str],
+    formatted: Callable[[float], str],
     size: float,
 ) -> None:
-    """Write what each number of a matrix is `written` as into its cell; NaN leaves it blank.
+    """Write each number of a matrix into its cell; NaN leaves the cell blank.
 
     Args:
-        dark: (rows, columns) cells that are written in white.
-        size: of the font, in points.
+        dark: (rows, columns) cells with white text.
+        size: font size in points.
     """
     for (i, j), value in np.ndenumerate(values):
         if not np.isnan(value):
             color = "white" if dark[i, j] else INK
-            axes.text(j, i, written(value), ha="center", va="center", color=color, fontsize=size)
+            axes.text(j, i, formatted(value), ha="center", va="center", color=color, fontsize=size)
 
 
 def decimals(digits: int) -> Callable[[float], str]:
-    """Return what writes a number with so many digits behind the point, and no -0."""
+    """Return a formatter with this many decimals and no -0."""
     return lambda value: f"{round(value, digits) + 0.0:.{digits}f}"
 
 
@@ -86,23 +91,22 @@ def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
     values: npt.NDArray[np.float64],
-    written: Callable[[float], str],
+    formatted: Callable[[float], str],
     norm: Normalize,
     label: str,
 ) -> None:
-    """Draw a matrix, each cell in a color and with its number; NaN leaves a cell blank.
+    """Draw a matrix as colored cells with numbers; NaN leaves a cell blank.
 
     Args:
-        rows: what stands at the left of each row.
-        columns: what stands below each column.
+        rows: row labels.
+        columns: column labels.
         values: (rows, columns).
-        written: the text of a cell.
-        norm: from the least value to the largest; logarithmic where it is a `LogNorm`.
-        label: what the colors mean, with its unit.
+        formatted: returns the text of a cell.
+        label: of the color bar, with the unit.
     """
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap="YlGnBu", norm=norm, aspect="auto")
-    draw_cells(axes, values, np.ma.filled(norm(masked), 0) > 0.55, written, SMALL)
+    draw_cells(axes, values, np.ma.filled(norm(masked), 0) > 0.55, formatted, SMALL)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
@@ -115,23 +119,18 @@ def heat_map(
     bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
     bar.set_label(label, fontsize=NORMAL)
     bar.ax.tick_params(which="both", labelsize=SMALL)
-    bar.ax.yaxis.set_major_formatter("{x:g}")  # an exponent would be smaller than other text
+    bar.ax.yaxis.set_major_formatter("{x:g}")  # matplotlib's exponents are smaller than the other text
     bar.ax.yaxis.set_minor_formatter("")
     bar.outline.set_visible(False)
 
 
 def matrix_height(n_rows: int) -> float:
-    """Return the height in inches in which a matrix of so many rows has room for its numbers."""
+    """Return the height in inches for a matrix with this many rows."""
     return 0.85 + 0.24 * max(n_rows, 4)
 
 
-def positions(n_tasks: int) -> list[str]:
-    """Return places in the order of learning, from 1, to stand below columns."""
-    return [str(i + 1) for i in range(n_tasks)]
-
-
 def norm_of(values: npt.NDArray[np.float64]) -> Normalize:
-    """Colors from zero, or by order of magnitude where values span several; zero has the lightest in any case."""
+    """Return a color scale from zero, or a logarithmic one if the values span two orders of magnitude."""
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         return Normalize(0, 1)
@@ -140,7 +139,7 @@ def norm_of(values: npt.NDArray[np.float64]) -> Normalize:
 
 
 def short_number(value: float) -> str:
-    """Write a number below 100 in at most five letters: `0`, `7.1`, `0.031`, `3e-5`."""
+    """Return a number below 100 in at most five characters: `0`, `7.1`, `0.031`, `3e-5`."""
     if value == 0 or abs(value) >= 0.01:
         return f"{value:.2g}"
     mantissa, exponent = f"{value:.0e}".split("e")

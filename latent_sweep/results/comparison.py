@@ -31,7 +31,7 @@ class Difference:
     """What the interval is from: repetitions, rows, both or nothing."""
 
     @property
-    def told_apart(self) -> bool:
+    def significant(self) -> bool:
         """Whether there is an interval, and 0 is not in it, nor at its bound but for the rounding of sums."""
         return self.interval is not None and not self.interval[0] - ROUNDING <= 0 <= self.interval[1] + ROUNDING
 

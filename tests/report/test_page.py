@@ -14,9 +14,9 @@ from helpers.sweep_folders import run_to_end, start, write_sweep
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.report import report
-from latent_sweep.report.page import _facts, _trial_of, all_pictures, render_page
+from latent_sweep.report.page import _extreme_trial, _facts, all_pictures, render_page
 from latent_sweep.report.pictures import sweep_pictures
-from latent_sweep.report.tables import together
+from latent_sweep.report.tables import HELD_OUT, STOPPED, together
 from latent_sweep.results import summaries
 from latent_sweep.storage.checksummed import read_sealed_json, sealed_json, write_sealed_json
 from latent_sweep.storage.folders import open_sweep
@@ -31,7 +31,7 @@ def sweep(tmp_path):
 
 
 class Page(HTMLParser):
-    """Checks that elements close in turn, and keeps texts of cells and every address."""
+    """Checks that elements are closed, and collects the texts of cells and all addresses."""
 
     def __init__(self, text):
         super().__init__()
@@ -55,7 +55,7 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
-def test_a_page_needs_nothing_beside_it(sweep):
+def test_a_page_is_self_contained(sweep):
     text = render_page([sweep])
     page = Page(text)
     assert page.open == []
@@ -66,14 +66,14 @@ def test_a_page_needs_nothing_beside_it(sweep):
     assert not re.search(r"url\(|@import|<script src", text)
 
 
-def test_its_table_has_the_reports_numbers(sweep):
+def test_the_table_has_the_reports_numbers(sweep):
     cells = Page(render_page([sweep])).cells
     first = cells.index("0.0")
     assert cells[first : first + 5] == ["0.0", "2", "42.00 ± 2.83", "42.00 ± 2.83", "10.00 ± 0.00"]
     assert "53.00 ± 1.41" in cells
 
 
-def test_what_was_run_is_told(sweep):
+def test_a_page_has_the_settings(sweep):
     text = html.unescape(render_page([sweep]))
     assert "method.ortho_lambda: 0.0, 0.1; seed: 0, 1" in text
     assert "method.name latent_lora" in text
@@ -87,13 +87,13 @@ def test_several_sweeps_are_compared(sweep, tmp_path):
     assert [cells[i : i + 2] for i in (0, 8, 16)] == [["lambda", "0.1"], ["other", "0.0"], ["lambda", "0.0"]]
 
 
-def test_a_sweep_that_has_not_begun_has_a_page(tmp_path):
+def test_an_unfinished_sweep_has_a_page(tmp_path):
     sweep = write_sweep(tmp_path, {"seed": [0, 1]})
     start(next(iter(sweep)))
     assert "2 trials (1 interrupted, 1 pending)" in render_page([sweep])
 
 
-def test_names_are_no_html(tmp_path):
+def test_names_are_escaped(tmp_path):
     name = "<script>alert(1)</script>"
     sweep = write_sweep(tmp_path, {"method.name": [name, '"><img src=x onerror=alert(1)>'], "seed": [0]})
     for trial in sweep:
@@ -103,7 +103,7 @@ def test_names_are_no_html(tmp_path):
     assert name in Page(text).cells
 
 
-def test_the_command_writes_it_beside_the_sweep(sweep, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_the_page_into_the_sweeps_folder(sweep, tmp_path, capsys, monkeypatch):
     assert main(["report", str(sweep.path), "--format", "html"]) == 0
     assert capsys.readouterr().out.strip() == str(sweep.path / "report.html")
     assert (sweep.path / "report.html").read_text().startswith("<!doctype html>")
@@ -129,8 +129,8 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
         assert "soft" in text
 
 
-def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
-    """In one table, rows of one benchmark together; an axis of only one of them has a column for both."""
+def test_sweeps_with_other_benchmarks_and_backbones_have_columns_for_them(sweep, tmp_path):
+    """Rows of one benchmark are together; an axis of one sweep has a column for both."""
     other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, name="other", sweep_id="0ther0ther0ther0")
     content = read_sealed_json(other.path / "sweep.json")
     content["trials"][0]["params"]["benchmark.name"] = "own"
@@ -155,8 +155,8 @@ def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
     assert "backbone" not in together([second, second]).table.header
 
 
-def test_sweeps_scored_on_other_rows_or_otherwise_say_so(sweep, tmp_path):
-    """Scores of rows held out stand behind those of test rows, however high they are; what differs has a column."""
+def test_sweeps_scored_differently_have_columns_for_it(sweep, tmp_path):
+    """Scores on held-out examples come after test scores, however high; settings that differ have a column."""
     changed = {"score_on": "validation", "test_per_task": 4, "prompts.definition": "none", "tasks": "sentiment"}
     for setting, value in changed.items():
         path = f"benchmark.{setting}"
@@ -167,13 +167,12 @@ def test_sweeps_scored_on_other_rows_or_otherwise_say_so(sweep, tmp_path):
         assert {row[column].text for row in section.table.rows} == {"-", str(value)}
         first = section.table.rows[0][0].text
         assert first == ("lambda" if setting in ("score_on", "tasks") else setting)
-        assert ("rows held out of the training rows" in " ".join(section.notes)) == (setting == "score_on")
+        assert (HELD_OUT in section.notes) == (setting == "score_on")
     (trial,) = other = write_sweep(tmp_path, {"benchmark.order": [2]}, name="order")
     assert together(summaries.summarize_all([sweep, other])).table.header[:4] == ["sweep", "order", "lambda", "n"]
 
 
-def test_a_report_of_candidates_says_what_they_are_scored_on(tmp_path):
-    """In every form: test rows are none of theirs."""
+def test_a_report_of_tuning_trials_notes_what_they_are_scored_on(tmp_path):
     (trial,) = sweep = write_sweep(tmp_path, {"benchmark.score_on": ["validation"], "benchmark.test_per_task": [9]})
     run_to_end(trial, 0.9, 0.0)
     content = read_sealed_json(sweep.path / "sweep.json")
@@ -182,14 +181,14 @@ def test_a_report_of_candidates_says_what_they_are_scored_on(tmp_path):
     sweep = open_sweep(sweep.path)
     found = summaries.summarize(sweep)
     for format in ("text", "markdown", "latex"):
-        assert "scores are of rows held out of the training rows" in report.render(found, format)
+        assert HELD_OUT.replace("_", r"\_" if format == "latex" else "_") in report.render(found, format)
     assert [row["score_on"] for row in report.records(found)] == ["validation"]
     same = dict(_facts(sweep, found))["the same for all"]
     assert "benchmark.score_on validation" in same and "test_per_task" not in same
 
 
 def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
-    """Whatever rate was chosen for a configuration, it is the same one; what only one sweep has is left out."""
+    """The rate selected by tuning does not tell configurations apart; those of one sweep only are left out."""
     found = {
         "here": (0.001, {"ewc": 0.1, "lwf": 0.2, "o_lora": 0.3, "gain_lora": 0.4}),
         "elsewhere": (0.003, {"ewc": 0.2, "lwf": 0.1, "o_lora": 0.3, "gain_lora": 0.4, "tasl": 0.0}),
@@ -205,13 +204,13 @@ def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
             run_to_end(trial, average, 0.1)
     assert main(["report", *(str(tmp_path / name) for name in found)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "here and elsewhere rank the 4 configurations that both have by AP with Kendall's tau 0.67" in text
+    assert "here and elsewhere rank their 4 common configurations by AP with Kendall's tau 0.67" in text
     assert "1 of 6 pairs swap" in text
-    assert text.count("Kendall") == 1, "two make no ranking"
+    assert text.count("Kendall") == 1, "two are no ranking"
 
 
 def rankings(tmp_path, axes, *averages):
-    """What is said of the rankings of sweeps, by the AP of each one's trials; None is not run."""
+    """Return the notes on rankings of sweeps with these APs; None is a trial that has not run."""
     found = []
     for number, each in enumerate(averages):
         sweep = write_sweep(tmp_path, axes, name=f"sweep{number}")
@@ -222,36 +221,36 @@ def rankings(tmp_path, axes, *averages):
     return [note for note in together(found).notes if "Kendall" in note]
 
 
-def test_rankings_on_other_tasks_are_no_agreement(tmp_path):
-    """Order 2 is harder for all methods, which says nothing of whether methods rank alike."""
+def test_rankings_are_compared_on_the_same_tasks(tmp_path):
+    """Order 2 is harder for all methods, which must not count as agreement."""
     axes = {"method.name": ["ewc", "lwf", "tasl"], "benchmark.order": [1, 2], "seed": [0]}
     first, second = rankings(tmp_path, axes, (0.5, 0.1, 0.6, 0.2, 0.7, 0.3), (0.7, 0.3, 0.6, 0.2, 0.5, 0.1))
     for note, order in ((first, 1), (second, 2)):
-        assert f"rank the 3 configurations that both have on benchmark=superni order={order} by AP" in note
+        assert f"3 common configurations on benchmark=superni order={order}" in note
         assert "tau -1.00" in note and "3 of 3 pairs swap" in note
 
 
-def test_what_is_equal_but_for_rounding_swaps_with_nothing(tmp_path):
+def test_rounding_swaps_no_pairs(tmp_path):
     axes = {"method.name": ["ewc", "lwf", "tasl"], "seed": [0]}
     (note,) = rankings(tmp_path, axes, (0.34, 0.33999999999999997, 0.1), (0.33999999999999997, 0.34, 0.1))
     assert "tau 1.00" in note and "0 of 3 pairs swap" in note
 
 
-def test_a_ranking_leaves_out_what_was_stopped_and_tells_of_missing_trials(tmp_path):
+def test_a_ranking_leaves_out_stopped_configurations(tmp_path):
     axes = {"method.name": ["ewc", "lwf", "tasl", "o_lora"], "seed": [0, 1]}
     whole = (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)
     (note,) = rankings(tmp_path, axes, whole, (*whole[:7], None))
-    assert "rank the 4 configurations" in note and note.endswith("; n is 1 to 2")
+    assert "4 common configurations" in note and note.endswith("; n is 1 to 2")
     trial = list(write_sweep(tmp_path, axes, name="sweep1"))[-1]
     start(trial)
     trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
     sweeps = [summaries.summarize(open_sweep(tmp_path / name)) for name in ("sweep0", "sweep1")]
     (note,) = (note for note in together(sweeps).notes if "Kendall" in note)
-    assert "rank the 3 configurations" in note and "n is" not in note
+    assert "3 common configurations" in note and "n is" not in note
 
 
-def test_what_a_scheduler_has_left_of_a_configuration_is_nowhere_the_best(tmp_path):
-    """The mean of its better seeds compares with no other: across sweeps, in curves, and in pictures of the best."""
+def test_a_configuration_with_stopped_trials_is_never_the_best(tmp_path):
+    """Its mean over the better seeds is not comparable: across sweeps, in curves, and in pictures of the best."""
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1, 1.0], "seed": [0, 1]})
     for trial, average in zip(sweep, (0.4, 0.5, 0.9, None, 0.3, 0.3), strict=True):
         if average is not None:
@@ -260,24 +259,22 @@ def test_what_a_scheduler_has_left_of_a_configuration_is_nowhere_the_best(tmp_pa
             start(trial)
             trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
     summary = summaries.summarize(sweep)
-    assert _trial_of(sweep, summary, max).values["method.ortho_lambda"] == 0.0
+    assert _extreme_trial(sweep, summary, max).values["method.ortho_lambda"] == 0.0
     table = together([summary, summary])
     assert [row[1].text for row in table.table.rows[-2:]] == ["lambda=0.1"] * 2
-    assert "and comes last" in " ".join(table.notes)
+    assert STOPPED in table.notes
     assert [row["n_stopped"] for row in report.records(summary)] == [0, 1, 0]
     found = {picture.name: picture for picture in sweep_pictures(summary)[0]}
     assert [len(line.get_xdata()) for line in found["against_lambda"].figure.axes[0].lines] == [2]
-    assert "left out, for a scheduler has left the better of their trials alone: 1" in found["against_lambda"].caption
+    assert found["against_lambda"].caption.endswith(": 1"), "configurations left out"
     for name in ("over_tasks", "forgetting", "matrices"):
-        assert found[name].caption.endswith(
-            "; last, for a scheduler has left the better of their trials alone: lambda=0.1"
-        )
+        assert found[name].caption.endswith(": lambda=0.1"), "the configurations put last"
     rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
     assert rows == ["lambda=0.0", "lambda=1.0", "lambda=0.1"]
 
 
-def test_pictures_that_a_scheduler_leaves_too_little_for_are_named(tmp_path):
-    """Each configuration has a trial that was stopped; of those along another axis nothing is said."""
+def test_pictures_without_whole_configurations_are_listed(tmp_path):
+    """Each configuration has a stopped trial."""
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "method.rank": [4, 8], "seed": [0, 1]})
     for trial in sweep:
         if trial.values["seed"] == 0:
@@ -288,11 +285,10 @@ def test_pictures_that_a_scheduler_leaves_too_little_for_are_named(tmp_path):
     pictures, not_drawn = all_pictures(sweep, summaries.summarize(sweep))
     assert [picture.name for picture in pictures] == ["over_tasks", "forgetting", "matrices"]
     of = ("AP and FM against lambda", "AP and FM against rank", "AP over lambda and rank")
-    told = [f"{what}: a scheduler has stopped trials of too many configurations" for what in of]
-    assert [line for line in not_drawn if "scheduler" in line] == told
+    assert [line.partition(": ")[0] for line in not_drawn if "scheduler" in line] == list(of)
 
 
-def test_a_curve_counts_what_a_scheduler_has_left_of_its_own_points(tmp_path):
+def test_a_curve_counts_only_stopped_configurations_along_its_axis(tmp_path):
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [None, 0.1, 1.0], "seed": [0, 1]})  # None: without lambda
     for trial in sweep:
         if trial.values == {"method.ortho_lambda": None, "seed": 1}:
@@ -304,7 +300,7 @@ def test_a_curve_counts_what_a_scheduler_has_left_of_its_own_points(tmp_path):
     assert "left out" not in curve.caption
 
 
-def test_sweeps_of_one_name_are_told_apart_and_none_counts_twice(sweep, tmp_path, capsys):
+def test_sweeps_of_one_name_are_called_by_their_folders(sweep, tmp_path, capsys):
     other = write_sweep(tmp_path / "elsewhere", {"seed": [0]})
     main(["report", str(sweep.path), str(other.path), "--format", "csv"])
     names = [line.split(",")[0] for line in capsys.readouterr().out.split()[1:]]
@@ -313,8 +309,8 @@ def test_sweeps_of_one_name_are_told_apart_and_none_counts_twice(sweep, tmp_path
     assert f"report: {sweep.path} is named more than once" in capsys.readouterr().err
 
 
-def test_a_label_of_several_configurations_has_no_rank(tmp_path):
-    """Where one sweep has the rate as an axis, and in the other it was chosen."""
+def test_ambiguous_labels_have_no_rank(tmp_path):
+    """The rate is an axis of one sweep and was tuned in the other."""
     names = ["ewc", "lwf", "tasl", "o_lora"]
     grid = write_sweep(
         tmp_path, {"method.name": names, "training.learning_rate": [1e-3, 1e-2], "seed": [0]}, name="grid"
@@ -332,8 +328,8 @@ def test_a_label_of_several_configurations_has_no_rank(tmp_path):
     assert "Kendall" not in notes
 
 
-def test_what_differs_between_trials_is_not_told_as_the_same_for_all(tmp_path):
-    """Defaults follow from the backbone: no axis of their own, and not the same."""
+def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
+    """Defaults may depend on the backbone."""
     sweep = write_sweep(tmp_path, {"backbone.name": ["t5-large", "llama-2-7b"], "seed": [0]})
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
     for entry, epochs in zip(content["trials"], (30, 15), strict=True):
@@ -342,19 +338,19 @@ def test_what_differs_between_trials_is_not_told_as_the_same_for_all(tmp_path):
     sweep = open_sweep(sweep.path)
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
-    told = dict(_facts(sweep, summaries.summarize(sweep)))
-    assert "training.epochs" not in told["the same for all"]
-    assert told["follows from these"] == "training.epochs: 30, 15"
-    assert "benchmark.order 1" in told["the same for all"]
+    facts = dict(_facts(sweep, summaries.summarize(sweep)))
+    assert "training.epochs" not in facts["the same for all"]
+    assert facts["varies with these"] == "training.epochs: 30, 15"
+    assert "benchmark.order 1" in facts["the same for all"]
 
 
-def test_figures_are_written_beside_the_sweep(sweep, capsys):
+def test_figures_are_written_into_the_sweeps_folder(sweep, capsys):
     assert main(["figures", str(sweep.path)]) == 0
     assert "4 pictures as PDF and PNG in" in capsys.readouterr().out
     assert (sweep.path / "figures" / "matrices.pdf").exists()
 
 
-def test_figures_of_an_earlier_call_do_not_stay_among_the_new_ones(sweep):
+def test_figures_of_an_earlier_call_are_removed(sweep):
     assert main(["figures", str(sweep.path), "--baseline", "lambda=0.0"]) == 0
     folder = sweep.path / "figures"
     assert (folder / "differences.pdf").exists()
@@ -365,7 +361,7 @@ def test_figures_of_an_earlier_call_do_not_stay_among_the_new_ones(sweep):
     assert "differences" not in listed
 
 
-def test_an_axis_that_is_not_there_is_refused(sweep):
+def test_an_unknown_axis_is_refused(sweep):
     with pytest.raises(ConfigError, match="one of the sweep's axes"):
         render_page([sweep], over=["rank"])
 

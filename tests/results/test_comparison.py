@@ -1,4 +1,4 @@
-"""`report --baseline`: what is paired with what, from which files, and how tables say it."""
+"""`report --baseline`: pairs, the files that they are read from, and their table."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label
 from latent_sweep.report import report
-from latent_sweep.report.tables import sections
+from latent_sweep.report.tables import ALL_EQUAL, BOOTSTRAP, FEW_PAIRS, ONE_PAIR, STOPPED, STUDENT, sections
 from latent_sweep.results import summaries
 from latent_sweep.results.comparison import Difference
 from latent_sweep.results.frames import SweepResults
@@ -36,14 +36,14 @@ def section(summary, name):
 
 
 def compared(sweep, *baseline, over=()):
-    """The comparison of each configuration, by its label."""
+    """Return the comparison of each configuration, by its label."""
     summary = summaries.summarize(sweep, over, baseline)
     return {label(found.values): found.comparison for found in summary.configurations}
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """seq_lora scores about 0.5, o_lora on the same rows a fifth more; FM 0.3 against 0.1, and a little."""
+    """seq_lora scores about 0.5, o_lora on the same examples a fifth more; FM is 0.3 and about 0.1."""
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         seed, better = trial.values["seed"], trial.values["method.name"] == "o_lora"
@@ -54,7 +54,7 @@ def sweep(tmp_path):
     return sweep
 
 
-def test_differences_are_those_of_pairs(sweep):
+def test_differences_are_of_pairs(sweep):
     found = compared(sweep, "method=seq_lora")
     assert found["method=seq_lora"] is None
     comparison = found["method=o_lora"]
@@ -67,23 +67,23 @@ def test_differences_are_those_of_pairs(sweep):
     difference = comparison.differences["AP"]
     assert difference.mean == pytest.approx(np.mean(second) - np.mean(first))
     assert difference.interval[0] < difference.mean < difference.interval[1]
-    assert difference.told_apart
+    assert difference.significant
     assert comparison.differences["FM"].mean == pytest.approx(-0.19)
-    assert comparison.differences["FM"].told_apart
+    assert comparison.differences["FM"].significant
 
 
-def test_seeds_are_paired_whatever_their_places(tmp_path):
-    """Between seeds scores differ by 40 points, within a seed by 1: only the right pairs tell that."""
+def test_seeds_are_paired_whatever_their_order(tmp_path):
+    """Scores differ by 40 points between seeds and by 1 within a seed, which only the right pairs show."""
     sweep = write_sweep(tmp_path, {"seed": [0, 1, 2], "method.name": ["seq_lora", "o_lora"]})
     for trial in sweep:
         seed, better = trial.values["seed"], trial.values["method.name"] == "o_lora"
         run_to_end(trial, 0.1 + 0.4 * seed + (0.01 + 0.001 * seed) * better, 0.0)
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
     assert comparison.differences["AP"].mean == pytest.approx(0.011)
-    assert comparison.differences["AP"].told_apart
+    assert comparison.differences["AP"].significant
 
 
-def test_what_is_equal_cannot_be_told_apart(tmp_path):
+def test_equal_configurations_are_not_significant(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, trial.values["seed"]), 0.2)
@@ -93,62 +93,62 @@ def test_what_is_equal_cannot_be_told_apart(tmp_path):
     assert text.count("+0.00 [+0.00, +0.00] n.s.") == 4
 
 
-def test_only_repetitions_that_both_have_finished_are_pairs(tmp_path):
+def test_pairs_are_repetitions_that_both_have_finished(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for number, trial in enumerate(sweep):
         if number != 1:
-            run_to_end(trial, 0.9 if number == 4 else 0.5, 0.0)  # whose partner has not finished
+            run_to_end(trial, 0.9 if number == 4 else 0.5, 0.0)  # its partner has not finished
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
     assert (comparison.n, comparison.differences["AP"].mean) == (2, 0.0)
 
 
-def test_without_rows_repetitions_alone_are_taken(tmp_path):
+def test_without_scores_by_example_only_repetitions_are_resampled(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5 + 0.01 * number**2, 0.0)
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.differences["AP"].resampled == "repetitions"
-    assert "from repetitions alone: Student's t over them" in report.render(summary)
+    assert STUDENT in section(summary, "compared").details
 
 
 @pytest.mark.parametrize("damage", ["gone", "other", "rows"])
-def test_rows_that_are_not_as_the_journal_says_are_not_read(sweep, damage):
+def test_predictions_that_contradict_the_journal_are_not_read(sweep, damage):
     path = next(iter(sweep)).path / "predictions" / "summary.jsonl"
     content = {"other": path.read_text().replace("0.0", "1.0"), "rows": "not even JSON"}
     path.unlink() if damage == "gone" else path.write_text(content[damage])
     assert compared(sweep, "method=seq_lora")["method=o_lora"].differences["AP"].resampled == "repetitions"
 
 
-def test_other_test_rows_are_no_pairs(tmp_path):
+def test_other_test_examples_are_not_paired(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, 0, n=30 if trial.values["method.name"] == "o_lora" else 40))
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     found = summary.configurations[1].comparison.differences["AP"]
-    assert (found.resampled, found.interval) == ("nothing", None), "and equal differences say nothing of how they vary"
-    assert "without brackets: all pairs have the same difference" in report.render(summary)
+    assert (found.resampled, found.interval) == ("nothing", None), "equal differences do not show their spread"
+    assert ALL_EQUAL in section(summary, "compared").notes
 
 
-def test_the_same_number_of_other_test_rows_is_no_pair(tmp_path):
+def test_as_many_other_test_examples_are_not_paired(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, 0), rows_from=trial.values["method.name"])
     assert compared(sweep, "method=seq_lora")["method=o_lora"].differences["AP"].resampled == "repetitions"
 
 
-def test_one_repetition_tells_of_rows_alone(tmp_path):
+def test_one_repetition_resamples_only_examples(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
         run_with_rows(trial, rows_of(0.2 + 0.6 * number, 0), 0.1)
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
     assert comparison.differences["AP"].resampled == "rows"
-    assert comparison.differences["AP"].told_apart
+    assert comparison.differences["AP"].significant
     assert comparison.differences["FM"].interval is None
-    assert "with one pair, an interval tells of other test rows, and nothing of another seed" in report.render(summary)
+    assert ONE_PAIR in section(summary, "compared").notes
 
 
-def test_one_repetition_without_rows_has_no_interval(tmp_path):
+def test_one_repetition_without_scores_by_example_has_no_interval(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5 + 0.1 * number, 0.0)
@@ -158,7 +158,7 @@ def test_one_repetition_without_rows_has_no_interval(tmp_path):
     assert "o_lora  1  +10.00  +10.00  +0.00  +0.00\n" in report.render(summary)
 
 
-def test_before_anything_has_finished_there_is_nothing_to_compare(tmp_path):
+def test_unfinished_trials_are_not_compared(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     start(next(iter(sweep)))
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
@@ -166,19 +166,18 @@ def test_before_anything_has_finished_there_is_nothing_to_compare(tmp_path):
     assert all(report.render(summary, format) for format in report.FORMATS)
 
 
-def test_intervals_that_are_there_are_counted(tmp_path):
-    """At most four of each comparison; none of what has no pair."""
+def test_the_number_of_intervals_is_noted(tmp_path):
     sweep = write_sweep(tmp_path, {"method.rank": [4, 8, 16], "seed": [0, 1]})
     for trial in sweep:
         if trial.values["method.rank"] < 16:
             run_with_rows(trial, rows_of(0.5, trial.values["method.rank"]))
     text = report.render(summaries.summarize(sweep, baseline=["rank=4"]))
     assert text.count("[") == 3, "LA has the same difference in both pairs"
-    assert "3 intervals, not corrected for their number: of those without a true difference, at least one in" in text
+    assert "\n3 intervals, not corrected" in text
 
 
-def test_what_is_equal_has_equal_intervals(tmp_path):
-    """Whatever else is compared, and in which order."""
+def test_equal_configurations_have_equal_intervals(tmp_path):
+    """Intervals do not depend on the other comparisons or their order."""
     sweep = write_sweep(tmp_path, {"method.rank": [4, 8, 16, 32], "seed": [0, 1, 2]})
     for trial in sweep:
         rank, seed = trial.values["method.rank"], trial.values["seed"]
@@ -188,29 +187,26 @@ def test_what_is_equal_has_equal_intervals(tmp_path):
     assert same.interval == other.interval != found["rank=8"].differences["AP"].interval
 
 
-def test_few_pairs_are_said_to_be_few(tmp_path):
-    """Only where an interval is from rows, and of so few pairs."""
-    note = "two to four pairs"
-    for n, with_rows, told in ((4, True, True), (5, True, False), (3, False, False), (1, True, False)):
+def test_few_pairs_are_noted(tmp_path):
+    for n, with_rows, noted in ((4, True, True), (5, True, False), (3, False, False), (1, True, False)):
         sweep = write_sweep(tmp_path / f"{n}{with_rows}", AXES | {"seed": list(range(n))})
         for trial in sweep:
             if with_rows:
                 run_with_rows(trial, rows_of(0.5, trial.values["seed"]))
             else:
                 run_to_end(trial, 0.5, 0.0)
-        text = report.render(summaries.summarize(sweep, baseline=["method=seq_lora"]))
-        assert (note in text) == told, (n, with_rows)
-        assert ("hierarchical bootstrap" in text) == with_rows
+        table = section(summaries.summarize(sweep, baseline=["method=seq_lora"]), "compared")
+        assert (FEW_PAIRS in table.notes) == noted, (n, with_rows)
+        assert (BOOTSTRAP in table.details) == with_rows
 
 
-# --- what the answers of every stage tell ----------------------------------------------------------------------------
+# --- answers of every stage -------------------------------------------------------------------------------------------
 
 
 def stages_of(seed, keeps, n=40):
-    """Rows of three tasks after each of three stages: of those right when new, a later stage keeps so large a share.
+    """Return scores of three tasks after each of three stages; later stages keep a share of the right answers.
 
-    With little forgetting the first task scores best at the second stage, not when it is new, and the third one is
-    learned better.
+    With little forgetting the first task scores best at the second stage, and the third task is learned better.
     """
     source = np.random.default_rng(seed)
     new = {task: source.binomial(1, 0.7, n).astype(float) for task in TASKS}
@@ -233,7 +229,7 @@ def answered(tmp_path):
 
 
 def loops(measure, seed=3, resamples=3_000):
-    """The difference of a measure, and its interval, with nothing but loops over the rows of each task."""
+    """Compute the difference of a measure and its interval with plain loops over examples."""
     source = random.Random(seed)
     first, second, third = TASKS
 
@@ -262,7 +258,7 @@ def loops(measure, seed=3, resamples=3_000):
 
 
 @pytest.mark.parametrize("measure", ["AP", "LA", "BWT", "FM"])
-def test_every_measure_has_the_interval_of_its_rows(answered, measure):
+def test_every_measure_has_its_interval(answered, measure):
     found = compared(answered, "method=seq_lora")["method=o_lora"].differences[measure]
     mean, interval = loops(measure)
     assert found.resampled == "repetitions and rows"
@@ -271,15 +267,15 @@ def test_every_measure_has_the_interval_of_its_rows(answered, measure):
     assert found.mean != 0
 
 
-def test_one_repetition_tells_of_what_rows_forget(tmp_path):
+def test_one_repetition_has_an_interval_of_forgetting(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for trial in sweep:
         run_with_answers(trial, stages_of(0, 0.9 if trial.values["method.name"] == "o_lora" else 0.5))
     found = compared(sweep, "method=seq_lora")["method=o_lora"].differences["FM"]
-    assert (found.resampled, found.told_apart) == ("rows", True)
+    assert (found.resampled, found.significant) == ("rows", True)
 
 
-def test_a_single_task_has_nothing_to_forget(tmp_path, monkeypatch):
+def test_a_single_task_has_no_forgetting(tmp_path, monkeypatch):
     monkeypatch.setattr("helpers.sweep_folders.TASKS", TASKS[:1])
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
@@ -296,7 +292,7 @@ def test_a_single_task_has_nothing_to_forget(tmp_path, monkeypatch):
 
 
 def test_the_first_of_equally_good_stages_counts(tmp_path):
-    """So that the rows that were lost and gained since are seen, though their sum is nothing."""
+    """Examples lost and gained since then count, although their sum is 0."""
     first, second, third = TASKS
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for trial in sweep:
@@ -310,7 +306,7 @@ def test_the_first_of_equally_good_stages_counts(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["gone", "other"])
-def test_without_the_answers_of_a_stage_repetitions_alone_tell_of_forgetting(answered, damage):
+def test_without_answers_of_a_stage_forgetting_resamples_repetitions(answered, damage):
     path = next(iter(answered)).path / "answers" / "2.jsonl"
     path.unlink() if damage == "gone" else path.write_text(path.read_text().replace("1.0", "0.0"))
     found = compared(answered, "method=seq_lora")["method=o_lora"].differences
@@ -322,8 +318,8 @@ def test_without_the_answers_of_a_stage_repetitions_alone_tell_of_forgetting(ans
     }
 
 
-def test_answers_of_some_stages_do_not_tell_of_forgetting(tmp_path):
-    """A trial that went on with `run.keep_answers: last`."""
+def test_answers_of_some_stages_do_not_suffice_for_forgetting(tmp_path):
+    """As in a trial resumed with `run.keep_answers: last`."""
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_answers(
@@ -359,20 +355,20 @@ def test_a_baseline_is_named_by_settings_or_by_its_label(tmp_path, wanted):
 
 
 @pytest.mark.parametrize("wanted", ["lambda=1e-5", "lambda=1e-05", "method.ortho_lambda=0.00001", "lambda=1.0E-5"])
-def test_a_baseline_may_write_a_number_otherwise(tmp_path, wanted):
+def test_a_baseline_may_write_numbers_differently(tmp_path, wanted):
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 1e-5], "seed": [0]})
     assert compared(sweep, wanted)["lambda=0.0"].baseline == "lambda=1e-05"
     with pytest.raises(ConfigError, match="'lambda=1e-4' fits no configuration; expected"):
         compared(sweep, "lambda=1e-4")
 
 
-def test_each_configuration_is_compared_on_what_it_is_tested_on(tmp_path):
+def test_each_configuration_is_compared_on_its_own_tasks(tmp_path):
     found = compared(write_sweep(tmp_path, MIXED), "method=seq_lora", "combine=soft")
     assert found["method=o_lora combine=sum order=2"].baseline == "method=seq_lora combine=soft order=2"
     assert found["method=o_lora combine=sum order=1"].baseline == "method=seq_lora combine=soft order=1"
 
 
-def test_of_several_baselines_the_one_with_the_same_backbone_is_taken(tmp_path):
+def test_a_baseline_with_the_same_backbone_is_preferred(tmp_path):
     axes = {"backbone.name": ["t5-large", "t5-3b"], "method.name": ["seq_lora", "o_lora"], "seed": [0]}
     sweep = write_sweep(tmp_path, axes)
     found = compared(sweep, "method=seq_lora")
@@ -381,12 +377,12 @@ def test_of_several_baselines_the_one_with_the_same_backbone_is_taken(tmp_path):
     assert found["backbone=t5-3b method=o_lora"].baseline == "backbone=t5-large method=seq_lora"
 
 
-def test_other_settings_of_the_benchmark_can_be_compared(tmp_path):
+def test_benchmark_settings_can_be_compared(tmp_path):
     found = compared(write_sweep(tmp_path, {"benchmark.train_per_task": [16, 64], "seed": [0]}), "train_per_task=16")
     assert found["train_per_task=64"].baseline == "train_per_task=16"
 
 
-def test_orders_are_pairs_where_they_repeat(tmp_path):
+def test_orders_that_repeat_are_pairs(tmp_path):
     sweep = write_sweep(tmp_path, MIXED | {"router.combine": ["sum"], "seed": [0, 1]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.1 * (number % 4) + 0.2 * (number >= 4), 0.0)
@@ -396,7 +392,7 @@ def test_orders_are_pairs_where_they_repeat(tmp_path):
 
 
 def resolved(sweep, settings, kept):
-    """The sweep with those of its trials whose values are kept, and with what settings resolve to from these."""
+    """Return the sweep with only the kept trials, whose settings resolve to `settings(values)`."""
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
     content["trials"] = [
         entry | {"params": entry["params"] | settings(entry["values"])}
@@ -408,7 +404,7 @@ def resolved(sweep, settings, kept):
 
 
 def routed_beside_oracle(tmp_path, **more):
-    """The task known, two seeds, and two routers with K = 1 and two with K = 5, which the first do not read."""
+    """Oracle routing with two seeds, which does not read K, and routers with K = 1 and K = 5 for each seed."""
     axes = {"router.combine": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
     return resolved(
         write_sweep(tmp_path, axes | more),
@@ -417,8 +413,7 @@ def routed_beside_oracle(tmp_path, **more):
     )
 
 
-def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_path):
-    """With K = 1 and 5 averaged for each seed: one K alone would give another difference."""
+def test_a_setting_that_one_side_does_not_read_is_averaged_over(tmp_path):
     sweep = routed_beside_oracle(tmp_path)
     for trial, average in zip(sweep, (0.3, 0.4, 0.4, 0.42, 0.5, 0.5), strict=True):
         run_with_rows(trial, {task: [average] * 5 for task in TASKS}, 0.0)
@@ -426,19 +421,19 @@ def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_p
     assert found.n == 2
     assert found.differences["AP"].mean == pytest.approx((0.15 + 0.06) / 2)
     assert found.differences["AP"].resampled == "repetitions and rows"
-    text = report.render(summaries.summarize(sweep, ["K"], ["combine=oracle"]))
-    assert "where only one of the two reads K, the trials of the other are averaged over it" in text
+    notes = section(summaries.summarize(sweep, ["K"], ["combine=oracle"]), "compared").notes
+    assert any("reads K" in note and "averaged" in note for note in notes)
     assert compared(sweep, "combine=oracle")["combine=soft K=5"].n == 2
 
 
-def test_a_bound_of_nothing_but_rounding_is_zero():
-    assert not Difference(0.02, (1.7e-18, 0.05), "rows").told_apart
-    assert not Difference(-0.02, (-0.05, -1.7e-18), "rows").told_apart
-    assert Difference(0.02, (1e-3, 0.05), "rows").told_apart
+def test_a_bound_within_rounding_is_zero():
+    assert not Difference(0.02, (1.7e-18, 0.05), "rows").significant
+    assert not Difference(-0.02, (-0.05, -1.7e-18), "rows").significant
+    assert Difference(0.02, (1e-3, 0.05), "rows").significant
 
 
-def test_a_mean_over_what_the_other_does_not_read_is_one_over_all_of_it(tmp_path):
-    """A seed that lacks one K has another mean: it is no pair until that has finished."""
+def test_such_an_average_needs_all_values(tmp_path):
+    """A seed without one K is no pair until that trial has finished."""
     *whole, last = routed_beside_oracle(tmp_path)
     for trial, average in zip(whole, (0.5, 0.5, 0.3, 0.3, 0.7), strict=True):
         run_to_end(trial, average, 0.0)
@@ -448,8 +443,8 @@ def test_a_mean_over_what_the_other_does_not_read_is_one_over_all_of_it(tmp_path
     assert compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"].n == 2
 
 
-def test_a_mean_waits_for_a_value_that_no_repetition_has_finished(tmp_path):
-    """K = 5 is missing for both seeds, and in no trial that has finished."""
+def test_such_an_average_waits_for_unfinished_values(tmp_path):
+    """No trial with K = 5 has finished."""
     oracle, other, *routed = routed_beside_oracle(tmp_path)
     for trial, average in zip((oracle, other, *routed[:2]), (0.5, 0.5, 0.3, 0.3), strict=True):
         run_to_end(trial, average, 0.0)
@@ -460,8 +455,8 @@ def test_a_mean_waits_for_a_value_that_no_repetition_has_finished(tmp_path):
     assert (found.n, found.differences["AP"].mean) == (2, 0.0)
 
 
-def test_both_may_be_averaged_over_what_some_of_their_trials_do_not_read(tmp_path):
-    """Each of two rates has the task known, without K, and a router with two: all have finished, so all are pairs."""
+def test_both_sides_may_be_averaged(tmp_path):
+    """Each of two rates has oracle routing, without K, and a router with two values of K."""
     for trial in routed_beside_oracle(tmp_path, **{"training.learning_rate": [0.1, 0.2]}):
         run_to_end(
             trial, trial.values["training.learning_rate"] * (2 + (trial.values["router.combine"] == "soft")), 0.0
@@ -471,8 +466,8 @@ def test_both_may_be_averaged_over_what_some_of_their_trials_do_not_read(tmp_pat
     assert (found.n, found.differences["AP"].mean) == (4, pytest.approx(0.25))
 
 
-def test_a_setting_that_a_point_leaves_out_is_not_one_that_is_null(tmp_path):
-    """What it resolves to differs by method: the other's modes are averaged, and none is left out unsaid."""
+def test_an_omitted_setting_is_not_null(tmp_path):
+    """Its default differs by method: the other's modes are averaged, and none is silently left out."""
     axes = {"method.name": ["seq_lora", "latent_lora"], "router.combine": [None, "oracle"], "seed": [0, 1]}
     of_method = {"seq_lora": "last", "latent_lora": "soft"}
     sweep = resolved(
@@ -487,8 +482,8 @@ def test_a_setting_that_a_point_leaves_out_is_not_one_that_is_null(tmp_path):
     assert (found.n, found.differences["AP"].mean) == (2, pytest.approx(0.2))
 
 
-def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
-    """In tables, data frames, a tracker and for `--baseline`; only what a trial does not read is nothing."""
+def test_an_omitted_setting_shows_its_default(tmp_path):
+    """In tables, data frames, the tracker and `--baseline`; only settings that a trial does not read are missing."""
     axes = {
         "router.combine": [None, "oracle"],
         "router.scope": [None, "prompt"],
@@ -521,16 +516,16 @@ def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
 
 
 @pytest.mark.parametrize("null", ["max_steps=null", "max_steps=-", "method=seq_lora max_steps=-"])
-def test_a_baseline_with_a_setting_that_is_null_is_named_by_it(tmp_path, null):
-    """What leaves it open fits both, whatever the label of one of them is."""
+def test_a_baseline_may_have_a_null_setting(tmp_path, null):
+    """A baseline without this setting fits both, whatever their labels are."""
     sweep = write_sweep(tmp_path, {"method.name": ["seq_lora"], "training.max_steps": [None, 8], "seed": [0]})
     with pytest.raises(ConfigError, match=r"fits several .*\n  method=seq_lora max_steps=-\n  method=seq_lora max_st"):
         compared(sweep, "method=seq_lora")
     assert compared(sweep, null)["method=seq_lora max_steps=8"].baseline == "method=seq_lora"
 
 
-def test_null_is_a_value_that_repeats_like_any_other(tmp_path):
-    """Not the sign of a setting that a trial does not read: then trials of all steps would be averaged."""
+def test_null_repeats_like_any_other_value(tmp_path):
+    """It does not mean that the trial does not read the setting: then all trials would be averaged."""
     axes = {"method.name": ["seq_lora", "o_lora"], "training.max_steps": [None, 8], "seed": [0, 1]}
     sweep = write_sweep(tmp_path, axes)
     for trial in sweep:
@@ -541,8 +536,8 @@ def test_null_is_a_value_that_repeats_like_any_other(tmp_path):
     assert found.averaged == ()
 
 
-def test_a_baseline_named_by_its_method_is_that_of_the_same_tasks(tmp_path):
-    """Where one of the subsets is null, the whole order, the name alone is the label of that configuration."""
+def test_a_baseline_named_by_method_has_the_same_tasks(tmp_path):
+    """If one subset of tasks is null, the method alone is that configuration's label."""
     axes = {"benchmark.tasks": [None, ["sentiment"]], "method.name": ["seq_lora", "o_lora"], "seed": [0]}
     found = compared(write_sweep(tmp_path, axes), "method=seq_lora")
     assert {name: one.baseline for name, one in found.items() if "o_lora" in name} == {
@@ -551,15 +546,14 @@ def test_a_baseline_named_by_its_method_is_that_of_the_same_tasks(tmp_path):
     }
 
 
-def test_a_comparison_tells_of_trials_that_were_stopped(tmp_path):
+def test_stopped_trials_are_noted(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     *others, last = sweep
     for trial in others:
         run_to_end(trial, 0.5, 0.0)
     start(last)
     last.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
-    text = report.render(summaries.summarize(sweep, (), ["method=seq_lora"]))
-    assert "a scheduler has stopped some trials, the worse ones: a difference of what is left" in text
+    assert STOPPED in section(summaries.summarize(sweep, (), ["method=seq_lora"]), "compared").notes
 
 
 @pytest.mark.parametrize(
@@ -570,7 +564,7 @@ def test_a_comparison_tells_of_trials_that_were_stopped(tmp_path):
         ("method=o_lora combine=sum order=1", r"fits no configuration with order=2"),
     ],
 )
-def test_a_baseline_that_is_not_one_names_what_there_is(tmp_path, wanted, expected):
+def test_an_unclear_baseline_lists_the_candidates(tmp_path, wanted, expected):
     with pytest.raises(ConfigError, match=expected):
         compared(write_sweep(tmp_path, MIXED), wanted)
 
@@ -590,7 +584,7 @@ def test_the_tables_of_all_formats(sweep):
     assert "  -19.00 [" in text
     escaped = cell.replace("[", r"\[").replace("]", r"\]")
     assert rf"| o_lora | 3 | {escaped} | +8.61 \[" in markdown
-    assert "AP: repetitions and rows; LA, BWT, FM: repetitions" in " ".join(section(summary, "compared").notes)
+    assert "AP: repetitions and examples; LA, BWT, FM: repetitions" in " ".join(section(summary, "compared").details)
     assert f"O-LoRA & $3$ & ${cell.replace(' [', chr(92) + ' [')}$ & $+8.61" in latex
     assert "baseline: SeqLoRA." in latex.partition(r"\label{tab:lambda-compared}")[2].partition(r"\end{table}")[0]
     baseline, ours = csv.DictReader(io.StringIO(report.render(summary, "csv")))
@@ -602,11 +596,10 @@ def test_the_tables_of_all_formats(sweep):
     assert (ours["AP_resampled"], ours["FM_resampled"]) == ("repetitions and rows", "repetitions")
     for measure, found in summary.configurations[1].comparison.differences.items():
         assert float(ours[f"{measure}_difference"]) == round(100 * found.mean, 4)
-    assert "comparisons" not in text and "3; in brackets" in text
-    assert "two to four pairs: too narrow an interval from rows" in text
+    assert FEW_PAIRS in text
 
 
-def test_without_a_baseline_nothing_is_said_of_differences(sweep):
+def test_without_a_baseline_there_are_no_differences(sweep):
     summary = summaries.summarize(sweep)
     assert not any("ifference" in report.render(summary, format) for format in report.FORMATS)
 

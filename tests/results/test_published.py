@@ -1,4 +1,4 @@
-"""The paper's numbers beside a configuration's."""
+"""The paper's numbers next to those of a sweep."""
 
 import pytest
 from helpers.sweep_folders import run_to_end, write_sweep
@@ -33,18 +33,18 @@ T5 = {"backbone.name": "t5-large", "method.name": "latent_lora", "benchmark.orde
         ({"benchmark.prompts.definition": "none"}, None),
     ],
 )
-def test_a_configuration_is_a_cell_of_the_paper_or_none(changes, expected):
+def test_configurations_and_their_cells(changes, expected):
     order = str((T5 | changes)["benchmark.order"])
     found = find_published(T5 | {"benchmark.name": STREAMS[order]} | changes, 15)
     numbers = None if found is None else (found.table, 100 * found.average_performance, 100 * found.forgetting)
     assert numbers == (None if expected is None else pytest.approx(expected))
 
 
-def test_five_tasks_are_no_cell_of_the_paper():
+def test_five_tasks_have_no_cell():
     assert find_published(T5 | {"benchmark.name": "superni"}, 5) is None
 
 
-def test_every_cell_of_the_tables_is_there():
+def test_all_cells_are_stored():
     counts = {}
     for row in content()["rows"]:
         counts[row["table"]] = counts.get(row["table"], 0) + len(row["orders"])
@@ -66,13 +66,13 @@ def reproduced(tmp_path, monkeypatch):
 
 def test_the_gap_is_ours_minus_the_papers(reproduced):
     text = report.render(reproduced)
-    lines = text.partition("Beside the paper's numbers\n\n")[2].splitlines()
+    lines = text.partition("Compared with the paper\n\n")[2].splitlines()
     assert lines[0].split("  ")[0] == "method"
     assert lines[2].split() == ["latent_lora", "soft", "1", "48.60", "49.00", "+0.40", "0.01", "2.00", "+1.99", "-"]
-    assert lines[3] == ""  # a method from outside has no cell
+    assert lines[3] == ""  # a plugin method has no cell
 
 
-def test_what_makes_less_of_the_cell_is_said(tmp_path, monkeypatch):
+def test_reduced_protocols_are_noted(tmp_path, monkeypatch):
     monkeypatch.setattr("latent_sweep.results.published.TASKS", 3)
     sweep = write_sweep(tmp_path, {"router.combine": ["soft"], "benchmark.train_per_task": [96], "seed": [0]})
     run_to_end(next(iter(sweep)), 0.5, 0.0)
