@@ -122,7 +122,7 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
     assert main(["report", str(sweep.path), str(other.path), "--format", format]) == 0
     text = capsys.readouterr().out
     if format == "csv":
-        assert text.startswith("sweep,lambda,mode,n_finished")
+        assert text.startswith("sweep,lambda,combine,n_finished")
         assert "\nother,0.0,soft,1,1,0,0,48.0000," in text
     else:
         assert text.index("2 sweeps compared") < text.index("48.00")

@@ -453,7 +453,7 @@ def routed(tmp_path):
 def test_the_router_table(routed):
     text = report.render(routed)
     table = text.partition("Router\n\n")[2].splitlines()
-    heading = "mode p(correct) (%) top-1 (%) NLL (nats) ECE (%) one-hot (%) novelty AUROC (%)"
+    heading = "combine p(correct) (%) top-1 (%) NLL (nats) ECE (%) one-hot (%) novelty AUROC (%)"
     assert table[0].split() == heading.split()
     assert table[2].split() == ["soft", "45.00", "90.00", "1.75", "10.00", "100.00", "87.50"]
     assert table[3].split() == ["old", "-", "90.00", "-", "-", "-", "-"]
