@@ -16,6 +16,7 @@ from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import parse_yaml
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.schema import every_setting
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cluster", "docs", "latent_sweep", "sweeps", "tests")
@@ -45,10 +46,6 @@ def code(text):
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_reference_is_current(page):
     assert text_of(page) == reference.page_text(page), "run `make reference`"
-
-
-def test_every_setting_stands_in_the_reference():
-    assert "`trial.router.components`" in text_of("docs/reference/settings.md")
 
 
 def yaml_blocks(name):
@@ -187,6 +184,46 @@ def test_every_module_and_class_that_is_mentioned_exists(name):
     assert {dotted for dotted in mentioned if not resolves(dotted)} == set()
 
 
+SETTING = re.compile(
+    r"(?:trial|tune|run|method|router|backbone|benchmark|training|evaluation|engine|gpm|gate)(?:\.\w+)+"
+)
+
+
+@cache
+def setting_paths():
+    paths = {"trial.method.name"} | {facts.path for group in every_setting().values() for facts in group}
+    return {".".join(path.split(".")[:end]) for path in paths for end in range(1, path.count(".") + 2)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_that_is_mentioned_exists(name):
+    """By its whole path or the end of it, as `router.components` or `gpm.eps_0`; alone or before a colon or `=`."""
+    inline = re.findall(r"`([^`\n]+)`", without_code_blocks(text_of(name)))
+    mentioned = {re.split(r"[:=]", text)[0] for text in inline if not PATH.fullmatch(text)}
+    ends = {".".join(path.split(".")[start:]) for path in setting_paths() for start in range(path.count(".") + 1)}
+    assert {path for path in mentioned if SETTING.fullmatch(path)} - ends == set()
+
+
+@cache
+def words_of_code():
+    """Every word of the package, its tests and the cluster files."""
+    paths = [ROOT / "Makefile", *(path for name in FOLDERS for path in (ROOT / name).rglob("*"))]
+    texts = (
+        path.read_text(encoding="utf-8") for path in paths if path.suffix in {"", ".py", ".yaml"} and path.is_file()
+    )
+    return {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+IDENTIFIER = re.compile(r"[A-Z][a-z]+[A-Z]\w*|[A-Z][A-Z_0-9]{2,}")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("docs/reference/")])
+def test_every_class_and_constant_that_is_mentioned_exists(name):
+    inline = re.findall(r"`([\w.]+)(?:\([^`]*\))?`", without_code_blocks(text_of(name)))
+    mentioned = {word for text in inline for word in text.split(".") if IDENTIFIER.fullmatch(word)}
+    assert mentioned - words_of_code() == set()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_that_is_mentioned_exists(name):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -202,4 +239,6 @@ def test_these_tests_can_fail():
     assert PATH.fullmatch("../router.py") and not exists("../no_such.py", ROOT / "cluster" / "README.md")
     assert not PATH.fullmatch("runs/lambda")
     assert BELOW_A_FOLDER.findall("see tests/no_such.py, or s3://bucket/sweeps/x") == ["tests/no_such.py"]
+    assert SETTING.fullmatch("router.no_such") and "router.no_such" not in setting_paths()
+    assert IDENTIFIER.fullmatch("TaskAdapterMethod") and not IDENTIFIER.fullmatch("router")
     assert resolves("latent_sweep.open_sweep") and not resolves("latent_sweep.no_such")
