@@ -1,4 +1,4 @@
-"""Models by their configuration, with random weights or none, and the device that holds them."""
+"""Build models from configurations, with random weights or none, and choose the device that holds them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
-"""What torch computes with on processors of Intel and AMD that multiply no bfloat16, as torch names it."""
+"""CPU capabilities, as torch names them, without bfloat16 multiplication on Intel and AMD processors."""
 
 
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
-    """Choose where `backbone.device` puts a model on this machine.
+    """Return the device for `backbone.device` on this machine.
 
     Raises:
-        ConfigError: a GPU was asked for, and there is none.
+        ConfigError: a GPU was requested and there is none.
     """
     import torch
 
@@ -37,11 +37,7 @@ def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
 
 
 def slow_bfloat16(settings: BackboneSettings) -> str:
-    """Say what to do where a backbone is to compute in bfloat16 on a processor without instructions for it.
-
-    Returns:
-        What was found and what is better; an empty text where there is nothing to say.
-    """
+    """Return a warning if a backbone would compute in bfloat16 on a processor without instructions for it."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -49,16 +45,16 @@ def slow_bfloat16(settings: BackboneSettings) -> str:
     if settings.dtype != "bfloat16" or device_of(settings) != "cpu" or not lacking:
         return ""
     return (
-        f"backbone.dtype: bfloat16, for which this processor has no instructions (it computes with {capability}): a "
-        "step takes ten times as long as in float32, or more. Use `dtype: float32`, or a GPU"
+        f"backbone.dtype: bfloat16, for which this processor has no instructions (it computes with {capability}): "
+        "a step takes ten times as long as in float32, or more. Use `dtype: float32`, or a GPU"
     )
 
 
 def avoid_cudnn_attention() -> None:
-    """Have this process attend by torch's own kernels, where on Hopper it would take cuDNN's (torch 2.11 and later).
+    """Use torch's own attention kernels instead of cuDNN's, which torch 2.11 and later prefer on Hopper.
 
-    Theirs plan tens of milliseconds for each shape that is new, which is every token of an answer and most batches;
-    and their gradients were seen to be NaN behind a mask (pytorch/pytorch#196678).
+    cuDNN plans for tens of milliseconds for each new shape, that is, each token of an answer and most batches. Its
+    gradients behind a mask have been NaN (pytorch/pytorch#196678).
     """
     import torch
 
@@ -66,40 +62,40 @@ def avoid_cudnn_attention() -> None:
 
 
 def free_memory(settings: BackboneSettings) -> float:
-    """Bytes that this process can have for itself where the model computes; without limit in a host's memory."""
+    """Return the bytes this process can use on the model's device; infinite on a CPU."""
     import torch
 
     if device_of(settings) != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info()
     share = torch.cuda.get_per_process_memory_fraction() * total
-    return min(free + torch.cuda.memory_reserved(), share)  # what it holds by now will be of use
+    return min(free + torch.cuda.memory_reserved(), share)  # reserved memory is reused
 
 
 def device_name(device: torch.device) -> str:
-    """Name the device that computes: `cpu`, or the GPU's name."""
+    """Return `cpu`, or the GPU's name."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
-    """Make a model with random weights of these shapes: the tiny models, which come with the package.
+    """Create a tiny model with random weights.
 
-    They are drawn on the CPU, wherever they compute: a GPU would draw others, and nothing that names a backbone says
-    what has drawn it.
+    Weights are drawn on the CPU even for a GPU, whose generator differs: a backbone's identity does not name the
+    device that drew it.
     """
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _made(family, config, dtype)
+        return _build(family, config, dtype)
 
 
 def drawn_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
-    """Make a model with random weights of full shapes on the device that computes: the same bits on every device.
+    """Create a full-size model with random weights on its device, with the same bits on every device.
 
-    On a GPU that takes seconds for 13 billion weights, which a CPU draws for minutes.
+    A GPU draws 13 billion weights in seconds, a CPU in minutes.
     """
     import torch
     from accelerate import init_empty_weights
@@ -107,32 +103,32 @@ def drawn_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, devi
     from latent_sweep.backbones.random_weights import portable_random
 
     with portable_random(), torch.device(device):
-        model = _made(family, config, dtype)
+        model = _build(family, config, dtype)
     with init_empty_weights(include_buffers=False):
-        host = _made(family, config, dtype)
-    with torch.no_grad():  # frequencies of rotary positions, whose last digits a GPU computes otherwise
-        for mine, computed in zip(model.buffers(), host.buffers(), strict=True):
-            mine.copy_(computed)
+        host = _build(family, config, dtype)
+    with torch.no_grad():  # a GPU computes rotary frequencies with other last digits
+        for buffer, host_buffer in zip(model.buffers(), host.buffers(), strict=True):
+            buffer.copy_(host_buffer)
     return model
 
 
-def _made(family: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _build(family: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     import torch
 
-    found = model_config(family, config)
-    usual = torch.get_default_dtype()
+    full_config = model_config(family, config)
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # a large model would not fit in float32 first
     try:
-        model = model_class(found)(found)
+        model = model_class(full_config)(full_config)
         if config.get("tie_word_embeddings") is False:
-            _draw_head(model)
+            _untie_random_head(model)
         return model
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
 
 
-def _draw_head(model: Any) -> None:
-    """Give a head a weight of its own where transformers ties it, whatever the configuration says: T5's."""
+def _untie_random_head(model: Any) -> None:
+    """Give the head its own random weight; transformers always ties T5's, whatever the configuration says."""
     import torch
 
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -141,15 +137,15 @@ def _draw_head(model: Any) -> None:
 
 
 def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
-    """Give the head an empty weight of its own where a checkpoint holds one: so has FLAN-T5, as transformers finds out.
+    """Give the head an empty weight of its own if the checkpoint has one, as FLAN-T5's does.
 
-    Its configuration of T5 ties the head, and only its own loading looks at what a checkpoint has.
+    Its T5 configuration ties the head; only transformers' own loading looks at the checkpoint.
 
     Args:
-        stored: the checkpoint's tensors by name; only the head and the embedding table are looked up.
+        stored: the checkpoint's tensors by name.
 
     Returns:
-        Whether the checkpoint has a head of its own that the model, without weights, had tied.
+        Whether the head was untied.
     """
     import torch
 
@@ -165,7 +161,7 @@ def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
 
 
 def empty_model(folder: Path) -> Any:
-    """The model of a checkpoint folder without its weights: parameters are on the meta device, buffers are there."""
+    """Create the model of a checkpoint folder with parameters on the meta device and real buffers."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
@@ -177,16 +173,16 @@ def empty_model(folder: Path) -> Any:
 
 
 def forget_dropout(config: Any) -> None:
-    """Set every rate of dropout in a model's configuration to 0."""
+    """Set every dropout rate in a model's configuration to 0."""
     for name, value in list(vars(config).items()):
         if "drop" in name and type(value) is float:
             setattr(config, name, 0.0)
 
 
 def set_dropout(model: Any, rate: float) -> float:
-    """Give all dropout of a model one rate, and return the one before.
+    """Set all dropout rates of a model, and return the previous rate.
 
-    By rate and not by mode, because gradient checkpointing needs training mode, where nothing may wake up (A28).
+    Rates are set, not the mode, because gradient checkpointing needs training mode without dropout (A28).
     """
     import torch
 

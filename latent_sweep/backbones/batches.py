@@ -1,4 +1,4 @@
-"""Rows of token ids as batches, and one pass of the frozen model over them."""
+"""Collate tokenized examples into batches, and run the frozen model over them."""
 
 from __future__ import annotations
 
@@ -13,104 +13,104 @@ import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.backbones.layouts import Indices, Padded, Shared, aligned, moved
+from latent_sweep.backbones.layouts import Indices, Padded, Shared, aligned, to_device
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.backbones.sharing import pays_in_a_step
 
 WORTHWHILE = 0.95
-"""Sharing must bring the tokens down to this part: moving them for attention costs some 5 % of a small model's step."""
+"""Sharing must reduce tokens to this share: moving them for attention costs some 5 % of a small model's step."""
 
 Reading = Callable[[Tensor | None, Tensor | None], AbstractContextManager[None]]
-"""Watches what projections read within its block."""
+"""A context in which the inputs of projections are observed."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows ready for the backbone, those of one member after those of another."""
+    """Examples ready for the backbone, grouped by run."""
 
     inputs: Mapping[str, Any]
     """Arguments of the model's forward pass."""
     labels: Tensor
-    """(targets,) token ids of all targets, row after row."""
+    """(targets,) token ids of all targets, example after example."""
     keep: Tensor
-    """(targets,) where the model predicts them, sequences and tokens counted together."""
+    """(targets,) indices of the tokens that predict them, in the flattened batch."""
     counts: Sequence[int]
-    """How many sequences of the model's input belong to each member."""
-    standing_for: Indices
-    """(sequences, tokens) how many tokens of rows each token stands for: 0 is padding; with an encoder, of prompts."""
-    standing_for_target: Indices | None = None
-    """The same of the decoder behind an encoder."""
+    """Number of input sequences per run."""
+    multiplicity: Indices
+    """(sequences, tokens) number of examples that each token belongs to: 0 is padding; of an encoder's input."""
+    target_multiplicity: Indices | None = None
+    """The same for the decoder of an encoder-decoder."""
 
 
-def collate(members: Sequence[Sequence[Example]], backbone: Backbone, alike: bool = False) -> Batch:
-    """Make one batch of the members' rows.
+def collate(runs: Sequence[Sequence[Example]], backbone: Backbone, uniform: bool = False) -> Batch:
+    """Make one batch of the examples of several runs.
 
     Args:
-        alike: whether each member's adaptation is the same for all of its rows: then a causal model reads what they
-            begin with once, where that is worth while.
+        uniform: whether each run's adaptation is the same for all its examples. A causal model then reads their common
+            prefix once, if that saves time.
     """
     if backbone.traits.encoder_decoder:
-        return _of_encoder_decoder(members, backbone)
-    longest = max(len(row["prompt_ids"]) + len(row["target_ids"]) for rows in members for row in rows)
-    if alike and backbone.lays_out(longest):
-        layout = _shared(members, backbone)
-        if _is_worthwhile(layout.members * layout.tokens, longest * sum(map(len, members)), backbone):
-            return _sharing(members, layout, backbone)
-    return _padded(members, backbone)
+        return _encoder_decoder(runs, backbone)
+    longest = max(len(row["prompt_ids"]) + len(row["target_ids"]) for rows in runs for row in rows)
+    if uniform and backbone.lays_out(longest):
+        layout = _shared_layout(runs, backbone)
+        if _is_worthwhile(layout.runs * layout.tokens, longest * sum(map(len, runs)), backbone):
+            return _shared(runs, layout, backbone)
+    return _padded(runs, backbone)
 
 
 def _is_worthwhile(shared: int, padded: int, backbone: Backbone) -> bool:
-    """Whether a step with so many tokens in its input is faster where rows share than where they are padded."""
+    """Return whether a step over this many tokens is faster with a shared prefix than with padding."""
     if shared > WORTHWHILE * padded:
         return False
     return backbone.device.type == "cpu" or pays_in_a_step(backbone, padded, shared)
 
 
-def _padded(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
-    """A sequence for every row: prompt, target, padding."""
-    rows = [row for of_member in members for row in of_member]
+def _padded(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
+    """Lay out one sequence per example: prompt, target, padding."""
+    rows = [row for of_run in runs for row in of_run]
     ids, real = _rectangle([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone.pad_id)
     starts = np.arange(len(rows)) * ids.shape[1]
-    inputs: dict[str, Any] = {"input_ids": moved(ids, backbone.device)}
+    inputs: dict[str, Any] = {"input_ids": to_device(ids, backbone.device)}
     if backbone.lays_out(ids.shape[1]):
-        # four dimensions: transformers leaves such a mask alone, and does not ask the device what is in it
+        # transformers leaves four-dimensional masks alone and does not read them back from the device
         inputs |= {"attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device), "layout": Padded()}
     else:
-        inputs |= {"attention_mask": moved(real.astype(np.int64), backbone.device)}
-    return _batch(rows, inputs, starts, 0, list(map(len, members)), real.astype(np.int64), backbone)
+        inputs |= {"attention_mask": to_device(real.astype(np.int64), backbone.device)}
+    return _batch(rows, inputs, starts, 0, list(map(len, runs)), real.astype(np.int64), backbone)
 
 
-def _shared(members: Sequence[Sequence[Example]], backbone: Backbone) -> Shared:
-    """Lay out members' rows with what each one's have in common in front, as many tokens for all of them.
+def _shared_layout(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Shared:
+    """Lay out each run's examples behind their common prefix, equally long for all runs.
 
-    Every row keeps the last token of its prompt to itself: that is where its answer begins.
+    The last prompt token, which predicts the first target token, is never shared.
     """
-    shared = min(common_tokens([row["prompt_ids"] for row in rows]) for rows in members)
-    rests = [[len(row["prompt_ids"]) + len(row["target_ids"]) - shared for row in rows] for rows in members]
+    shared = min(common_tokens([row["prompt_ids"] for row in rows]) for rows in runs)
+    rests = [[len(row["prompt_ids"]) + len(row["target_ids"]) - shared for row in rows] for rows in runs]
     return Shared(shared, rests, backbone.device)
 
 
 def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Count the tokens that all prompts begin with, without the last one of the shortest."""
+    """Count the tokens of the common prefix of all prompts, excluding the last token of the shortest."""
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-def _sharing(members: Sequence[Sequence[Example]], layout: Shared, backbone: Backbone) -> Batch:
-    """One sequence for every member."""
-    n, rows = layout.shared, [row for of_member in members for row in of_member]
-    ids = np.full((layout.members, layout.tokens), backbone.pad_id, np.int64)
-    for place, of_member in zip(ids, members, strict=True):
-        tokens = [t for row in of_member for t in (*row["prompt_ids"][n:], *row["target_ids"])]
-        place[: n + len(tokens)] = [*of_member[0]["prompt_ids"][:n], *tokens]
+def _shared(runs: Sequence[Sequence[Example]], layout: Shared, backbone: Backbone) -> Batch:
+    """Lay out one sequence per run."""
+    n, rows = layout.shared, [row for of_run in runs for row in of_run]
+    ids = np.full((layout.runs, layout.tokens), backbone.pad_id, np.int64)
+    for sequence, of_run in zip(ids, runs, strict=True):
+        tokens = [t for row in of_run for t in (*row["prompt_ids"][n:], *row["target_ids"])]
+        sequence[: n + len(tokens)] = [*of_run[0]["prompt_ids"][:n], *tokens]
     inputs = {
-        "input_ids": moved(ids, backbone.device),
-        "position_ids": moved(layout.positions, backbone.device),
-        "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),  # see above
+        "input_ids": to_device(ids, backbone.device),
+        "position_ids": to_device(layout.positions, backbone.device),
+        "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),  # as in `_padded`
         "layout": layout,
     }
-    return _batch(rows, inputs, layout.starts, n, [1] * len(members), layout.standing_for, backbone)
+    return _batch(rows, inputs, layout.starts, n, [1] * len(runs), layout.multiplicity, backbone)
 
 
 def _batch(
@@ -119,52 +119,52 @@ def _batch(
     starts: Indices,
     before: int,
     counts: Sequence[int],
-    standing_for: Indices,
+    multiplicity: Indices,
     backbone: Backbone,
 ) -> Batch:
-    """Find the labels, and where they are predicted: each by the token before it.
+    """Add the labels and the indices that predict them, each by the token before it.
 
     Args:
-        starts: where each row begins in the input, without its first `before` tokens.
+        starts: index of each row's first token after the first `before` tokens.
     """
     first = [start + len(row["prompt_ids"]) - before - 1 for start, row in zip(starts, rows, strict=True)]
     keep = [start + np.arange(len(row["target_ids"])) for start, row in zip(first, rows, strict=True)]
     labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
-    targets = moved(labels, backbone.device), moved(np.concatenate(keep), backbone.device)
-    return Batch(inputs, *targets, counts, standing_for)
+    targets = to_device(labels, backbone.device), to_device(np.concatenate(keep), backbone.device)
+    return Batch(inputs, *targets, counts, multiplicity)
 
 
-def _of_encoder_decoder(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
-    """An encoder-decoder: prompts padded behind; the decoder reads the targets, one token late."""
-    rows = [row for of_member in members for row in of_member]
+def _encoder_decoder(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
+    """Lay out prompts padded on the right; the decoder reads the targets shifted by one token."""
+    rows = [row for of_run in runs for row in of_run]
     ids, real = _rectangle([row["prompt_ids"] for row in rows], backbone.pad_id)
     start = backbone.model.config.decoder_start_token_id
-    said, real_targets = _rectangle([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
-    inputs: dict[str, Any] = {"input_ids": moved(ids, backbone.device)}
-    inputs |= {"decoder_input_ids": moved(said, backbone.device)}
+    decoder_ids, real_targets = _rectangle([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
+    inputs: dict[str, Any] = {"input_ids": to_device(ids, backbone.device)}
+    inputs |= {"decoder_input_ids": to_device(decoder_ids, backbone.device)}
     if backbone.traits.laid_out:
-        inputs |= {"attention_mask": moved(real[:, None, None, :], backbone.device)}
+        inputs |= {"attention_mask": to_device(real[:, None, None, :], backbone.device)}
         inputs |= {"layout": Padded(backbone.traits.shared_bias)}
     else:
-        inputs |= {"attention_mask": moved(real.astype(np.int64), backbone.device)}
+        inputs |= {"attention_mask": to_device(real.astype(np.int64), backbone.device)}
     labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
-    targets = moved(labels, backbone.device), moved(np.flatnonzero(real_targets), backbone.device)
-    counts = [len(of_member) for of_member in members]
+    targets = to_device(labels, backbone.device), to_device(np.flatnonzero(real_targets), backbone.device)
+    counts = [len(of_run) for of_run in runs]
     return Batch(inputs, *targets, counts, real.astype(np.int64), real_targets.astype(np.int64))
 
 
 def read(
     backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
 ) -> None:
-    """Run the backbone over rows for what its projections read.
+    """Run the backbone over rows while the inputs of its projections are observed.
 
     Args:
-        reading: watches the pass; it is told how many tokens each token stands for, (sequences, tokens), of the
-            prompts' side and of T5's decoder.
+        reading: observes the pass; called with the multiplicity of each token, (sequences, tokens), for the prompts
+            and for the decoder of an encoder-decoder.
     """
     batch = collate([rows], backbone, adaptation.uniform)
-    told = (batch.standing_for, batch.standing_for_target)
-    counts = [None if found is None else moved(found, backbone.device) for found in told]
+    multiplicities = (batch.multiplicity, batch.target_multiplicity)
+    counts = [None if each is None else to_device(each, backbone.device) for each in multiplicities]
     with reading(*counts), bank.active(adaptation), _keeping(backbone, batch.keep[:1]):
         backbone.model(**batch.inputs, use_cache=False)
 
@@ -177,12 +177,12 @@ def read_padded(
     reading: Reading,
     released: bool = False,
 ) -> None:
-    """Run it as trainers do that pad a causal model's rows in front, with padding counted as tokens.
+    """Run the backbone as trainers do that pad a causal model's rows on the left and count padding as tokens.
 
     Args:
-        released: pad with GainLoRA's tokens, as transformers 4.30 does: a decoder behind an encoder reads EOS and then
-            padding behind a short target, since labels are shifted after they were padded; a causal model reads BOS, if
-            its tokenizer has one, and padding attends to all tokens of its row alike.
+        released: pad with GainLoRA's tokens, as transformers 4.30 does. A decoder reads EOS and then padding after a
+            short target, since labels are shifted after padding. A causal model reads BOS, if its tokenizer has one,
+            and its padding attends to all tokens of its row alike.
     """
     if backbone.traits.encoder_decoder:
         inputs = dict(collate([rows], backbone).inputs)
@@ -191,16 +191,16 @@ def read_padded(
     else:
         bos = backbone.tokenizer.bos_token_id if released else None
         ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone, bos)
-        inputs = {"input_ids": ids, "attention_mask": mask, **placed(backbone, positions(mask))}
+        inputs = {"input_ids": ids, "attention_mask": mask, **position_argument(backbone, positions(mask))}
         if released and backbone.lays_out(ids.shape[1]):
             inputs |= {"attention_mask": _masked_by_a_minimum(mask, backbone.model.dtype)}
-    one = torch.zeros(1, dtype=torch.long, device=backbone.device)
-    with reading(None, None), bank.active(adaptation), _keeping(backbone, one):
+    first = torch.zeros(1, dtype=torch.long, device=backbone.device)
+    with reading(None, None), bank.active(adaptation), _keeping(backbone, first):
         backbone.model(**inputs, use_cache=False)
 
 
 def _rectangle(sequences: Sequence[Sequence[int]], value: int, in_front: bool = False) -> tuple[Indices, Any]:
-    """Token ids padded behind, or in front, (rows, longest), and which of them are no padding."""
+    """Pad token ids, (rows, longest), on the right or left; also return which are not padding."""
     lengths = np.array(list(map(len, sequences)))
     longest = lengths.max()
     real = np.arange(longest) >= longest - lengths[:, None] if in_front else np.arange(longest) < lengths[:, None]
@@ -210,17 +210,17 @@ def _rectangle(sequences: Sequence[Sequence[int]], value: int, in_front: bool = 
 
 
 def _shifted_after_padding(rows: Sequence[Example], backbone: Backbone) -> Tensor:
-    """Return what a decoder reads, (B, longest target), whole targets with their EOS."""
+    """Return a decoder's input, (B, longest target), with whole targets and their EOS."""
     longest, start = max(len(row["target_ids"]) for row in rows), backbone.model.config.decoder_start_token_id
     ids, _ = _rectangle([[start, *row["target_ids"]][:longest] for row in rows], backbone.pad_id)
-    return moved(ids, backbone.device)
+    return to_device(ids, backbone.device)
 
 
 def _masked_by_a_minimum(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask, (B, 1, tokens, tokens), of a causal model whose rows have this mask of padding.
+    """Return the additive mask, (B, 1, tokens, tokens), of a causal model from its padding mask.
 
-    What is not attended to has the smallest finite number. Padding in front attends to nothing, so that all its scores
-    round to that number, and it reads the mean of its row.
+    Masked positions get the smallest finite number. Padding attends to nothing, so all its scores round to that number
+    and it reads the mean of its row.
     """
     seen = mask[:, None, None, :].bool() & torch.ones_like(mask[0]).bool().expand(mask.shape[1], -1).tril()
     return aligned(torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min))
@@ -229,44 +229,44 @@ def _masked_by_a_minimum(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def pad_prompts(
     prompts: Sequence[Sequence[int]], backbone: Backbone, padding: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, (B, longest): padded on the left, or on the right where an encoder reads them.
+    """Return token ids and attention mask, (B, longest), padded on the left, or on the right for an encoder.
 
     Args:
         padding: token id to pad with; None is the backbone's.
     """
     padding = backbone.pad_id if padding is None else padding
     ids, real = _rectangle(prompts, padding, in_front=not backbone.traits.encoder_decoder)
-    return moved(ids, backbone.device), moved(real.astype(np.int64), backbone.device)
+    return to_device(ids, backbone.device), to_device(real.astype(np.int64), backbone.device)
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Position of each token in its own row, whatever padding stands before it."""
+    """Return each token's position in its own row, not counting left padding."""
     return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
-def placed(backbone: Backbone, positions: Tensor) -> dict[str, Tensor]:
-    """Return the argument that says where tokens stand, of models that take one; the others count by their masks."""
+def position_argument(backbone: Backbone, positions: Tensor) -> dict[str, Tensor]:
+    """Return the positions as an argument of the forward pass, for models that accept them."""
     return {"position_ids": positions} if "position_ids" in backbone.accepts else {}
 
 
 def last_positions(ids: Tensor, count: int) -> Tensor:
-    """Indices of the last `count` columns, for `logits_to_keep`.
+    """Return the indices of the last `count` columns, for `logits_to_keep`.
 
-    A tensor and not a number, because a slice of the hidden states is not contiguous, and the language-model head
-    would copy its weight for every row: that was half of a training step on CPU.
+    A number would make transformers slice the hidden states; the slice is not contiguous, and the head would copy its
+    weight for every row, half of a training step on a CPU.
     """
     return torch.arange(ids.shape[1] - count, ids.shape[1], device=ids.device)
 
 
 def label_logits(backbone: Backbone, batch: Batch) -> Tensor:
-    """Logits where there are labels, (targets, vocabulary): the language-model head runs nowhere else."""
+    """Return the logits that predict the labels, (targets, vocabulary); the head runs on no other tokens."""
     with _keeping(backbone, batch.keep):
         return backbone.model(**batch.inputs, use_cache=False).logits[0]
 
 
 @contextmanager
 def _keeping(backbone: Backbone, keep: Tensor) -> Iterator[None]:
-    """Have the language-model head see these tokens alone, as one sequence."""
+    """Restrict the language-model head to these tokens, as one sequence."""
 
     def kept(head: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
         (states,) = inputs
@@ -287,19 +287,19 @@ def forward(
     denominator: float = 1.0,
     drop_out: bool | None = None,
 ) -> Outputs:
-    """Run the backbone over rows under an adaptation: for a teacher, for statistics of a task, for validation.
+    """Run the backbone over rows under an adaptation: for a teacher, for a task's statistics, for validation.
 
     Args:
-        drop_out: whether the backbone's own dropout acts, where it is on: if not said, where gradients are needed.
+        drop_out: whether the backbone's own dropout is active, if it is on; by default, whether gradients are enabled.
     """
     batch = collate([rows], backbone, adaptation.uniform)
-    acts = torch.is_grad_enabled() if drop_out is None else drop_out
-    with bank.active(adaptation), nullcontext() if acts else backbone.dropout(0.0):
+    active = torch.is_grad_enabled() if drop_out is None else drop_out
+    with bank.active(adaptation), nullcontext() if active else backbone.dropout(0.0):
         return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)
 
 
 def chunked(batches: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
-    """Yield every batch in parts of at most `size` rows, none of them of two batches."""
+    """Split every batch into parts of at most `size` rows."""
     for batch in batches:
         yield from (batch[start : start + size] for start in range(0, len(batch), size))
 
@@ -307,10 +307,10 @@ def chunked(batches: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[in
 def epoch_batches(
     lengths: Sequence[int], batch_size: int, generator: torch.Generator, group_by_length: bool
 ) -> list[list[int]]:
-    """Row indices of one epoch's batches; the last may be smaller.
+    """Return the row indices of one epoch's batches; the last batch may be smaller.
 
-    With `group_by_length`, rows are shuffled, sorted by length within stretches of eight batches, and the batches
-    shuffled: little padding, and still another composition every epoch.
+    With `group_by_length`, rows are shuffled, sorted by length within groups of eight batches, and the batches
+    shuffled. This leaves little padding, yet batches differ in every epoch.
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     if not group_by_length:

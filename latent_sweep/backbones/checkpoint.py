@@ -1,4 +1,4 @@
-"""The weights that methods read, straight from the safetensors files of a checkpoint: no model is loaded."""
+"""Read the weights that methods need straight from a checkpoint's safetensors files, without loading a model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# --- weights without a model -----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class CheckpointProjection:
-    """An adapted projection that lies in a checkpoint: its weight is mapped when it is asked for, and never kept."""
+    """An adapted projection in a checkpoint file; its weight is mapped on access and not kept."""
 
     file: Path
     name: str
-    """Of the tensor in the file."""
+    """Name of the tensor in the file."""
     out_features: int
     in_features: int
     dtype: torch.dtype
@@ -40,26 +38,26 @@ class CheckpointProjection:
 
     @property
     def weight(self) -> torch.Tensor:
-        """Read the weight, (out, in), in the type and on the device in which the loaded backbone has it."""
+        """The weight, (out, in), in the type and on the device of the loaded backbone."""
         return read_weight(self.file, self.name).to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """The weights of a backbone that the methods read, in the safetensors files of its checkpoint: no model is loaded.
+    """The weights of a backbone that methods read, in its checkpoint's safetensors files.
 
-    They are the loaded backbone's bit for bit: loading casts every weight to `backbone.dtype` and no further.
+    They equal the loaded backbone's bit for bit, since loading only casts weights to `backbone.dtype`.
     """
 
     projections: Mapping[str, CheckpointProjection]
-    """Adapted projections by module name, in the order of `target_shapes`."""
+    """By module name, in the order of `target_shapes`."""
     embedding_file: Path
     embedding_name: str
     dtype: torch.dtype
 
     @cached_property
     def weights_digest(self) -> str:
-        """Compute `Backbone.weights_digest` from one weight at a time."""
+        """`Backbone.weights_digest`, computed from one weight at a time."""
         return digest_of_weights(self._weights())
 
     @property
@@ -74,33 +72,32 @@ class CheckpointWeights:
 
 
 def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
-    """The weights of a backbone on this machine, in a local folder or the hub's cache; reads names, no weight.
+    """Locate a backbone's weights in a local folder or the hub's cache; reads names only.
 
     Returns:
-        None where there is no checkpoint in safetensors, e.g. one of `.bin` files, or where its names are others than
-        the model's; then the log says so.
+        None, with a log message, if there are no safetensors files, or their tensor names differ from the model's.
 
     Raises:
-        ConfigError: a local folder is no checkpoint of a model that is supported, or the device is not there.
+        ConfigError: a local folder is not a checkpoint of a supported model, or the device does not exist.
     """
     import torch
 
-    known = describe(settings)
-    if known is not None and known.source == "config":
+    spec = describe(settings)
+    if spec is not None and spec.source == "config":
         return None
     if settings.name == EMBEDDED:
         source = str(embedded_folder(settings.dtype))
     else:
-        source = known.source if known else settings.name
-    if known is None:
-        known = _described_by_cache(source, settings.revision)
+        source = spec.source if spec else settings.name
+    if spec is None:
+        spec = _from_cache(source, settings.revision)
     files = tensor_files(source, settings.revision)
-    if known is None or not files:
+    if spec is None or not files:
         log.info("%s has no safetensors files here; its weights are read from the loaded model", source)
         return None
-    shapes = known.adapted(settings)
-    # a projection's weight is called by its module's name
-    wanted = [outline(known.family, known.config).embedding, *(f"{name}.weight" for name in shapes)]
+    shapes = spec.adapted(settings)
+    # a projection's weight is named after its module
+    wanted = [outline(spec.family, spec.config).embedding, *(f"{name}.weight" for name in shapes)]
     if missing := [name for name in wanted if name not in files]:
         log.info("%s holds no %s in its safetensors files; weights are read from the loaded model", source, missing[0])
         return None
@@ -113,14 +110,14 @@ def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
 
 
 def read_weight(file: Path, name: str) -> torch.Tensor:
-    """One tensor of a safetensors file, mapped."""
+    """Map one tensor of a safetensors file."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_tensor(name)
 
 
-def _described_by_cache(source: str, revision: str | None) -> BackboneSpec | None:
+def _from_cache(source: str, revision: str | None) -> BackboneSpec | None:
     path = checkpoint_file(source, "config.json", revision)
     config = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     kind = config.get("model_type")
@@ -128,7 +125,7 @@ def _described_by_cache(source: str, revision: str | None) -> BackboneSpec | Non
 
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> str:
-    """Content hash of weights in this order, with their shapes and types."""
+    """Return a content hash of weights in this order, including shapes and types."""
     import torch
 
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The embedded backbone's tokenizer, read out of its package without torch, transformers or a conversion."""
+"""Read the embedded backbone's tokenizer from its package, without torch, transformers or a conversion."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL = 3
-"""The type that GGUF gives control tokens."""
+"""GGUF's type of control tokens."""
 
 
 def embedded_tokenizer_file() -> Path | None:
-    """Return the embedded backbone's tokenizer.json, written on first use; None if its package is not installed."""
+    """Return the embedded backbone's tokenizer.json, written on first use; None if its package is missing."""
     try:
         folder = cache_folder() / f"{EMBEDDED}-{embedded_version()}-tokenizer"
     except ConfigError:
@@ -31,7 +31,7 @@ def embedded_tokenizer_file() -> Path | None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Build the tokenizer that transformers builds of the same GGUF file."""
+    """Build the same tokenizer as transformers does from a GGUF file."""
     from gguf import GGUFReader
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 

@@ -1,8 +1,8 @@
-"""Families of backbones as data, by transformers' `model_type`: how each reads, what its layers are, how it attends.
+"""Families of backbones, by transformers' `model_type`: their layers, projections and attention, as data.
 
-A family that stands here is planned without torch, and its memory is forecast: all shapes follow from its configuration
-and the tables below. Any other causal model or encoder-decoder of transformers runs by what all of them have in common
-(`Family()`): masks as transformers makes them, and shapes from the model itself.
+A listed family is planned without torch and its memory is forecast, since all shapes follow from its configuration and
+the tables below. Any other causal model or encoder-decoder of transformers runs with the generic `Family()`: masks as
+transformers makes them, and shapes from the model itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Literal
 from latent_sweep.errors import ConfigError
 
 Protocol = Literal["t5", "llama"]
-"""The two families of the paper: whose protocol, presets and prompts a backbone takes."""
+"""The paper's two families, which determine protocol, presets and prompts."""
 
 Shapes = Mapping[str, tuple[int, int]]
-"""Linear projections by module name, (out, in), in the order of the model's modules."""
+"""Linear projections by module name, (out, in), in module order."""
 
 ALL_LINEAR = "all-linear"
-"""Every linear projection but the output head, as peft means it."""
+"""Every linear projection but the output head, as in peft."""
 
 
 @dataclass(frozen=True)
@@ -30,61 +30,60 @@ class Projection:
     name: str
     outputs: str
     inputs: str
-    """Names of sizes, see `sizes`."""
+    """Names of sizes; see `sizes`."""
     bias: str | bool = False
-    """Whether it has one, or the setting of the configuration that says so."""
+    """Whether it has one, or the configuration setting that decides."""
     gated: bool | None = None
-    """Whether it is there only where the MLP is gated, or only where it is not; None is always."""
+    """Present only with a gated MLP, or only without; None is always."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks one after another."""
+    """A sequence of identical blocks."""
 
     prefix: str
     count: str
-    """Name of the size that counts them."""
+    """Name of the size that is the number of blocks."""
     projections: tuple[Projection, ...]
     norms: tuple[str, ...]
-    """Sizes of a block's norms; of `query_heads` and `key_heads` the weight is of one head, whatever the heads."""
+    """Sizes of a block's norms; `query_heads` and `key_heads` share one head's weight."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What backbones of one `model_type` have in common."""
+    """Common properties of the backbones of one `model_type`."""
 
     encoder_decoder: bool = False
-    """Whether an encoder reads the prompt, both ways and padded behind, and a decoder writes; else one model does both,
-    and where it answers, prompts are padded in front."""
+    """Whether an encoder reads the prompt, padded on the right, and a decoder writes. Otherwise one causal model does
+    both, and prompts are padded on the left to generate."""
     query_and_value: tuple[str, ...] = ("q_proj", "v_proj")
-    """Names of what the paper adapts."""
+    """Names of the projections that the paper adapts."""
     fused: str = ""
-    """Name of the one projection that is query, key and value, where there is none for each."""
+    """Name of the projection that combines query, key and value, if they are not separate."""
     laid_out: bool = False
-    """Whether attention is plain enough for `latent_sweep.backbones.layouts`: within a sliding window, if it has one,
-    every token sees all before it, and its scores are no other than the dot products of query and key with, at most, a
-    position bias."""
+    """Whether `latent_sweep.backbones.layouts` can compute its attention: within the sliding window, if any, a token
+    sees all before it, and scores are dot products of query and key plus at most a position bias."""
     shared_bias: bool = False
     """Whether all blocks share the first one's position bias."""
     dropout: float = 0.0
-    """Rate of the architecture's own dropout where the configuration names none; 0 is for one without dropout."""
+    """Default rate of the architecture's own dropout; 0 if it has none."""
     stacks: tuple[Stack, ...] = ()
-    """Empty where nothing but the model itself says what is in it."""
+    """Empty for the generic family."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the configuration calls a size, where it is not as in `NAMES`."""
+    """The configuration's names of sizes, if they differ from `NAMES`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a configuration that leaves it out means."""
+    """Defaults of configuration settings."""
     buckets_in: Literal["", "first", "every"] = ""
-    """Which blocks of a stack have a table of relative positions."""
+    """Blocks of a stack that have a table of relative positions."""
     embedding: str = "model.embed_tokens.weight"
-    """The input embedding table in a checkpoint. Methods and the router read it as it is stored: Gemma's, which the
-    model multiplies by the root of its width, without that factor."""
+    """Name of the input embedding table in a checkpoint. Methods and the router read it as stored, e.g. without the
+    root of the width by which Gemma multiplies."""
     keeps_input: bool = False
-    """Whether norms keep their input for the backward pass in its own type too."""
+    """Whether norms also keep their input for the backward pass in its own type."""
 
     @property
     def protocol(self) -> Protocol:
-        """The paper's family of the same kind."""
+        """The corresponding family of the paper."""
         return "t5" if self.encoder_decoder else "llama"
 
 
@@ -120,7 +119,7 @@ def _gated(bias: str | bool = False) -> tuple[Projection, ...]:
 _TWO = ("width", "width")
 _FOUR = (*_TWO, *_TWO)
 _BY_HEAD = ("query_heads", "key_heads")
-"""Norms of a block."""
+"""Norms of a block, by size."""
 
 
 def _decoder(*projections: Projection, norms: tuple[str, ...] = _TWO) -> tuple[Stack, ...]:
@@ -189,7 +188,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": _llama(_decoder(*_attention(bias=True), *_gated())),
     "qwen3": _llama(_decoder(*_BIASED_ATTENTION, *_gated(), norms=(*_TWO, *_BY_HEAD)), head_dim=128),
     "gemma": _llama(_decoder(*_BIASED_ATTENTION, *_gated()), head_dim=256, tie_word_embeddings=True),
-    # its scores are capped before the softmax, which no fused attention knows: transformers' own computes it
+    # it caps its scores before the softmax, which fused attention does not support
     "gemma2": _llama(
         _decoder(*_BIASED_ATTENTION, *_gated(), norms=_FOUR), laid_out=False, head_dim=256, tie_word_embeddings=True
     ),
@@ -202,74 +201,74 @@ FAMILIES: Mapping[str, Family] = {
     "granite": _llama(_BIASED),
     "smollm3": _llama(_BIASED, tie_word_embeddings=True),
 }
-"""By `model_type`; what `tests/backbones/test_families.py` compares with transformers' own models."""
+"""By `model_type`; `tests/backbones/test_families.py` compares them with transformers' models."""
 
 OTHER_QUERIES_AND_VALUES: Sequence[tuple[str, ...]] = (("q_proj", "v_proj"), ("q", "v"), ("query", "value"))
-"""What query and value are called in models of families that do not stand here; the first that a model has."""
+"""Names of query and value in unlisted families; the first pair that a model has counts."""
 
 OTHER_FUSED: Sequence[str] = ("query_key_value", "qkv_proj", "Wqkv", "c_attn", "wqkv")
-"""What query, key and value are called there where they are one projection."""
+"""Names of a fused query, key and value projection in unlisted families."""
 
 STATE_SPACE = frozenset(
     {"mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "zamba", "zamba2", "bamba", "recurrent_gemma", "xlstm"}
 )
-"""Families that answer from a state, not from keys and values: nothing here pads or shares a state."""
+"""Families that generate from a recurrent state, which padding and sharing do not support."""
 
 ENCODERS = frozenset(
     {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"}
     | {"rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
-"""Families that read both ways, and write only where their configuration says that they decode."""
+"""Bidirectional families, which write only if their configuration says that they decode."""
 
 
 def family_of_type(model_type: str, config: Mapping[str, Any]) -> Family:
-    """The family of a configuration; what all have in common where none stands in the table."""
-    known = FAMILIES.get(model_type)
-    return Family(encoder_decoder=bool(config.get("is_encoder_decoder"))) if known is None else known
+    """Return the family of a configuration, or the generic one if it is not listed."""
+    family = FAMILIES.get(model_type)
+    return Family(encoder_decoder=bool(config.get("is_encoder_decoder"))) if family is None else family
 
 
 def refusal(model_type: str, config: Mapping[str, Any]) -> str:
-    """Say why a configuration's backbone cannot be used, as far as the configuration tells; nothing where it can."""
+    """Return why a configuration's backbone is not supported; empty if nothing speaks against it."""
     if parts := [name for name in ("text_config", "vision_config", "audio_config", "thinker_config") if name in config]:
-        return f"it is made of several models ({', '.join(parts)}); give a checkpoint of text alone"
+        return f"it combines several models ({', '.join(parts)}); use a text-only checkpoint"
     if config.get("quantization_config"):
-        return "its weights are quantised, and methods read them as numbers; give the checkpoint that it was made from"
+        return "its weights are quantized, and methods read them as numbers; use the original checkpoint"
     if model_type in ENCODERS and not config.get("is_decoder"):
-        return "it does not write text"
+        return "it does not generate text"
     if config.get("use_bidirectional_attention"):
-        return "its tokens see those after themselves"
+        return "its tokens attend to later tokens"
     if model_type in STATE_SPACE:
-        return "it answers from a state instead of keys and values"
+        return "it generates from a state instead of keys and values"
     return ""
 
 
-# --- shapes by formula -----------------------------------------------------------------------------------------------
+# --- shapes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a configuration by one name each, whatever its family calls them."""
+    """The sizes of a configuration under uniform names."""
 
     values: Mapping[str, int]
     gated: bool
     """Whether the MLP multiplies two projections."""
     kept: int
-    """How many numbers of the inner width an MLP keeps per token for its backward pass."""
+    """Multiples of the inner width that an MLP keeps per token for its backward pass."""
     tied: bool
     """Whether the language-model head is the input embedding table."""
     buckets: int
-    """Of relative positions."""
+    """Number of relative position buckets."""
 
     def __getitem__(self, name: str) -> int:
-        """Return the size of this name."""
+        """Return a size by name."""
         return self.values[name]
 
 
 def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
-    """Read the sizes that a family's shapes follow from.
+    """Read the sizes that a family's shapes depend on.
 
     Raises:
-        KeyError, TypeError, ZeroDivisionError: the configuration lacks a size, or holds something else for one.
+        KeyError, TypeError, ZeroDivisionError: a size is missing or invalid.
     """
     config = {**family.defaults, **config}
     called = {**NAMES, **family.names}
@@ -295,7 +294,7 @@ def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
     return Sizes(
         values,
         gated=feed_forward.startswith("gated"),
-        # T5's gated GELU is made of single operations in transformers; other activations are one
+        # transformers computes T5's gated GELU in single operations; other activations are one
         kept=6 if feed_forward == "gated-gelu" else 3 if feed_forward.startswith("gated") else 1,
         tied=bool(config["tie_word_embeddings"]),
         buckets=config.get("relative_attention_num_buckets") or 0,
@@ -303,29 +302,29 @@ def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
 
 
 def linear_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Names and shapes (out, in) of all linear projections but the head, by the family's tables.
+    """Return names and shapes (out, in) of all linear projections but the head.
 
     With grouped-query attention v_proj is narrower (Llama-3-8B: 1024 x 4096).
     """
-    found = {}
+    shapes = {}
     size = sizes(family, config)
     for stack in family.stacks:
         for block in range(size[stack.count]):
             for projection in stack.projections:
                 if projection.gated in (None, size.gated):
                     name = f"{stack.prefix}.{block}.{projection.name}"
-                    found[name] = size[projection.outputs], size[projection.inputs]
-    return found
+                    shapes[name] = size[projection.outputs], size[projection.inputs]
+    return shapes
 
 
 def tensor_sizes(family: Family, config: Mapping[str, Any], tied: bool) -> dict[int, int]:
-    """Count the weight tensors of each size, in numbers, by the family's tables."""
+    """Count the weight tensors of each size in elements."""
     size, given = sizes(family, config), {**family.defaults, **config}
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
 
-    def add(numbers: int, count: int) -> None:
-        if numbers and count:
-            found[numbers] = found.get(numbers, 0) + count
+    def add(elements: int, count: int) -> None:
+        if elements and count:
+            counts[elements] = counts.get(elements, 0) + count
 
     add(size["vocabulary"] * size["width"], 1 if tied else 2)
     for stack in family.stacks:
@@ -337,24 +336,24 @@ def tensor_sizes(family: Family, config: Mapping[str, Any], tied: bool) -> dict[
                 add(size[projection.outputs], blocks if biased else 0)
         for norm in stack.norms:
             add(size["head"] if norm in ("query_heads", "key_heads") else size[norm], blocks)
-        add(size["width"], 1)  # the norm behind the stack
+        add(size["width"], 1)  # the norm after the stack
         add(size.buckets * size["heads"], {"": 0, "first": 1, "every": blocks}[family.buckets_in])
-    return found
+    return counts
 
 
-# --- which of them are adapted ---------------------------------------------------------------------------------------
+# --- adapted projections ---------------------------------------------------------------------------------------------
 
 
 def select(
     model_type: str, family: Family, linears: Shapes, targets: Sequence[str] | str | None
 ) -> dict[str, tuple[int, int]]:
-    """Choose the adapted projections out of a model's linear ones.
+    """Return the projections to adapt among a model's linear ones.
 
     Args:
         linears: all but the output head.
-        targets: `backbone.targets`: names, or ends of names, as peft takes them; `all-linear`; None for the query and
-            the value of every attention block (T5: encoder self-, decoder self- and decoder cross-attention, 144
-            modules in T5-Large; appendix "Model architectures").
+        targets: `backbone.targets`: names or ends of names, as in peft; `all-linear`; None for query and value of
+            every attention block (T5: encoder self-, decoder self- and decoder cross-attention, 144 modules in
+            T5-Large; appendix "Model architectures").
 
     Raises:
         ConfigError: the model has no such projections.
@@ -365,34 +364,34 @@ def select(
     missing = [name for name in wanted if not any(_is_named(path, name) for path in linears)]
     if not missing and wanted:
         return {path: shape for path, shape in linears.items() if any(_is_named(path, name) for name in wanted)}
-    there = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linears)) or "none at all"
+    available = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linears)) or "none"
     if targets is not None:
         raise ConfigError(
             f"backbone.targets: found {', '.join(missing)}; the linear projections of this {model_type} model are "
-            f"{there}. Name some of these, or write `targets: {ALL_LINEAR}`"
+            f"{available}. Name some of these, or write `targets: {ALL_LINEAR}`"
         )
     fused = fused_projection(family, linears)
+    why = f"they are fused in {fused}" if fused else "their names are unknown"
     advice = f"write `targets: [{fused}]` to adapt that projection as a whole" if fused else "name some of them"
-    why = f"they are one projection, {fused}" if fused else "nothing here knows what they are called"
     raise ConfigError(
-        f"backbone.targets: left out, which means query and value, but this {model_type} model has no linear "
-        f"projections for them alone: {why}. Its linear projections are {there}; {advice}"
+        f"backbone.targets: the default is query and value, but this {model_type} model has no linear projections for "
+        f"them alone: {why}. Its linear projections are {available}; {advice}"
     )
 
 
 def default_targets(family: Family, linears: Shapes) -> tuple[str, ...]:
-    """Names of query and value in a model; none where they are no linear projections of their own."""
-    known = [family.query_and_value] if family.stacks else OTHER_QUERIES_AND_VALUES
-    for names in known:
+    """Return the names of query and value in a model; empty if they are not separate projections."""
+    candidates = [family.query_and_value] if family.stacks else OTHER_QUERIES_AND_VALUES
+    for names in candidates:
         if all(any(_is_named(path, name) for path in linears) for name in names):
             return names
     return ()
 
 
 def fused_projection(family: Family, linears: Shapes) -> str:
-    """The name of the one projection that is query, key and value; empty where there is none."""
-    named = [family.fused] if family.fused else OTHER_FUSED
-    return next((name for name in named if any(_is_named(path, name) for path in linears)), "")
+    """Return the name of the fused query, key and value projection; empty if there is none."""
+    candidates = [family.fused] if family.fused else OTHER_FUSED
+    return next((name for name in candidates if any(_is_named(path, name) for path in linears)), "")
 
 
 def _is_named(path: str, name: str) -> bool:

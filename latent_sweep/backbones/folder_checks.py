@@ -1,4 +1,4 @@
-"""What is wrong with the folders that a backbone and its tokenizer are read from, as far as their files say it."""
+"""Check the folders of a backbone and its tokenizer for faults that their files reveal."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
-"""Files of which a tokenizer can be made. Without any, transformers invents an empty one instead of failing."""
+"""Files that a tokenizer can be built from. Without any, transformers silently creates an empty one."""
 
 KERNELS: Mapping[str, str] = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn",
 }
-"""Attention kernels that a configuration may name, by the package that has them; `org/name` is one of the hub's."""
+"""Packages of attention kernels that a configuration may request; `org/name` is a kernel of the hub."""
 
 
 def folder_faults(settings: BackboneSettings) -> list[str]:
-    """List why the folders of a backbone cannot be loaded. Hub names and known backbones have none.
+    """Return why the folders of a backbone cannot be loaded; hub names and registered backbones have no faults.
 
     Raises:
-        ConfigError: the backbone's folder is no checkpoint of a model that is supported.
+        ConfigError: the backbone's folder is not a checkpoint of a supported model.
     """
     faults = []
     if registered_backbone(settings.name) is None:
@@ -47,31 +47,31 @@ def folder_faults(settings: BackboneSettings) -> list[str]:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path: the hub knows `name` and `org/name`."""
+    """Return whether a name can only be a path: hub names have the form `name` or `org/name`."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
 
 
 def _missing(setting: str, name: str) -> Iterator[str]:
     path = Path(name)
     if is_path(name) and not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
+        problem = "is a file" if path.exists() else "does not exist"
         yield (
-            f"{setting}: the folder {path.absolute()} {found}; expected a checkpoint folder of transformers. Correct "
-            "the path, or give a hub name such as org/name"
+            f"{setting}: the folder {path.absolute()} {problem}; expected a checkpoint folder of transformers. Correct "
+            "the path, or use a hub name such as org/name"
         )
 
 
 def _tokenizer_faults(settings: BackboneSettings) -> Iterator[str]:
-    """Find a folder without a tokenizer, or one whose tokenizer.json the installed libraries cannot read."""
-    known = registered_backbone(settings.name)
+    """Find a folder without a tokenizer, or a tokenizer.json that the installed libraries cannot read."""
+    spec = registered_backbone(settings.name)
     setting, name = "backbone.tokenizer", settings.tokenizer
     if name is None:
-        setting, name = "backbone.name", settings.name if known is None else known.source
+        setting, name = "backbone.name", settings.name if spec is None else spec.source
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
         yield (
-            f"{setting}: the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])} or the like). Save it "
-            "there with AutoTokenizer.from_pretrained(...).save_pretrained, or name its folder as backbone.tokenizer"
+            f"{setting}: the folder {folder} has no tokenizer; expected {', '.join(TOKENIZER_FILES[:3])} or similar. "
+            "Save one with AutoTokenizer.from_pretrained(...).save_pretrained, or set backbone.tokenizer to its folder"
         )
     revision = settings.revision if settings.tokenizer is None else settings.tokenizer_revision
     path = checkpoint_file(name, TOKENIZER_FILE, revision)
@@ -97,19 +97,19 @@ def _unreadable(path: Path) -> str | None:
 
 
 def _vocabulary_faults(settings: BackboneSettings) -> Iterator[str]:
-    """Find a tokenizer that gives ids for which the model has no embedding; tokens added to it may never be used."""
+    """Find a tokenizer with ids beyond the model's embeddings; unused added tokens do not count."""
     if registered_backbone(settings.name) is not None and settings.tokenizer is None:
         return
-    known = describe(settings)
-    size = _text_config({} if known is None else known.config).get("vocab_size")
+    spec = describe(settings)
+    size = _text_config({} if spec is None else spec.config).get("vocab_size")
     if not isinstance(size, int) or (tokenizer := tokenizer_at_hand(settings)) is None:
         return
     largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
     if largest >= size:
         yield (
             f"backbone.name: the configuration of {settings.name} says vocab_size {size:,}, but the tokenizer has ids "
-            f"up to {largest:,}; expected a smaller tokenizer. Save the model after resize_token_embeddings, or name "
-            "the tokenizer that it was trained with as backbone.tokenizer"
+            f"up to {largest:,}; expected smaller ids. Save the model after resize_token_embeddings, or set "
+            "backbone.tokenizer to the tokenizer that it was trained with"
         )
 
 
@@ -118,8 +118,8 @@ def _kernel_faults(settings: BackboneSettings) -> Iterator[str]:
     folder = Path(settings.name)
     if registered_backbone(settings.name) is not None or not folder.is_dir():
         return
-    known = describe(settings)
-    config = {} if known is None else known.config
+    spec = describe(settings)
+    config = {} if spec is None else spec.config
     for key in ("_attn_implementation", "attn_implementation"):
         wanted = config.get(key)
         if not isinstance(wanted, str):
@@ -128,12 +128,12 @@ def _kernel_faults(settings: BackboneSettings) -> Iterator[str]:
         if package is not None and importlib.util.find_spec(package) is None:
             yield (
                 f"backbone.name: {folder / 'config.json'} asks for the attention kernel {wanted} ({key}), and its "
-                f"package {package} is not installed. Remove that line, which no result needs, or install the package"
+                f"package {package} is not installed. Remove that line, which changes no result, or install the package"
             )
             return
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that is about text."""
+    """Return the part of a configuration that describes text."""
     text = config.get("text_config")
     return text if isinstance(text, dict) and "vocab_size" not in config else config

@@ -1,4 +1,4 @@
-"""What tells one backbone from another before anything is loaded: commits, digests of folders, configurations."""
+"""Identify a backbone without loading it: by commit, digest of its folder, or configuration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from latent_sweep.storage import versions
 log = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 1 << 16
-"""Bytes of each sample that tells two checkpoint files apart."""
+"""Bytes of each sample of a large checkpoint file."""
 
 
 def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
-    """Return what distinguishes this backbone from another, and what is adapted of it, without loading it.
+    """Return what identifies a backbone and its adapted projections, without loading it.
 
-    The projections that are adapted stand in it only where they are not the default's, query and value.
+    Default projections (query and value) are left out.
     """
     adapted = {} if settings.targets is None else {"targets": settings.identity()["targets"]}
     return {
@@ -35,11 +35,11 @@ def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 HUB_SECONDS = 5.0
-"""How long the hub may take to say what a branch or tag is."""
+"""Timeout for resolving a branch or tag."""
 
 
 def pinned(settings: BackboneSettings) -> BackboneSettings:
-    """Put the commit in the place of a branch, a tag or nothing, as far as it can be known here."""
+    """Replace a branch, a tag or no revision by its commit, if that can be resolved."""
     update = {"revision": _commit(_source(settings.name), settings.revision)}
     if settings.tokenizer is not None:
         update |= {"tokenizer_revision": _commit(_source(settings.tokenizer), settings.tokenizer_revision)}
@@ -47,64 +47,64 @@ def pinned(settings: BackboneSettings) -> BackboneSettings:
 
 
 def unpinned(settings: BackboneSettings) -> list[str]:
-    """Describe each part of a backbone that comes from a hub in a version that nothing says."""
+    """Return a fault for each part of a backbone that comes from a hub without a known commit."""
     sources = [("backbone.name", _source(settings.name), settings.revision)]
     if settings.tokenizer is not None:
         sources += [("backbone.tokenizer", _source(settings.tokenizer), settings.tokenizer_revision)]
     return [
         f"{path}: no commit of {source} can be found: it is not in this machine's cache, and the hub did not answer. "
-        f"Expected one, because the default branch may change under a sweep. Download it (`hf download {source}`), or "
-        "name a commit as revision"
+        f"Expected one, because the default branch can change during a sweep. Download it (`hf download {source}`), or "
+        "set a commit as revision"
         for path, source, revision in sources
         if source is not None and not _COMMIT.fullmatch(revision or "")
     ]
 
 
 def _source(name: str) -> str | None:
-    """Return the hub's name of a backbone or tokenizer; None where it comes from somewhere else."""
-    known = registered_backbone(name)
-    if name == EMBEDDED or (known is not None and known.source == "config") or Path(name).is_dir():
+    """Return the hub's name of a backbone or tokenizer; None if it is not from the hub."""
+    spec = registered_backbone(name)
+    if name == EMBEDDED or (spec is not None and spec.source == "config") or Path(name).is_dir():
         return None
-    return known.source if known else name
+    return spec.source if spec else name
 
 
 @lru_cache(maxsize=256)
 def _commit(source: str | None, revision: str | None) -> str | None:
-    """Return the commit that a revision of a hub model is: as in the cache, else as the hub says, else unchanged."""
+    """Resolve a hub model's revision to its commit: from the cache, else from the hub, else unchanged."""
     if source is None or _COMMIT.fullmatch(revision or ""):
         return revision
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     for name in ("config.json", "tokenizer_config.json"):
         try:
-            found = try_to_load_from_cache(source, name, revision=revision)
-        except ValueError:  # no name that a hub could have
+            cached = try_to_load_from_cache(source, name, revision=revision)
+        except ValueError:  # not a valid repository name
             return revision
-        if isinstance(found, str):
-            return Path(found).parent.name
+        if isinstance(cached, str):
+            return Path(cached).parent.name
     try:
         return HfApi().model_info(source, revision=revision, timeout=HUB_SECONDS).sha or revision
-    except Exception as error:  # whatever the network says
-        log.info("the hub does not say what %s is: %s", source, error)
+    except Exception as error:  # whatever the network raises
+        log.info("cannot resolve the revision of %s: %s", source, error)
         return revision
 
 
 def _source_identity(name: str, revision: str | None) -> Any:
-    known = registered_backbone(name)
-    if known is not None and known.source == "config":
+    spec = registered_backbone(name)
+    if spec is not None and spec.source == "config":
         drawn = {"drawn": versions.DRAWN} if name.startswith(RANDOM) else {}
-        return {"random": dict(known.config), "family": known.family, **drawn}
+        return {"random": dict(spec.config), "family": spec.family, **drawn}
     if name == EMBEDDED:
         return {"package": EMBEDDED_PACKAGE, "version": embedded_version()}
     if Path(name).is_dir():
         return {"folder": _folder_digest(Path(name))}
-    return {"hub": known.source if known else name, "revision": revision}
+    return {"hub": spec.source if spec else name, "revision": revision}
 
 
 def _folder_digest(folder: Path) -> str:
-    """Names, sizes and samples of every file but hidden ones; read once as long as no file is written again.
+    """Hash names, sizes and samples of all but hidden files; cached until a file changes.
 
-    Tools keep books in these: the hub's, of when something was downloaded, in `.cache`.
+    Hidden files are bookkeeping, such as download times in the hub's `.cache`.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
     stats = [path.stat() for path in paths]
@@ -118,7 +118,7 @@ def _is_hidden(path: Path) -> bool:
 
 @lru_cache(maxsize=64)
 def _files_digest(folder: str, files: tuple[tuple[str, int, int], ...]) -> str:
-    """Hash the content of files up to 256 MiB and 4096 evenly spread samples of larger ones: seconds for 26 GB."""
+    """Hash files up to 256 MiB and 4096 evenly spread samples of larger ones: seconds for 26 GB."""
     digest = hashlib.sha256()
     for name, size, _ in files:
         digest.update(f"{Path(name).relative_to(folder)}:{size}:".encode())

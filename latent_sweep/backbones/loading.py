@@ -1,4 +1,4 @@
-"""Loads a backbone: the frozen model, its tokenizer, and the projections that get adapters."""
+"""Load a backbone: the frozen model, its tokenizer, and the projections to adapt."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """Do nothing: all weights are at hand already."""
+    """Do nothing: the weights are in place."""
 
 
 @dataclass(frozen=True)
@@ -55,52 +55,52 @@ class Backbone:
     family: str
     """The model's `model_type`."""
     model: Any
-    """The transformers model, e.g. a `T5ForConditionalGeneration`, parameters frozen, dropout off."""
+    """The transformers model, e.g. a `T5ForConditionalGeneration`; parameters frozen, dropout off."""
     tokenizer: Any
     targets: Mapping[str, torch.nn.Linear]
     """Adapted projections by module name, in the order of `target_shapes`."""
     device: torch.device
-    """Where it computes."""
+    """The device that computes."""
     stored: CheckpointWeights | None
-    """The checkpoint's files; None where there are none."""
+    """Its weights in checkpoint files; None if there are none."""
     tokenizer_digest: str
-    """Content hash of the tokenizer and its special tokens: what token caches and answers are keyed by."""
+    """Content hash of the tokenizer and its special tokens, part of the keys of token caches and answers."""
     weights_digest: str
-    """Content hash of the embedding table and the adapted projections: what factors and embeddings are keyed by."""
+    """Content hash of embedding table and adapted projections, part of the keys of factors and embeddings."""
     whole: bool = True
-    """Whether this process has all weights at hand; otherwise what the methods read comes from `stored`."""
+    """Whether this process holds all weights; otherwise methods read them from `stored`."""
     before_answering: Callable[[], None] = _nothing
-    """Brings the weights to where answers are generated."""
+    """Moves the weights to where answers are generated."""
 
     answer_end: int | None = None
-    """The token that ends an answer where that is not EOS: a chat template's end of a turn."""
+    """The token that ends an answer if it is not EOS: a chat template's end of turn."""
 
     @cached_property
     def traits(self) -> Family:
-        """What its family says of it."""
+        """Its family's properties."""
         return _traits_of(self.model)
 
     @cached_property
     def window(self) -> float:
-        """How many tokens the layer that looks back least sees, itself among them; without limit in most models."""
+        """Tokens that the layer with the shortest range attends to; infinite in most models."""
         config = self.model.config.get_text_config()
         local = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
         return (local and getattr(config, "sliding_window", None)) or math.inf
 
     @cached_property
     def multiplied(self) -> int:
-        """Count the weights that a token is multiplied by in the blocks: of all linear projections but the head."""
+        """Number of weights in all linear projections but the head, each multiplied once per token."""
         return sum(out_features * in_features for out_features, in_features in linears_of(self.model).values())
 
     @cached_property
     def blocks(self) -> int:
-        """Count the model's blocks, of an encoder-decoder those of both halves."""
+        """Number of blocks, of encoder and decoder together."""
         config = self.model.config.get_text_config()
         return int(config.num_hidden_layers + (getattr(config, "num_decoder_layers", None) or 0))
 
     @cached_property
     def positions(self) -> float:
-        """How many tokens the model has places for where it looks them up in a table; without limit in most models."""
+        """Size of the model's table of positions; infinite in most models, which have none."""
         tables = [
             module.num_embeddings - getattr(module, "offset", 0)
             for name, module in self.model.named_modules()
@@ -110,34 +110,34 @@ class Backbone:
 
     @cached_property
     def accepts(self) -> frozenset[str]:
-        """What the model's forward pass takes by name."""
+        """Parameter names of the model's forward pass."""
         return frozenset(inspect.signature(self.model.forward).parameters)
 
     @property
     def cache_name(self) -> str:
-        """What the forward pass calls the cache of keys and values; transformers 5.24 has renamed it."""
+        """The forward pass's parameter for the key-value cache, renamed in transformers 5.24."""
         return "cache" if "cache" in self.accepts else "past_key_values"
 
     def lays_out(self, tokens: int) -> bool:
-        """Whether sequences of so many tokens may be laid out: else masks are as transformers makes them."""
+        """Return whether sequences of this many tokens can use `layouts`; otherwise transformers makes the masks."""
         return self.traits.laid_out and tokens <= self.window
 
     @property
     def projections(self) -> Mapping[str, CheckpointProjection] | Mapping[str, torch.nn.Linear]:
-        """The weights of `targets` to be read one at a time: from the checkpoint's files where it has some."""
+        """The weights of `targets`, to be read one at a time: from checkpoint files if there are any."""
         return self.stored.projections if self.stored else self.targets
 
     @property
     def prompt_embedding(self) -> torch.nn.Module:
-        """The module that embeds prompts: of an encoder-decoder the encoder's own, which shares its table."""
+        """The module that embeds prompts: of an encoder-decoder the encoder's, which shares the table."""
         reader = self.model.get_encoder() if self.traits.encoder_decoder else self.model
         return reader.get_input_embeddings()
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """The frozen input embedding table, (vocabulary, d): all that the router reads.
+        """The frozen input embedding table, (vocabulary, d), which is all that the router reads.
 
-        As it is stored: what a model multiplies embeddings by, Gemma by the root of d, is not in it.
+        As stored, without the factor by which a model scales embeddings, e.g. Gemma by the root of d.
         """
         if self.stored and not self.whole:
             return self.stored.embedding_table.to(self.device)
@@ -145,17 +145,17 @@ class Backbone:
 
     @property
     def embedding_width(self) -> int:
-        """Return d, the width of the embedding table, which need not be at hand."""
+        """The width d of the embedding table, which need not be loaded."""
         return int(self.model.get_input_embeddings().embedding_dim)
 
     @property
     def embedding_scale(self) -> float:
-        """What the embedding itself multiplies vectors of its table by, those of a soft prompt not among them."""
+        """The factor by which the model scales vectors of its table, but not those of a soft prompt."""
         return float(getattr(self.prompt_embedding, "embed_scale", 1.0))
 
     @property
     def pad_id(self) -> int:
-        """Padding token id; masks are always passed, so its value never matters."""
+        """Padding token id; its value has no effect, since masks are always passed."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id
 
@@ -166,12 +166,12 @@ class Backbone:
 
     @contextmanager
     def dropout(self, rate: float) -> Iterator[None]:
-        """Have the model drop out at this rate within the block, wherever its architecture does.
+        """Apply this rate to all of the model's own dropout in the block.
 
-        It does so as long as it is in training mode; masks come from torch's own random state.
+        It acts in training mode only; masks come from torch's random state.
 
         Raises:
-            ConfigError: the architecture has no dropout, and the rate is not 0.
+            ConfigError: the architecture has no dropout and the rate is not 0.
         """
         if rate and not self.traits.dropout:
             raise ConfigError(
@@ -185,25 +185,25 @@ class Backbone:
 
 
 def load_backbone(settings: BackboneSettings) -> Backbone:
-    """Load the whole model and its tokenizer, frozen and with dropout off; the embedded one is converted once, mapped.
+    """Load the model and its tokenizer, frozen and with dropout off; the embedded one is converted once and mapped.
 
     Raises:
-        ConfigError: the backbone cannot be found or is of another family; the message says what to do.
+        ConfigError: the backbone is not found or not supported; the message says what to do.
     """
     import torch
 
     hide_progress_bars()
     if slow := slow_bfloat16(settings):
         log.warning("%s.", slow)
-    dtype, device, known = getattr(torch, settings.dtype), device_of(settings), describe(settings)
-    if known is not None and settings.name.startswith(RANDOM):
-        model = drawn_model(known.family, known.config, dtype, device)
-    elif known is not None and known.source == "config":
-        model = random_model(known.family, known.config, dtype) if device == "cpu" else _mapped(local_folder(settings))
+    dtype, device, spec = getattr(torch, settings.dtype), device_of(settings), describe(settings)
+    if spec is not None and settings.name.startswith(RANDOM):
+        model = drawn_model(spec.family, spec.config, dtype, device)
+    elif spec is not None and spec.source == "config":
+        model = random_model(spec.family, spec.config, dtype) if device == "cpu" else _mapped(local_folder(settings))
     elif settings.name == EMBEDDED:
         model = _mapped(embedded_folder(settings.dtype))
     else:
-        model = _load_pretrained(known.source if known else settings.name, settings, dtype)
+        model = _load_pretrained(spec.source if spec else settings.name, settings, dtype)
     if device != "cpu":
         model.to(device)
     return assemble(settings, model, checkpoint_weights(settings))
@@ -216,7 +216,7 @@ def assemble(
     whole: bool = True,
     before_answering: Callable[[], None] = _nothing,
 ) -> Backbone:
-    """Put a loaded model, frozen and with dropout off, together with its tokenizer; see `Backbone` for the rest."""
+    """Combine a loaded model, frozen and with dropout off, with its tokenizer; see `Backbone` for the arguments."""
     import torch
 
     from latent_sweep.backbones.layouts import ATTENTION
@@ -229,11 +229,11 @@ def assemble(
         fuse_norms(model)
     kind, linears, traits = model.config.model_type, linears_of(model), _traits_of(model)
     if not traits.stacks:
-        forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own
+        forget_dropout(model.config)  # some layers read the configuration in training mode
     if traits.encoder_decoder and model.config.decoder_start_token_id is None:
         raise ConfigError(
-            f"backbone.name: the configuration of {settings.name} has no decoder_start_token_id, so nothing says what "
-            "an answer starts from; set it in the config.json of a copy, as its model card says"
+            f"backbone.name: the configuration of {settings.name} has no decoder_start_token_id, which starts every "
+            "answer; set it in the config.json of a copy, as its model card says"
         )
     if traits.laid_out:
         model.set_attn_implementation(ATTENTION)
@@ -267,7 +267,7 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
 
     try:
         config = AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
-        model, told = _class_of(config, source).from_pretrained(
+        model, loading = _class_of(config, source).from_pretrained(
             source, revision=settings.revision, dtype=dtype, output_loading_info=True
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
@@ -275,12 +275,12 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
             f"backbone.name: {source!r} could not be loaded from the hub or a folder: {error}\n"
             "Check the name, log in with `hf auth login` if the model is gated, or give a local folder"
         ) from error
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(loading["missing_keys"]):
         raise ConfigError(
             f"backbone.name: {source!r} lacks {len(missing)} of the weights of {type(model).__name__}: "
-            f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}. They would be random numbers, others in "
-            "every process. Save the whole model with its language-modelling head, as by "
-            "AutoModelForCausalLM or AutoModelForSeq2SeqLM and save_pretrained"
+            f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}. They would be random, and differ between "
+            "processes. Save the whole model with its language-modeling head, e.g. by AutoModelForCausalLM or "
+            "AutoModelForSeq2SeqLM and save_pretrained"
         )
     return model
 
@@ -293,7 +293,7 @@ def _class_of(config: Any, source: str) -> Any:
 
 
 def _mapped(folder: Path) -> Any:
-    """A model whose weights stay in the page cache, shared by every process that maps the same file."""
+    """Load a model whose weights stay in the page cache, shared by all processes that map the file."""
     import torch
     from safetensors.torch import load_file
 
@@ -305,7 +305,7 @@ def _mapped(folder: Path) -> Any:
     model.tie_weights()
     if own_head:
         model.get_output_embeddings().weight = head
-    left = [name for name, p in model.named_parameters() if p.device == torch.device("meta")]
-    if left or unexpected:
-        raise ConfigError(f"{folder}: the cached weights lack {left} or hold unknown {unexpected}; delete the folder")
+    missing = [name for name, p in model.named_parameters() if p.device == torch.device("meta")]
+    if missing or unexpected:
+        raise ConfigError(f"{folder}: the cached weights lack {missing} or hold extra {unexpected}; delete the folder")
     return model

@@ -1,4 +1,4 @@
-"""RMS norms in one kernel each way on a GPU, where transformers' own launch eight forward and some twelve back."""
+"""RMS norms in one kernel each way on a GPU; transformers' own launch eight forward and some twelve backward."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ FUSIBLE = {
     "granite": "GraniteRMSNorm",
     "smollm3": "SmolLM3RMSNorm",
 }
-"""Norms by `model_type` that compute `weight * (x / rms(x))`, with the inner result rounded to the type of `x`.
+"""Norms, by `model_type`, that compute `weight * (x / rms(x))` with the inner result rounded to the type of `x`.
 
-Gemma's multiply by `1 + weight`, OLMo-2's round after the multiplication, and a norm that none of these lists is left
-as it is.
+Gemma's multiply by `1 + weight` and OLMo-2's round after the multiplication, so they are not listed.
 """
 
 
 def fuse_norms(model: Any) -> None:
-    """Have the norms of a model be computed by `torch.nn.functional.rms_norm`.
+    """Compute a model's norms by `torch.nn.functional.rms_norm`.
 
-    It computes in float32 throughout, so that in bfloat16 it rounds once where transformers' own rounds twice. Results
-    differ in their last digits: on a CPU, where it is no faster, this is left out and all results stay what they were.
+    It computes in float32 throughout, so bfloat16 is rounded once instead of twice and results differ in their last
+    digits. It is not used on a CPU, where it is no faster.
 
     Only modules of exactly a class in `FUSIBLE` change, and only their class: parameters, names and hooks stay.
     """
@@ -48,11 +47,11 @@ def _is_fusible(kind: type) -> bool:
 
 @cache
 def _fused(kind: Any) -> type:
-    """Return the class of a norm with another forward pass, (..., width) to the same shape."""
+    """Return a subclass of a norm with another forward pass, (..., width) to the same shape."""
     from torch.nn.functional import rms_norm
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if x.dtype != self.weight.dtype:  # which the fused kernel does not take, and whose result has another type
+        if x.dtype != self.weight.dtype:  # not supported by the fused kernel
             return kind.forward(self, x)
         return rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 

@@ -1,7 +1,7 @@
-"""What a model of transformers is made of, without its weights: its class, its linear projections, its embedding table.
+"""The structure of a transformers model without its weights: class, linear projections, embedding table.
 
-Families in the table of `latent_sweep.backbones.families` are known without this file; of the others a model is made on
-the meta device, once, where torch and transformers load for it.
+Listed families (`latent_sweep.backbones.families`) need neither torch nor transformers. For others a model is created
+once on the meta device.
 """
 
 from __future__ import annotations
@@ -22,112 +22,112 @@ SUPPORTED = (
 )
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-"""What transformers calls layers that keep keys and values."""
+"""Layer types of transformers that keep keys and values."""
 
-TOLD = ("is_decoder", "use_bidirectional_attention", "quantization_config")
-"""Settings that say whether a model writes, and whether its weights are numbers."""
+CHECKED_SETTINGS = ("is_decoder", "use_bidirectional_attention", "quantization_config")
+"""Settings that `refusal` reads."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What adapters and methods must know of a model before it is loaded."""
+    """What adapters and methods need to know about a model before it is loaded."""
 
     linears: Shapes
     """Linear projections by module name, all but the output head."""
     embedding: str
-    """The input embedding table's name in a checkpoint."""
+    """Name of the input embedding table in a checkpoint."""
 
 
 def outline(model_type: str, config: Mapping[str, Any]) -> Outline:
-    """Outline a model by its family's tables, or else by the model itself without weights.
+    """Return a model's outline, from its family's tables or from the model without weights.
 
     Raises:
-        ConfigError: no model that adapters could be added to can be made of it.
+        ConfigError: adapters cannot be added to such a model.
         KeyError, TypeError, ZeroDivisionError: the configuration lacks a size.
     """
     family = family_of_type(model_type, config)
     if family.stacks:
         return Outline(linear_shapes(family, config), family.embedding)
-    return _of_empty_model(model_type, canonical_json(dict(config)))
+    return _outline_of_empty_model(model_type, canonical_json(dict(config)))
 
 
 @lru_cache(maxsize=16)
-def _of_empty_model(model_type: str, config: str) -> Outline:
+def _outline_of_empty_model(model_type: str, config: str) -> Outline:
     import torch
 
-    found = model_config(model_type, json.loads(config))
-    architecture = model_class(found)
+    full_config = model_config(model_type, json.loads(config))
+    architecture = model_class(full_config)
     try:
         with torch.device("meta"):
-            model = architecture(found)
-    except Exception as error:  # whatever sizes that do not fit together raise
+            model = architecture(full_config)
+    except Exception as error:  # inconsistent sizes raise anything
         raise ConfigError(
-            f"model_type {model_type!r}, of which transformers makes no model with this configuration: {error!r}; copy "
-            "the checkpoint's config.json again"
+            f"model_type {model_type!r}, for which transformers cannot create a model: {error!r}; copy the "
+            "checkpoint's config.json again"
         ) from error
     linears = linears_of(model)
     if not linears:
         others = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.startswith("Conv")})
         instead = f"its projections are {' and '.join(others)}" if others else "it has none"
         raise ConfigError(
-            f"model_type {model_type!r}; adapters are added to projections of the type nn.Linear, and {instead}. Take "
-            "a model whose projections are nn.Linear, e.g. one of the families gpt_neo, gpt_neox, opt or llama"
+            f"model_type {model_type!r}; adapters need projections of type nn.Linear, and {instead}. Use a model with "
+            "nn.Linear, e.g. of the families gpt_neo, gpt_neox, opt or llama"
         )
     return Outline(linears, embedding_name(model))
 
 
 def model_config(model_type: str, config: Mapping[str, Any]) -> Any:
-    """The transformers configuration object of a family; what is raised begins with the family.
+    """Return the transformers configuration object of a family; error messages start with the family.
 
     Raises:
-        ConfigError: transformers does not know the family, or takes no such configuration.
+        ConfigError: transformers does not know the family, or rejects the configuration.
     """
     import transformers
 
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"model_type {model_type!r}, which transformers {transformers.__version__} does not know; install the "
-            "version that its model card names, or take another backbone"
+            "version that its model card names, or choose another backbone"
         )
     try:
         return transformers.CONFIG_MAPPING[model_type](
             **{name: value for name, value in config.items() if name not in ("model_type", "transformers_version")}
         )
-    except Exception as error:  # whatever its checks raise, which differ from family to family
+    except Exception as error:  # families' checks raise anything
         raise ConfigError(
-            f"model_type {model_type!r}, and transformers takes no such configuration of one: {error}; copy the "
-            "checkpoint's config.json again"
+            f"model_type {model_type!r}, whose configuration transformers rejects: {error}; copy the checkpoint's "
+            "config.json again"
         ) from error
 
 
 def model_class(config: Any) -> Any:
-    """The class of the model that reads and writes text with this transformers configuration; errors as above.
+    """Return the class of the language model with this transformers configuration; errors as in `model_config`.
 
     Raises:
-        ConfigError: there is none, or it is none that adapters can be added to here.
+        ConfigError: there is none, or adapters cannot be added to it.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     mapping = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
-    found = mapping.get(type(config), None)
-    if isinstance(found, tuple):
-        found = found[0]
-    why = refusal(config.model_type, {name: getattr(config, name, False) for name in TOLD})
+    kind = mapping.get(type(config), None)
+    if isinstance(kind, tuple):
+        kind = kind[0]
+    why = refusal(config.model_type, {name: getattr(config, name, False) for name in CHECKED_SETTINGS})
     if why or config.model_type in FAMILIES:
         pass
-    elif found is None:
-        why = "it does not write text by itself"
+    elif kind is None:
+        why = "it does not generate text by itself"
     elif config.get_text_config() is not config and not config.is_encoder_decoder:
-        why = "it is made of several models; give a checkpoint of text alone"
-    elif getattr(found, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - ATTENDING:
-        why = "it answers from a state instead of keys and values"
+        why = "it combines several models; use a text-only checkpoint"
+    elif getattr(kind, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - ATTENDING:
+        why = "it generates from a state instead of keys and values"
     if why:
         raise ConfigError(f"model_type {config.model_type!r}; {SUPPORTED}; {why}")
-    return found
+    return kind
 
 
 def linears_of(model: Any) -> dict[str, tuple[int, int]]:
-    """Names and shapes (out, in) of a model's linear projections but the output head, in the order of its modules."""
+    """Return names and shapes (out, in) of a model's linear projections but the output head, in module order."""
     import torch
 
     head = model.get_output_embeddings()
@@ -139,6 +139,6 @@ def linears_of(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def embedding_name(model: Any) -> str:
-    """The name of the input embedding table among a model's parameters."""
+    """Return the name of the input embedding table among a model's parameters."""
     table = model.get_input_embeddings().weight
     return next(name for name, parameter in model.named_parameters() if parameter is table)

@@ -1,4 +1,4 @@
-"""Rows of token ids, and what one pass of the frozen model gives for them. Without torch until a loss is asked for."""
+"""Tokenized examples, and the outputs of one pass of the frozen model; torch is imported only to compute a loss."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Example = Mapping[str, Any]
-"""One tokenized row: `prompt_ids`, `target_ids` and `input_ids` (the input without its instruction) are token ids."""
+"""A tokenized example: `prompt_ids`, `target_ids` and `input_ids` (the input without its instruction)."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a forward pass for a learner: logits where there are targets, and how they count."""
+    """A learner's outputs of a forward pass: logits for the targets, and how they count."""
 
     rows: Sequence[Example]
-    """The rows that were run: a micro-batch of this learner."""
+    """The examples of the pass: a micro-batch of this learner."""
     logits: Tensor
-    """(targets, vocabulary): for every token of every row's target, one row's after another's."""
+    """(targets, vocabulary), for all target tokens, example after example."""
     labels: Tensor
     """(targets,) token ids."""
     denominator: float
-    """What the summed cross-entropy is divided by: the same for every micro-batch of a step, so that they add up."""
+    """Divides the summed cross-entropy; the same for all micro-batches of a step, so that their losses add up."""
     cross_entropy: CrossEntropy | None = field(default=None, repr=False)
-    """Of the whole pass, where it is that of several learners."""
+    """Cross-entropy of the whole pass, if it serves several learners."""
     place: int = 0
-    """Among these learners."""
+    """Index of this learner among them."""
 
     @staticmethod
     def of_all(
         rows: Sequence[Sequence[Example]], logits: Tensor, labels: Tensor, denominators: Sequence[float]
     ) -> list[Outputs]:
-        """Cut what a pass gives for the rows of several learners, one learner's after another's."""
+        """Split a pass over the examples of several learners."""
         targets = [sum(len(row["target_ids"]) for row in own) for own in rows]
         shared = CrossEntropy(logits, labels, targets) if sum(map(bool, targets)) > 1 else None
         parts = zip(rows, logits.split(targets), labels.split(targets), denominators, strict=True)
         return [Outputs(*part, shared, place) for place, part in enumerate(parts)]
 
     def by_row(self, of_targets: Tensor) -> Sequence[Tensor]:
-        """Cut something that is there for every target token into what belongs to each row."""
+        """Split a tensor over target tokens by example."""
         return of_targets.split([len(row["target_ids"]) for row in self.rows])
 
     def task_loss(self) -> Tensor:
-        """Return the cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
+        """Return the cross-entropy of the targets, reduced as the settings say (A5); equation (10), first term."""
         from torch.nn.functional import cross_entropy
 
         if self.cross_entropy is not None:
@@ -55,12 +55,12 @@ class Outputs:
 
 
 class CrossEntropy:
-    """The cross-entropy of a pass for several learners, computed together when the first one asks for its own.
+    """The cross-entropy of a pass for several learners, computed once for all.
 
     Args:
         logits: (targets, vocabulary).
         labels: (targets,) token ids.
-        counts: how many of the targets belong to each learner.
+        counts: number of targets per learner.
     """
 
     def __init__(self, logits: Tensor, labels: Tensor, counts: Sequence[int]):
@@ -68,7 +68,7 @@ class CrossEntropy:
 
     @cached_property
     def sums(self) -> list[Tensor]:
-        """Summed over each learner's targets."""
+        """Sum over each learner's targets."""
         from torch.nn.functional import cross_entropy
 
         of_targets = cross_entropy(self._logits.float(), self._labels, reduction="none")

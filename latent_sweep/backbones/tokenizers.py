@@ -1,4 +1,4 @@
-"""Tokenizers of backbones: of a checkpoint, or of single bytes for random weights."""
+"""Load the tokenizers of backbones; random weights get a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Content hash of a tokenizer and its special tokens."""
+    """Return a content hash of a tokenizer and its special tokens."""
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.all_special_ids]
     return content_hash([tokenizer.backend_tokenizer.to_str(), special])
 
 
 def load_tokenizer(settings: BackboneSettings) -> Any:
-    """The transformers tokenizer of a backbone.
+    """Return the transformers tokenizer of a backbone.
 
     Raises:
-        ConfigError: there is none under this name.
+        ConfigError: there is none under this name, or it is not usable.
     """
-    known = describe(settings)
+    spec = describe(settings)
     if settings.tokenizer is not None:
         return _from_pretrained(settings.tokenizer, settings.tokenizer_revision)
-    if known is not None and known.source == "config":
+    if spec is not None and spec.source == "config":
         return byte_tokenizer()
     if settings.name == EMBEDDED:
         return _from_pretrained(str(embedded_folder(settings.dtype)), None)
-    return _from_pretrained(known.source if known else settings.name, settings.revision)
+    return _from_pretrained(spec.source if spec else settings.name, settings.revision)
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer of single bytes for the tiny models: nothing to download, any text round-trips."""
+    """Return a tokenizer of single bytes for the tiny models: no download, and any text round-trips."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -66,23 +66,22 @@ def _bytes_to_ids() -> Tokenizer:
 
 
 def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
-    """Load the tokenizer from this machine's files alone and without transformers, for checks of a plan.
+    """Return the tokenizer from local files, without transformers, to check a plan.
 
     Returns:
-        None where its file is not here (a hub model that nobody has loaded yet) or cannot be read: loading the
-        backbone fetches it, or says what is wrong with it.
+        None if its file is missing or unreadable; loading the backbone downloads it or reports the fault.
     """
     from tokenizers import Tokenizer
 
-    path, known = None, describe(settings)
-    if settings.tokenizer is None and known is not None and known.source == "config":
+    path, spec = None, describe(settings)
+    if settings.tokenizer is None and spec is not None and spec.source == "config":
         return _bytes_to_ids()
     if settings.tokenizer is not None:
         path = checkpoint_file(settings.tokenizer, TOKENIZER_FILE, settings.tokenizer_revision)
     elif settings.name == EMBEDDED:
         path = embedded_tokenizer_file()
     else:
-        path = checkpoint_file(known.source if known else settings.name, TOKENIZER_FILE, settings.revision)
+        path = checkpoint_file(spec.source if spec else settings.name, TOKENIZER_FILE, settings.revision)
     if path is None or not path.is_file():
         return None
     try:
@@ -100,19 +99,19 @@ def _from_pretrained(source: str, revision: str | None) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except Exception as error:  # of files from other versions the libraries raise whatever they stumble over
+    except Exception as error:  # files of other versions raise anything
         raise ConfigError(
             f"backbone.tokenizer: no tokenizer can be loaded from {source!r}: {type(error).__name__}: {error}"
         ) from error
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"backbone.tokenizer: {source!r} has no {TOKENIZER_FILE}, only a tokenizer in Python, which does not say "
-            f"where tokens stand in a text. Convert it: load it with transformers' AutoTokenizer and from_slow=True, "
-            "save it to a folder, and name that"
+            f"backbone.tokenizer: {source!r} has no {TOKENIZER_FILE}, only a Python tokenizer, which does not report "
+            "token offsets. Convert it: load it by transformers' AutoTokenizer with from_slow=True, save it to a "
+            "folder, and set backbone.tokenizer to that"
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"backbone.tokenizer: {source!r} has no end-of-sequence token, so nothing would end an answer; name a "
+            f"backbone.tokenizer: {source!r} has no end-of-sequence token, so answers would never end; choose a "
             "tokenizer that has one, or set its eos_token in a copy of the folder"
         )
     return tokenizer

@@ -130,7 +130,7 @@ def test_logits_are_those_of_transformers(name, monkeypatch):
             assert_same_to_rounding(label_logits(backbone, batch), expected, PASS)
             if not backbone.traits.encoder_decoder:
                 assert isinstance(batch.inputs.get("layout"), kind if laid_out else type(None))
-        batch = collate([long], backbone, alike=True)
+        batch = collate([long], backbone, uniform=True)
         assert_same_to_rounding(label_logits(backbone, batch), expected_logits(model, long), PASS)
     assert (backbone.window == 16) == (name in WINDOWED)
     if name in WINDOWED:

@@ -228,14 +228,14 @@ def test_sharing_must_save_tokens(double, monkeypatch):
     monkeypatch.undo()
     saves, saves_nothing = rows_with(INSTRUCTION, 4), rows_with([], 4, shortest=6, longest=6)
     saves_nothing = [{**row, "target_ids": [4, 5, 2]} for row in saves_nothing]
-    assert isinstance(collate([saves], backbone, alike=True).inputs["layout"], Shared)
-    assert isinstance(collate([saves_nothing], backbone, alike=True).inputs["layout"], Padded)
+    assert isinstance(collate([saves], backbone, uniform=True).inputs["layout"], Shared)
+    assert isinstance(collate([saves_nothing], backbone, uniform=True).inputs["layout"], Padded)
     assert isinstance(collate([saves], backbone).inputs["layout"], Padded)
 
 
 def test_an_encoder_reads_both_ways_and_shares_nothing():
     t5 = load_tiny("tiny-t5")
-    assert isinstance(collate([rows_with(INSTRUCTION, 4)], t5, alike=True).inputs["layout"], Padded)
+    assert isinstance(collate([rows_with(INSTRUCTION, 4)], t5, uniform=True).inputs["layout"], Padded)
 
 
 # --- statistics and teachers -----------------------------------------------------------------------------------------
@@ -266,9 +266,9 @@ def test_every_token_that_is_run_stands_for_rows_tokens(double):
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
     for alike in (False, True):
         batch = collate([rows, rows[:2]], backbone, alike)
-        assert batch.standing_for.shape == tuple(batch.inputs["input_ids"].shape)
-        assert batch.standing_for.sum() == sum(lengths) + sum(lengths[:2])
-    assert np.count_nonzero(batch.standing_for) < sum(lengths)
+        assert batch.multiplicity.shape == tuple(batch.inputs["input_ids"].shape)
+        assert batch.multiplicity.sum() == sum(lengths) + sum(lengths[:2])
+    assert np.count_nonzero(batch.multiplicity) < sum(lengths)
 
 
 def test_a_pass_without_gradients_shares_too(double):

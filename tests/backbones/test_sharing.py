@@ -71,7 +71,7 @@ def test_a_cpu_decides_by_tokens_alone(name, device, layout, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **{**options, "device": "cpu"}))
     rows = [{**row, "prompt_ids": [*range(4, 60), *row["prompt_ids"]]} for row in random_rows(4)]
-    assert isinstance(collate([rows], sized(name, device), alike=True).inputs["layout"], layout)
+    assert isinstance(collate([rows], sized(name, device), uniform=True).inputs["layout"], layout)
 
 
 @pytest.mark.parametrize(("name", "device", "shared"), [

@@ -41,7 +41,7 @@ def step(bench: Workbench) -> list[Reading]:
     tokens = sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in batch)
     note = f"{len(batch)} rows, {tokens} tokens a step"
     rows.append(Reading.of(TRAINING_RATE, [tokens / s for s in seconds["latent"]], "tokens/s", note=note))
-    run = collate([batch], bench.backbone, alike=True).inputs["input_ids"].numel()  # what rows share is run once
+    run = collate([batch], bench.backbone, uniform=True).inputs["input_ids"].numel()  # what rows share is run once
     return rows + _utilisation(bench, run, seconds["latent"])
 
 
