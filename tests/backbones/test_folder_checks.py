@@ -1,4 +1,4 @@
-"""Folders that cannot be loaded are faults of a plan: what is missing, unreadable or too large, with the file."""
+"""Planning finds folders that cannot be loaded, and names the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from latent_sweep.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any) -> Path:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
     folder = tmp_path_factory.mktemp("saved")
     load_tiny("tiny-llama").model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -39,24 +39,24 @@ def changed(saved: Path, folder: Path, file: str, change: Callable[[dict[str, An
     return str(folder)
 
 
-def test_a_whole_checkpoint_a_known_backbone_and_a_hub_name_have_no_fault(saved: Path) -> None:
+def test_checkpoints_registered_backbones_and_hub_names_have_no_faults(saved: Path) -> None:
     for name in (str(saved), "t5-large", "smollm2-135m", "tiny-t5", "random:llama-2-7b", "org/name", "gpt2"):
         assert folder_faults(BackboneSettings(name=name)) == []
     assert folder_faults(BackboneSettings(name="t5-large", tokenizer=str(saved))) == []
 
 
 @pytest.mark.parametrize("name", ["./nofolder", "../no", "/no/folder", "~/no-such-folder", "a/b/c", "models/"])
-def test_a_path_without_a_folder_is_a_fault_of_every_command(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_every_command_refuses_a_missing_folder(name: str, tmp_path: Path, capsys: Any) -> None:
     assert is_path(name)
     path = write(tmp_path, tiny(trial__backbone={"name": name, "dtype": "float32"}))
     for command in (["plan", path], ["run", path, "--local"], ["benchmark", "check", "builtin", "--backbone", name]):
         assert main(command) == 2
-        assert "does not exist" in capsys.readouterr().err
+        assert "backbone.name: " in capsys.readouterr().err
     (fault,) = folder_faults(BackboneSettings(name="t5-large", tokenizer=name))
     assert fault.startswith("backbone.tokenizer: ")
 
 
-def test_a_folder_without_a_tokenizer_is_a_fault_unless_another_is_named(saved: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_needs_another_one(saved: Path, tmp_path: Path) -> None:
     for file in ("config.json", "model.safetensors"):
         shutil.copy(saved / file, tmp_path / file)
     (fault,) = folder_faults(BackboneSettings(name=str(tmp_path)))
@@ -65,30 +65,30 @@ def test_a_folder_without_a_tokenizer_is_a_fault_unless_another_is_named(saved: 
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "said"),
+    ("file", "change", "expected"),
     [
-        ("tokenizer.json", lambda c: c.update(pre_tokenizer={"type": "FutureSplit"}), "tokenizer.json cannot be read"),
-        ("tokenizer.json", lambda c: c.pop("added_tokens"), "it lacks `added_tokens`"),
+        ("tokenizer.json", lambda c: c.update(pre_tokenizer={"type": "FutureSplit"}), "tokenizer.json"),
+        ("tokenizer.json", lambda c: c.pop("added_tokens"), "`added_tokens`"),
         ("config.json", lambda c: c.update(vocab_size=100), "vocab_size 100"),
         ("config.json", lambda c: c.update(_attn_implementation="flash_attention_2"), "flash_attn"),
         ("config.json", lambda c: c.update(attn_implementation="kernels-community/none"), "kernels"),
     ],
 )
-def test_files_that_the_installed_libraries_cannot_use_are_named(
-    saved: Path, tmp_path: Path, file: str, change: Any, said: str, capsys: Any
+def test_unusable_files_are_named(
+    saved: Path, tmp_path: Path, file: str, change: Any, expected: str, capsys: Any
 ) -> None:
     name = changed(saved, tmp_path / "changed", file, change)
     (fault,) = folder_faults(BackboneSettings(name=name))
-    assert said in fault
+    assert expected in fault
     assert name in fault
     assert main(["plan", write(tmp_path, tiny(trial__backbone={"name": name, "dtype": "float32"}))]) == 2
     assert fault[:60] in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_transformers_cannot_make_is_a_fault_of_settings(saved: Path, tmp_path: Path) -> None:
-    """Of a hub model, whose files no plan has seen."""
+def test_an_unreadable_tokenizer_is_a_config_error(saved: Path, tmp_path: Path) -> None:
+    """For hub models, whose files planning has not seen."""
     name = changed(saved, tmp_path / "old", "tokenizer.json", lambda c: c.pop("added_tokens"))
-    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: no tokenizer can be loaded"):
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: "):
         load_tokenizer(BackboneSettings(name=name))
 
 

@@ -1,4 +1,4 @@
-"""What the rows of a batch begin with is computed once: the same losses and gradients from fewer tokens."""
+"""A common prefix is computed once: the same losses and gradients from fewer tokens."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -38,12 +38,12 @@ def double(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    """Share however little it saves."""
+    """Share prefixes even if that saves little."""
     monkeypatch.setattr(batches, "WORTHWHILE", 100.0)
 
 
 def rows_with(prefix, count, seed=0, shortest=1, longest=9):
-    """Rows that begin with the same tokens, with rests and targets of different lengths."""
+    """Rows with a common prefix and rests and targets of different lengths."""
     made = random_rows(count, seed=seed, shortest=shortest, longest=longest, targets=5)
     return [{**row, "prompt_ids": [*prefix, *row["prompt_ids"]]} for row in made]
 
@@ -86,7 +86,7 @@ KINDS = {"latent": latent, "lora": lora, "sum": sums, "prompt": prompt}
 
 
 def step(double, members, adapters, alike):
-    """Loss terms of every member and the gradients of all that is trained, and the batch."""
+    """Return every run's loss terms, all gradients, and the batch."""
     backbone, bank, _ = double
     adaptations = [make(*leaves) for leaves, make in adapters]
     batch = collate(members, backbone, alike)
@@ -155,8 +155,8 @@ def test_with_gradient_checkpointing(double):
     assert_same_step(double, [rows_with(INSTRUCTION, 6)], "latent", checkpointing=True)
 
 
-def test_the_gradient_of_what_is_shared_is_the_sum_over_rows(double, monkeypatch):
-    """Of a single vector of a soft prompt that stands in front of all rows."""
+def test_the_prefixs_gradient_is_the_sum_over_rows(double, monkeypatch):
+    """Shown by one soft-prompt vector in front of all rows."""
     backbone, bank, _ = double
     rows = rows_with([-1, *INSTRUCTION], 4)
     together, one_by_one = (normal(1, 32).requires_grad_(True) for _ in range(2))
@@ -171,8 +171,8 @@ def test_the_gradient_of_what_is_shared_is_the_sum_over_rows(double, monkeypatch
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_members_of_a_pack_share_each_their_own(double, kind):
-    """With other rows, other numbers of them, and other prefixes, of which they share as much as the least."""
+def test_each_run_of_a_pack_shares_its_own_prefix(double, kind):
+    """With different rows, counts and prefixes; the shortest prefix decides how much is shared."""
     front = [-1, -2] if kind == "prompt" else []
     members = [
         rows_with([*front, *INSTRUCTION], 4, seed=1),
@@ -201,8 +201,8 @@ def test_adaptations_that_differ_from_row_to_row_share_nothing(double):
     assert Adaptation().uniform
 
 
-def test_masks_of_dropout_are_drawn_for_every_row(double):
-    """Shared tokens would have one mask for all rows."""
+def test_dropout_masks_are_drawn_per_row(double):
+    """So tokens with dropout are not shared."""
     _, _, space = double
     (A, B), of_all = lora(double)
     (R,), _ = latent(double)
@@ -210,7 +210,7 @@ def test_masks_of_dropout_are_drawn_for_every_row(double):
     assert not Adaptation(DeltaSum([of_all(A, B).deltas], rate=0.1)).uniform
 
 
-def test_a_delta_from_outside_is_taken_to_differ_unless_it_says_otherwise():
+def test_plugin_deltas_differ_by_row_by_default():
     class Mine:
         def __call__(self, h, output):
             return output
@@ -260,7 +260,7 @@ def test_moments_count_shared_tokens_once_for_every_row(double, monkeypatch):
         assert_same_to_rounding(moment, sum(of_row[name] for of_row in alone), SAME)
 
 
-def test_every_token_that_is_run_stands_for_rows_tokens(double):
+def test_multiplicities_count_all_tokens_of_all_rows(double):
     backbone, *_ = double
     rows = rows_with(INSTRUCTION, 5)
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
@@ -286,7 +286,7 @@ def test_a_pass_without_gradients_shares_too(double):
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_bfloat16_is_learned_with_attention_in_float32_on_a_cpu(gradients):
+def test_bfloat16_training_on_a_cpu_attends_in_float32(gradients):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, 7, 8, dtype=torch.bfloat16) for _ in range(3))
     module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)

@@ -1,4 +1,4 @@
-"""Fused norms: the same numbers as transformers' own, no less exact, and only where the formula is theirs."""
+"""Fused norms: as exact as transformers' own, and used only for the same formula."""
 
 from copy import deepcopy
 from importlib import import_module
@@ -84,14 +84,14 @@ def test_a_module_keeps_its_name_its_weights_and_its_hooks():
     assert type(module[0]) is before
 
 
-def test_an_input_of_another_type_than_the_weight_is_left_to_transformers():
+def test_mixed_types_are_left_to_transformers():
     module = transformers_norm("llama", "LlamaRMSNorm")
     x = inputs()[0].bfloat16()
     assert torch.equal(fused(module)(x), module(x))
     assert fused(module)(x).dtype == torch.float32
 
 
-def test_a_subclass_or_a_namesake_is_left_alone():
+def test_subclasses_and_namesakes_are_not_fused():
     kind = type(transformers_norm("llama", "LlamaRMSNorm"))
     for module in (type("LlamaRMSNorm", (kind,), {})(WIDTH), type("Own", (kind,), {})(WIDTH)):
         before = type(module)
@@ -99,7 +99,7 @@ def test_a_subclass_or_a_namesake_is_left_alone():
         assert type(module) is before
 
 
-def test_every_family_of_the_table_is_decided():
+def test_every_listed_family_is_classified():
     left = {"gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"}
     assert set(FAMILIES) == {*FUSIBLE, *left}
 

@@ -1,4 +1,4 @@
-"""Weights of `random:` backbones: from integers alone, the same on every device and in every type."""
+"""Weights of `random:` backbones: computed from integers, the same on every device and in every type."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ TINY = [name for name in REGISTRY if name.startswith("tiny-")]
 
 
 def splitmix64(i: int) -> int:
-    """As it was published, in integers of any size."""
+    """As published, with Python integers."""
     whole = (1 << 64) - 1
     z = (i * 0x9E3779B97F4A7C15) & whole
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & whole
@@ -37,7 +37,7 @@ def test_the_hash_is_the_published_one():
     assert splitmix64(1) == 0xE220A8397B1DCDAF  # the first number of the published generator from seed 0
 
 
-def test_numbers_are_as_good_as_normal():
+def test_numbers_are_close_to_normal():
     x = normal_values(0, torch.empty(1 << 20)).double()
     assert abs(x.mean()) < 4e-3 and abs(x.std() - 1) < 4e-3
     assert abs((x**3).mean()) < 0.02 and abs((x**4).mean() - 2.7) < 0.03  # a sum of four uniform ones: 3 - 1.2 / 4
@@ -61,8 +61,8 @@ def test_bfloat16_is_float32_rounded():
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_every_family_is_drawn_as_transformers_means_it(name):
-    """Deviations of every weight, ones, zeros, buffers, ties: as of the model that torch's own generator fills."""
+def test_every_family_is_initialized_as_by_transformers(name):
+    """Deviations, ones, zeros, buffers and ties equal those of a model filled by torch's generator."""
     known = registered_backbone(f"{RANDOM}{name}")
     drawn = drawn_model(known.family, known.config, torch.float32, "cpu")
     usual = random_model(known.family, known.config, torch.float32)
@@ -77,7 +77,7 @@ def test_every_family_is_drawn_as_transformers_means_it(name):
         assert torch.equal(mine, theirs)
 
 
-def test_what_is_to_be_uniform_is_refused():
+def test_uniform_numbers_are_refused():
     with pytest.raises(NotImplementedError, match="1 tensors"), portable_random():
         torch.nn.Linear(3, 4, bias=False)
     with pytest.raises(NotImplementedError, match="bernoulli_"), portable_random():
@@ -85,7 +85,7 @@ def test_what_is_to_be_uniform_is_refused():
 
 
 @pytest.mark.parametrize("name", ["tiny-t5", "tiny-flan-t5", "tiny-llama"])
-def test_a_gpu_draws_them_itself_and_has_the_same_bits(name, monkeypatch, tmp_path):
+def test_a_gpu_draws_the_same_bits(name, monkeypatch, tmp_path):
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
     settings = BackboneSettings(name=f"{RANDOM}{name}")
     on_cpu = load_backbone(settings.model_copy(update={"device": "cpu"}))
@@ -112,7 +112,7 @@ def test_a_folder_has_the_same_bits(monkeypatch, tmp_path):
     assert all(torch.equal(weight, loaded[name]) for name, weight in stored.items())
 
 
-def test_another_version_names_other_backbones_and_no_tiny_ones(monkeypatch, tmp_path):
+def test_the_version_identifies_random_backbones_but_not_tiny_ones(monkeypatch, tmp_path):
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
     names = [f"{RANDOM}tiny-llama", "tiny-llama", "smollm2-135m"]
     before = [backbone_identity(BackboneSettings(name=name)) for name in names]

@@ -1,4 +1,4 @@
-"""What a GPU reads once: decided by tokens and by launches, with the sizes of real backbones and no weights."""
+"""Whether a GPU reads a common prefix once, decided by tokens and launches, with the sizes of real backbones."""
 
 from dataclasses import replace
 from functools import cache
@@ -19,11 +19,11 @@ from latent_sweep.testing.stages import random_rows
 
 @cache
 def sized(name: str, device: str = "cuda") -> Backbone:
-    """A tiny backbone that has the sizes of a known one for whoever asks."""
-    known = REGISTRY[name]
+    """A tiny backbone that reports the sizes of a registered one."""
+    spec = REGISTRY[name]
     backbone = replace(load_tiny("tiny-llama"), device=torch.device(device))
-    shapes = linear_shapes(known.traits, known.config).values()
-    vars(backbone).update(multiplied=sum(m * n for m, n in shapes), blocks=known.config["num_hidden_layers"])
+    shapes = linear_shapes(spec.traits, spec.config).values()
+    vars(backbone).update(multiplied=sum(m * n for m, n in shapes), blocks=spec.config["num_hidden_layers"])
     return backbone
 
 
@@ -38,14 +38,14 @@ def test_sizes_are_those_of_the_model():
 @pytest.mark.parametrize(
     ("name", "padded", "shared", "pays"),
     [
-        ("llama-2-13b", 4096, 3800, True),  # the GPU is the slower one
+        ("llama-2-13b", 4096, 3800, True),  # the GPU limits
         ("llama-2-13b", 400, 300, True),
-        ("llama-2-13b", 150, 40, False),  # the host is: fewer tokens save nothing
+        ("llama-2-13b", 150, 40, False),  # the host limits: fewer tokens save nothing
         ("smollm2-135m", 4096, 500, False),
         ("smollm2-135m", 60000, 6000, True),
     ],
 )
-def test_a_step_shares_where_the_gpu_is_the_slower_one(name, padded, shared, pays):
+def test_a_step_shares_if_the_gpu_limits(name, padded, shared, pays):
     assert pays_in_a_step(sized(name), padded, shared) == pays
 
 
@@ -53,21 +53,21 @@ def test_a_step_shares_where_the_gpu_is_the_slower_one(name, padded, shared, pay
     ("name", "tokens", "begin", "rows", "pays"),
     [
         ("llama-2-13b", 8192, 100, 64, True),
-        ("llama-2-13b", 600, 64, 2, False),  # a pass more costs as much as 150 tokens
+        ("llama-2-13b", 600, 64, 2, False),  # another pass costs as much as 150 tokens
         ("llama-2-13b", 1200, 140, 8, True),
         ("smollm2-135m", 8192, 100, 64, False),
     ],
 )
-def test_another_pass_over_prompts_must_pay(name, tokens, begin, rows, pays):
+def test_another_pass_over_prompts_must_pay_off(name, tokens, begin, rows, pays):
     assert pays_for_prompts(sized(name), tokens, begin, rows) == pays
 
 
 @pytest.mark.parametrize(("name", "device", "layout"), [
     ("llama-2-13b", "cpu", Shared), ("smollm2-135m", "cpu", Shared), ("smollm2-135m", "cuda", Padded)
 ])  # fmt: skip
-def test_a_cpu_decides_by_tokens_alone(name, device, layout, monkeypatch):
-    monkeypatch.setattr("latent_sweep.backbones.batches.moved", lambda values, device: torch.from_numpy(values))
-    monkeypatch.setattr("latent_sweep.backbones.layouts.moved", lambda values, device: torch.from_numpy(values))
+def test_a_cpu_decides_by_tokens_only(name, device, layout, monkeypatch):
+    monkeypatch.setattr("latent_sweep.backbones.batches.to_device", lambda values, device: torch.from_numpy(values))
+    monkeypatch.setattr("latent_sweep.backbones.layouts.to_device", lambda values, device: torch.from_numpy(values))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **{**options, "device": "cpu"}))
     rows = [{**row, "prompt_ids": [*range(4, 60), *row["prompt_ids"]]} for row in random_rows(4)]
@@ -77,6 +77,6 @@ def test_a_cpu_decides_by_tokens_alone(name, device, layout, monkeypatch):
 @pytest.mark.parametrize(("name", "device", "shared"), [
     ("llama-2-13b", "cuda", 160), ("smollm2-135m", "cuda", 0), ("smollm2-135m", "cpu", 160)
 ])  # fmt: skip
-def test_prompts_share_a_beginning_where_that_pays(name, device, shared):
+def test_prompts_share_a_prefix_if_that_pays_off(name, device, shared):
     prompts = [[*range(40, 200), 200 + row] for row in range(16)]
     assert shared_tokens(sized(name, device), prompts, 16) == shared

@@ -875,7 +875,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "what rows say of shared tokens is not added up",
         "front = front + _split_front(whole[:, : layout.shared], layout)",
         "front = front + 0",
-        "layouts::test_the_gradient_of_what_is_shared_is_the_sum_over_rows",
+        "layouts::test_the_prefixs_gradient_is_the_sum_over_rows",
     ),
     _mutant(
         "backbones/layouts.py",
@@ -1172,7 +1172,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "what is written past an answer's end begins it again",
         "        if token == eos:\n            return False",
         "        if token == eos:\n            continue",
-        "generation::test_answers_do_not_depend_on_when_the_host_looks",
+        "generation::test_answers_do_not_depend_on_the_hosts_checks",
     ),
     # --- identities
     _mutant(
@@ -1350,7 +1350,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "other templates have the same digest",
         "return content_hash([found, decides], length=64) if decides else found",
         "return found",
-        "sources::test_a_digest_names_the_content_and_what_is_taken_of_it",
+        "sources::test_the_digest_covers_content_and_mapping",
     ),
     _mutant(
         "data/mapping.py",
@@ -1386,14 +1386,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "training prompts are paraphrased too",
         'not of_test or wanted == "verbatim"',
         'wanted == "verbatim"',
-        "definitions::test_test_rows_take_paraphrases_in_turn_and_training_rows_never",
+        "definitions::test_test_rows_cycle_through_paraphrases_and_training_rows_do_not",
     ),
     _mutant(
         "data/prompts.py",
         "every row reads the first paraphrase",
         "wordings[i % len(wordings)]",
         "wordings[0]",
-        "definitions::test_test_rows_take_paraphrases_in_turn_and_training_rows_never",
+        "definitions::test_test_rows_cycle_through_paraphrases_and_training_rows_do_not",
     ),
     _mutant(
         "data/prompts.py",
@@ -1557,7 +1557,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows may be longer than the positions that a backbone embeds",
         "needed > backbone.positions",
         "False",
-        "families::test_rows_longer_than_the_table_of_positions_are_refused",
+        "families::test_rows_beyond_the_position_table_are_refused",
     ),
     _mutant(
         "deploy/adapters.py",
