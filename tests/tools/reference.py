@@ -6,7 +6,9 @@ PYTHONPATH=tests python -m tools.reference
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +17,7 @@ from latent_sweep.cli.main import make_parser
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import Settings, as_written, yaml_text
-from latent_sweep.sweep.schema import describe_settings
+from latent_sweep.sweep.schema import SettingFacts, every_setting
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"T5": "t5-large", "Llama": "llama-2-7b"}
@@ -28,17 +30,38 @@ GENERATED = "<!-- Written by `make reference`. -->"
 
 
 def settings_page() -> str:
-    """Return every setting of a sweep file with its default and meaning."""
-    return f"""# Settings
+    """Return every setting of a sweep file with its default and meaning, a section for each group."""
+    introduction = """# Settings
 
-Every setting of a sweep file, as `latent-sweep settings` prints it. A default of `null` means that the value follows
-from other settings: from the method's preset, the backbone's family or the benchmark.
+Every setting of a sweep file, with its default and its meaning, as `latent-sweep settings` prints it. A default of
+`null` means that the value follows from other settings: the method's preset, the backbone's family or the benchmark.
 
 Labels such as (A15) number the points that the paper leaves open. Each one is a setting. Its default is the reading
 that the text supports best, or the one that worked in our experiments.
-
-{describe_settings()}
 """
+    sections = [
+        "\n".join([f"## {title}", "", *(_setting_entry(facts) for facts in group)])
+        for title, group in every_setting().items()
+    ]
+    return introduction + "\n" + "\n\n".join(sections) + "\n"
+
+
+def _setting_entry(facts: SettingFacts) -> str:
+    return _wrapped(f"- `{facts.path}` (`{facts.default}`): {_escaped(facts.meaning)}", indent="  ")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Return text in lines of at most 110 characters; inline code stays in one line."""
+    return "\n".join(
+        line.replace("\0", " ")
+        for line in textwrap.wrap(
+            re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text),
+            width=110,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -69,7 +92,7 @@ def _command_section(parser: argparse.ArgumentParser) -> str:
         name = f"{', '.join(action.option_strings)}{value}" if action.option_strings else _value_name(action)
         meaning = parser._get_formatter()._expand_help(action) if action.help else ""
         rows.append(f"| `{name}` | {_escaped(meaning).replace('|', chr(92) + '|')} |")
-    parts = [f"## {parser.prog}", _escaped(parser.description or "")]
+    parts = [f"## {parser.prog}", _wrapped(_escaped(parser.description or ""))]
     if rows:
         parts.append("\n".join(["| argument | meaning |", "|---|---|", *rows]))
     if parser.epilog:
@@ -86,8 +109,9 @@ def _value_name(action: argparse.Action) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return plain text such that Markdown shows it unchanged."""
-    return text.replace("<", "&lt;").replace("*", "\\*")
+    """Return text such that Markdown shows it unchanged, apart from inline code."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(p if p.startswith("`") else p.replace("<", "&lt;").replace("*", "\\*") for p in parts)
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
