@@ -1,7 +1,7 @@
-"""AdapterBank: the frozen projections of a backbone, each with a delta that may differ from row to row of the batch.
+"""AdapterBank: the frozen projections of a backbone, each with a delta that may differ between the rows of a batch.
 
-One operation serves training and inference: `y = W h + delta(h)`. In plain training every row meets the same small
-matrix, in a pack the rows of each member meet that member's, and in routed inference each row meets its own blend.
+Training and inference use one operation, `y = W h + delta(h)`. In plain training all rows share one small matrix, in a
+pack the rows of each run use that run's matrix, and in routed inference each row has its own combination.
 """
 
 from __future__ import annotations
@@ -19,93 +19,91 @@ from latent_sweep.errors import ConfigError
 
 
 class Delta(Protocol):
-    """The change that a method makes to one projection's output.
+    """A change to one projection's output.
 
     A delta that is the same for every row of any batch may set `uniform = True`: a prefix that all rows of a batch
     share is then computed once.
     """
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        """Return the output, (rows, tokens, out), with the change that belongs to inputs h, (rows, tokens, in).
-
-        It may be added in place: nothing else reads the output.
-        """
+        """Return the output (rows, tokens, out) plus the change for inputs h (rows, tokens, in); may work in place."""
         ...
 
     def select(self, rows: Tensor) -> Delta:
-        """The same delta for these rows of the batch only (indices, (kept,))."""
+        """Return the delta for these rows of the batch (indices, (kept,))."""
         ...
 
 
 def cast(deltas: Sequence[Delta], dtype: torch.dtype) -> Sequence[Delta]:
-    """Return deltas that multiply in this type: at once for all projections, where they know how (a method `cast`)."""
-    together = getattr(deltas, "cast", None)
-    return deltas if together is None else together(dtype)
+    """Return deltas that compute in this type, if their sequence has a method `cast`."""
+    own_cast = getattr(deltas, "cast", None)
+    return deltas if own_cast is None else own_cast(dtype)
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """The changes that a method makes to the frozen backbone for one batch: none at all, unless said."""
+    """The changes that a method makes to the frozen backbone for one batch; none by default."""
 
     deltas: Sequence[Delta] = ()
-    """One per projection, or none: then projections answer `W h`."""
+    """One per projection, or empty."""
     prompt: Tensor | None = None
-    """Soft prompt, (vectors, d) for all rows or (rows, vectors, d): the embedding of token id `-1 - i` is vector i."""
+    """Soft prompt, (vectors, d) for all rows or (rows, vectors, d); token id `-1 - i` is embedded as vector i."""
 
     @property
     def uniform(self) -> bool:
-        """Whether it is the same for every row of any batch."""
-        said = getattr(self.deltas, "uniform", None)
-        same = all(getattr(delta, "uniform", False) for delta in self.deltas) if said is None else bool(said)
-        return same and (self.prompt is None or self.prompt.dim() == 2)
+        """Whether the adaptation is the same for every row of any batch."""
+        uniform = getattr(self.deltas, "uniform", None)
+        if uniform is None:
+            uniform = all(getattr(delta, "uniform", False) for delta in self.deltas)
+        return bool(uniform) and (self.prompt is None or self.prompt.dim() == 2)
 
     def select(self, rows: Tensor) -> Adaptation:
-        """Return the same adaptation for these rows of the batch only (indices, (kept,))."""
+        """Return the adaptation for these rows of the batch (indices, (kept,))."""
         prompt = self.prompt if self.prompt is None or self.prompt.dim() == 2 else self.prompt[rows]
         return Adaptation([delta.select(rows) for delta in self.deltas], prompt)
 
 
 def virtual_tokens(vectors: int) -> list[int]:
-    """Token ids that stand for the vectors of a soft prompt; no vocabulary has them."""
+    """Return the token ids that represent the vectors of a soft prompt; they are in no vocabulary."""
     return [-1 - i for i in range(vectors)]
 
 
 def by_rows(name: str, h: Tensor, rows: int, tokens: int) -> Tensor:
-    """View what a projection reads as (rows, tokens, n), where the model has made (rows * tokens, n) of it.
+    """View a projection's input as (rows, tokens, n) if the model has flattened it to (rows * tokens, n).
 
-    Tokens of (rows, tokens, n) may be others than the embedding's: a decoder's, or more where a model pads by itself.
+    The number of tokens in (rows, tokens, n) may differ from the embedding's: a decoder has its own, and some models
+    pad internally.
 
     Raises:
-        ConfigError: nothing says which row each token is of.
+        ConfigError: the row of each token is unknown.
     """
-    # as many tokens as rows, and the tokens of one row far from each other: turned round
-    turned = h.dim() == 3 and 1 < h.shape[0] == h.shape[1] and 0 < h.stride(0) < h.stride(1)
-    if h.dim() == 3 and len(h) == rows and not turned:
+    # with equal numbers of rows and tokens, strides reveal that tokens come first
+    tokens_first = h.dim() == 3 and 1 < h.shape[0] == h.shape[1] and 0 < h.stride(0) < h.stride(1)
+    if h.dim() == 3 and len(h) == rows and not tokens_first:
         return h
     if h.dim() == 2 and len(h) == rows * tokens:
         return h.view(rows, tokens, -1)
     raise ConfigError(
-        f"backbone.targets: {name} reads {tuple(h.shape)}{' with tokens first' if turned else ''} of {rows} rows of "
-        f"{tokens} tokens, expected (rows, tokens, width) or (rows * tokens, width). Nothing says which row each token "
-        "there is of, as where an expert reads some of them: name the projections to adapt, and leave it out"
+        f"backbone.targets: {name} reads {tuple(h.shape)}{' with tokens first' if tokens_first else ''} for {rows} "
+        f"rows of {tokens} tokens; expected (rows, tokens, width) or (rows * tokens, width), as the row of each token "
+        "is unknown otherwise (for example in experts). List the projections to adapt and leave it out"
     )
 
 
 class AdapterBank:
-    """Adds the active deltas to the outputs of the target projections; inactive, it changes nothing.
+    """Adds the active deltas to the outputs of the target projections.
 
-    The backbone's modules stay as they are (their names, weights and checkpoints too): the deltas, and the vectors of
-    a soft prompt, come in through forward hooks.
+    Deltas and soft prompts enter through forward hooks, so the backbone's modules, names and weights are unchanged.
 
     Args:
         targets: the adapted projections by name.
-        embedding: the input embedding, where soft prompts are read.
+        embedding: the input embedding, for soft prompts.
     """
 
     def __init__(self, targets: Mapping[str, nn.Linear], embedding: nn.Module | None = None):
         self.targets = dict(targets)
         self._active = Adaptation()
-        self._read: tuple[int, int] | None = None  # rows and tokens of the pass, once the embedding has read them
+        self._read: tuple[int, int] | None = None  # rows and tokens of the current pass, known from the embedding on
         self._handles = [
             module.register_forward_hook(self._delta_hook(index, name))
             for index, (name, module) in enumerate(targets.items())
@@ -134,7 +132,7 @@ class AdapterBank:
         return add_delta
 
     def _read_tokens(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Note how many rows and tokens the pass has, and hide virtual tokens from the embedding."""
+        """Record the number of rows and tokens in the pass, and hide virtual tokens from the embedding."""
         (ids,) = inputs
         self._read = len(ids), ids.shape[1]
         if self._active.prompt is None:
@@ -148,13 +146,13 @@ class AdapterBank:
             return None
         vectors = (-1 - ids).clamp(min=0)
         rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
-        found = prompt[vectors] if prompt.dim() == 2 else prompt[rows, vectors]
-        self._watch(found)
-        return torch.where((ids < 0).unsqueeze(-1), found.to(output.dtype), output)
+        virtual = prompt[vectors] if prompt.dim() == 2 else prompt[rows, vectors]
+        self._watch(virtual)
+        return torch.where((ids < 0).unsqueeze(-1), virtual.to(output.dtype), output)
 
     @contextmanager
     def active(self, adaptation: Adaptation) -> Iterator[None]:
-        """Have projection i answer `deltas[i](h, W h)` within the block, virtual tokens be the soft prompt's vectors.
+        """Apply an adaptation within the block.
 
         Raises:
             ValueError: there are deltas, but not one for each projection.
@@ -163,7 +161,7 @@ class AdapterBank:
             expected, found = len(self.targets), len(adaptation.deltas)
             raise ValueError(f"expected one delta for each of {expected} projections, found {found}")
         dtype = next(iter(self.targets.values())).weight.dtype
-        # made now and not at their first use, which gradient checkpointing would repeat
+        # created here, as gradient checkpointing would repeat a lazy creation
         before = self._active, self._read
         self._active, self._read = Adaptation(list(cast(adaptation.deltas, dtype)), adaptation.prompt), None
         try:
@@ -173,13 +171,13 @@ class AdapterBank:
 
     @contextmanager
     def watching(self, closely: bool = True) -> Iterator[list[Tensor]]:
-        """Watch where gradients arrive: for the forward pass within the block, its backward pass adds to the list.
+        """Record which rows gradients reach: the backward pass of the block's forward pass adds to the list.
 
-        An entry tells for every row of the batch, (rows,), whether the gradient of the first projection's output, or of
-        the soft prompt, is anything but zero. There is none where no gradient arrives at all.
+        An entry says for each row of the batch, (rows,), whether the gradient of the first projection's output, or of
+        the soft prompt, is nonzero. Without any gradient there is no entry.
 
         Args:
-            closely: whether to watch at all: it makes the host wait for the device.
+            closely: False records nothing; recording makes the host wait for the device.
         """
         arrived: list[Tensor] = []
         self._watching = arrived if closely else None
@@ -189,30 +187,28 @@ class AdapterBank:
             self._watching = None
 
     def _watch(self, added: Tensor) -> None:
-        """Note which rows' gradients arrive at what was added to the backbone."""
         arrived = self._watching
         if arrived is not None and added.requires_grad:
             added.register_hook(lambda gradient: arrived.append(gradient.detach().flatten(1).any(1)))
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch in what is active: the others have finished their answer."""
+        """Restrict the active adaptation to these rows of the batch; the others' answers are complete."""
         self._active = self._active.select(rows)
         self._read = self._read and (len(rows), self._read[1])
 
     def remove(self) -> None:
-        """Take the hooks off the backbone."""
+        """Remove the hooks from the backbone."""
         for handle in self._handles:
             handle.remove()
 
 
-# --- several at once -------------------------------------------------------------------------------------------------
+# --- packs -----------------------------------------------------------------------------------------------------------
 
 
 def side_by_side(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Adaptation:
-    """Return one adaptation for a batch whose first counts[0] rows are the first one's, the next the second's, ...
+    """Return one adaptation for a batch whose first counts[0] rows use the first one, the next the second, and so on.
 
-    Deltas that know how to stand beside their like (a static method `beside` of their sequence) share their matrix
-    products; others answer for their own rows one after another.
+    Delta sequences of one class with a static method `joined` share matrix products; others are applied in turn.
     """
     if len(adaptations) == 1:
         return adaptations[0]
@@ -221,10 +217,10 @@ def side_by_side(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Ad
 
 def _deltas_side_by_side(deltas: Sequence[Sequence[Delta]], counts: Sequence[int]) -> Sequence[Delta]:
     kinds = {type(d) for d in deltas}
-    beside = getattr(kinds.pop(), "beside", None) if len(kinds) == 1 else None
-    together = beside(deltas, counts) if beside is not None else None
-    if together is not None:
-        return together
+    join = getattr(kinds.pop(), "joined", None) if len(kinds) == 1 else None
+    joined = join(deltas, counts) if join is not None else None
+    if joined is not None:
+        return joined
     return [_Split(of_projection, counts) for of_projection in zip(*deltas, strict=True)]
 
 
@@ -233,12 +229,12 @@ def _prompts(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Tensor
     if not prompts:
         return None
     longest = max(p.shape[-2] for p in prompts)
-    wide = [pad(p, (0, 0, 0, longest - p.shape[-2])) for p in prompts]  # no row has ids of the vectors added here
+    wide = [pad(p, (0, 0, 0, longest - p.shape[-2])) for p in prompts]  # no row refers to the added vectors
     return torch.cat([p.expand(count, *p.shape[-2:]) for p, count in zip(wide, counts, strict=True)])
 
 
 class _Split:
-    """Several deltas of one projection, each for its own rows of the batch."""
+    """Several deltas of one projection, each applied to its own rows of the batch."""
 
     def __init__(self, deltas: Sequence[Delta], counts: Sequence[int]):
         self.deltas, self.counts = deltas, list(counts)
@@ -249,4 +245,4 @@ class _Split:
         return torch.cat([delta(rows, own.clone()) for delta, rows, own in parts])
 
     def select(self, rows: Tensor) -> Delta:
-        raise NotImplementedError("members train side by side, but answer one after another")
+        raise NotImplementedError("runs train together, but answer one after another")

@@ -1,14 +1,14 @@
 """Truncated SVD factors of the frozen projections: exact, computed once per backbone, cached and memory-mapped.
 
-Exact on purpose: pretrained weights have almost no gap in their spectrum, so a randomised SVD returns another subspace,
-and an adapter trained on one basis means nothing on another. Of SmolLM2's projections at rank 32, the smallest cosine
-between the exact subspace and that of LoRA-XS, which randomises, is 0.86 to 0.9999. Two conventions make the basis
-unique: descending singular values, and in each right singular vector the entry of largest magnitude is positive. The
-first r columns of a larger truncation are the smaller truncation; of a randomised one they are not, and each rank has a
-file of its own.
+The SVD is exact because pretrained weights have almost no gap in their spectrum: a randomized SVD returns another
+subspace, and an adapter trained in one basis is meaningless in another. For SmolLM2's projections at rank 32, the
+smallest cosine between the exact subspace and that of LoRA-XS's randomized SVD is 0.86 to 0.9999.
 
-Weights are read one at a time, from a loaded model or from the files of its checkpoint, as they are in the computation:
-in the type of `backbone.dtype`, however they were published.
+Two conventions make the basis unique: descending singular values, and a positive entry of largest magnitude in each
+right singular vector. A smaller truncation is a prefix of a larger one, except for randomized factors, which have one
+file per rank.
+
+Weights are read one at a time, from a loaded model or its checkpoint, in the type of `backbone.dtype`.
 """
 
 from __future__ import annotations
@@ -35,33 +35,34 @@ from latent_sweep.storage.files import committing
 log = logging.getLogger(__name__)
 
 GRAM_COLUMNS = 2048
-"""Up to this smaller side, the eigenvectors of the Gram matrix are the fastest exact way (2 to 6 times an SVD)."""
+"""Largest smaller side for which the Gram matrix's eigenvectors are used: they are exact, and 2 to 6 times faster than
+an SVD."""
 
 RESOLVED = 1e-6
-"""Singular values below this share of the largest drown in the Gram matrix, whose own are their squares."""
+"""Singular values below this share of the largest are lost in the Gram matrix, which squares them."""
 
 SPARE_COLUMNS = 96
 MOST_ITERATIONS = 200
 TOLERANCE = 1e-6
-"""Largest residual of a singular triplet, relative to its singular value, in float64."""
+"""Maximum residual of a singular triplet relative to its singular value, in float64."""
 
 _IDENTITY = "identity"
-"""The name under which a file of factors was written, inside it: copied or renamed, it is told apart."""
+"""Entry of a factor file with the name it was written under, which reveals copied or renamed files."""
 
 Algorithm = Literal["exact", "randomized"]
 
 
 class Projection(Protocol):
-    """A weight of known shape that is read when it is asked for: an `nn.Linear`, or one that lies in a checkpoint."""
+    """A weight of known shape, read on access: an `nn.Linear`, or one in a checkpoint."""
 
     @property
     def out_features(self) -> int:
-        """Rows of the weight."""
+        """Number of rows."""
         ...
 
     @property
     def in_features(self) -> int:
-        """Columns of the weight."""
+        """Number of columns."""
         ...
 
     @property
@@ -82,17 +83,17 @@ class Factors:
     """Right singular vectors, (in, rank)."""
 
     def truncate(self, rank: int) -> Factors:
-        """The factors of a smaller rank: a prefix."""
+        """Return the factors of a smaller rank."""
         return Factors(self.U[:, :rank], self.S[:rank], self.V[:, :rank])
 
 
 def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> Factors:
-    """The first `rank` singular triplets of `weight` (out, in), with the sign convention above (A35).
+    """Return the first `rank` singular triplets of `weight` (out, in), with the sign convention above (A35).
 
-    `randomized` is what the code of LoRA-XS computes, for comparison; see `_svd_of_lora_xs`.
+    `randomized` is the computation of LoRA-XS, for comparison; see `_svd_of_lora_xs`.
 
     Raises:
-        ValueError: rank exceeds the smaller side.
+        ValueError: the rank exceeds the smaller side.
     """
     out_features, in_features = weight.shape
     if rank > min(out_features, in_features):
@@ -112,10 +113,10 @@ def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> 
 def _svd_of_lora_xs(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Factor W as LoRA-XS does: scikit-learn's TruncatedSVD, 10 iterations, 10 oversamples, seed 42, on the CPU.
 
-    Its left factor is `W V`, so U is that divided by S; U is orthonormal only as far as the iteration has converged.
+    U is `W V` divided by S, so it is orthonormal only as far as the iteration has converged.
     Source: `utils/svd_utils.py` and `config/reconstruct_config.yaml` of github.com/MohammadrezaBanaei/LoRA-XS.
     """
-    from sklearn.decomposition import TruncatedSVD  # a second to import, for this algorithm alone
+    from sklearn.decomposition import TruncatedSVD  # takes a second to import
     from threadpoolctl import threadpool_limits
 
     svd = TruncatedSVD(n_components=rank, n_iter=10, random_state=42)
@@ -135,7 +136,7 @@ def _svd_by_gram(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     S = eigenvalues[-rank:].flip(0).clamp_min(0).sqrt()
     if S[-1] <= RESOLVED * S[0]:
         return _svd_in_full(W, rank)
-    # all columns at once, so that a smaller rank is bit for bit a prefix of a larger one
+    # multiply all columns, so that a smaller rank is a bitwise prefix of a larger one
     U, V = (A @ V)[:, :rank] / S, V[:, :rank]
     return (V, S, U) if wide else (U, S, V)
 
@@ -148,33 +149,33 @@ def _svd_in_full(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Factor W by block power iteration with spare columns, until every triplet has `W v = s u` and `W^T u = s v`.
 
-    Twelve times faster than a full SVD at 4096 columns. The spare columns carry the convergence: neighbouring singular
-    values differ by a per mille, the wanted and the first one beyond the block by much more.
+    This is twelve times faster than a full SVD at 4096 columns. The spare columns ensure convergence: neighboring
+    singular values differ by 0.1 %, the last wanted one and the first beyond the block by much more.
 
     Raises:
-        RuntimeError: no convergence, which means a flat spectrum; the message names what to do.
+        RuntimeError: no convergence, because the spectrum is flat.
     """
     columns = min(rank + SPARE_COLUMNS, *W.shape)
     start = torch.Generator().manual_seed(0)
     V, _ = torch.linalg.qr(torch.randn(W.shape[1], columns, generator=start, dtype=W.dtype).to(W.device))
     for _ in range(MOST_ITERATIONS):
         Q, _ = torch.linalg.qr(W @ V)
-        V, S, rotation = _svd_of_block(W.T @ Q)  # the best triplets within the block
+        V, S, rotation = _svd_of_block(W.T @ Q)
         U = Q @ rotation.T
         residual = torch.linalg.vector_norm(W @ V[:, :rank] - U[:, :rank] * S[:rank], dim=0)
         if bool((residual <= TOLERANCE * S[:rank]).all()):
             return U[:, :rank], S[:rank], V[:, :rank]
     raise RuntimeError(
         f"the SVD of a {W.shape[0]} x {W.shape[1]} weight did not converge at rank {rank}: its singular values are "
-        "nearly equal there, so a truncation is arbitrary. Choose another method.rank"
+        "nearly equal there, so the truncation is arbitrary. Choose another method.rank"
     )
 
 
 def _svd_of_block(B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factor a tall matrix (n, c) of float64 as `B = V diag(S) rotation`, with V (n, c) and rotation (c, c).
 
-    On a GPU, whose own SVD sweeps over all pairs of columns again and again, from the eigenvectors of the (c, c) Gram
-    matrix. The factors of both ways agree to 1e-6 in float32. A CPU keeps its bits, which name published results.
+    On a GPU, whose SVD is slow, it uses the eigenvectors of the (c, c) Gram matrix; the factors agree to 1e-6 in
+    float32. The CPU keeps the SVD because published results depend on its bits.
     """
     if B.is_cuda:
         eigenvalues, eigenvectors = torch.linalg.eigh(B.T @ B)
@@ -193,23 +194,22 @@ def load_factors(
     algorithm: Algorithm = "exact",
     compute_rank: int | None = None,
 ) -> dict[str, Factors]:
-    """The factors of every projection at `rank`, from the cache in `folder` or computed into it.
+    """Return the factors of every projection at `rank`, from the cache in `folder`, computing them if necessary.
 
     Args:
-        projections: by name; each weight is read once, and let go before the next one is.
+        projections: projections by name; each weight is read once and released before the next.
         weights_digest: identity of the weights; part of the file's name.
-        compute_rank: rank to compute when the cache has none large enough: the largest of the sweep, so that one
-            file of exact factors serves every rank of it.
+        compute_rank: rank to compute if the cache has none large enough, usually the largest of the sweep.
 
     Raises:
-        ConfigError: rank exceeds the smallest side of a projection.
+        ConfigError: the rank exceeds the smallest side of a projection.
         StoreError: the factors cannot be written.
     """
     largest = min(min(p.out_features, p.in_features) for p in projections.values())
     if rank > largest:
         raise ConfigError(
-            f"method.rank: found {rank}; the smallest side of this backbone's adapted projections is {largest}, "
-            "so at most that is possible"
+            f"method.rank: found {rank}; expected at most {largest}, the smallest side of this backbone's adapted "
+            "projections"
         )
     compute_rank = rank if algorithm == "randomized" else min(max(rank, compute_rank or 0), largest)
     stem = factors_name(weights_digest, algorithm)
@@ -230,13 +230,7 @@ def load_factors(
 def stored_singular_values(
     names: Sequence[str], weights_digest: str, rank: int, folder: Path, algorithm: Algorithm = "exact"
 ) -> npt.NDArray[np.float32] | None:
-    """The singular values of projections, (M, rank), from the cache in `folder`; None where it holds none of them.
-
-    Nothing is computed and nothing is changed.
-
-    Args:
-        names: of the projections, in the order wanted.
-    """
+    """Return singular values of the named projections, (M, rank), from the cache in `folder`; None if absent."""
     for path in _of_rank(folder, factors_name(weights_digest, algorithm), rank):
         if is_sealed(path) and _holds_its_own(path):
             with safe_open(path, framework="np") as file:
@@ -246,37 +240,36 @@ def stored_singular_values(
 
 
 def kept_factors(weights_digest: str, rank: int, folder: Path) -> list[Path]:
-    """The files of a cache that serve this rank, the smallest of each algorithm: what another machine would need."""
-    found = (_cached(folder, factors_name(weights_digest, algorithm), rank) for algorithm in get_args(Algorithm))
-    return [path for path in found if path is not None]
+    """Return the smallest cached file of each algorithm that covers this rank, for transfer to another machine."""
+    paths = (_cached(folder, factors_name(weights_digest, algorithm), rank) for algorithm in get_args(Algorithm))
+    return [path for path in paths if path is not None]
 
 
 def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
-    """Return the name of a file of factors, but for its rank."""
+    """Return the name of a factor file without its rank."""
     version = f"{versions.FACTORS}.{versions.RANDOMIZED}" if algorithm == "randomized" else f"{versions.FACTORS}"
     return f"{weights_digest}-{algorithm}-v{version}"
 
 
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:
-    """The cached file of the smallest rank that serves."""
     return next((path for path in _of_rank(folder, stem, rank) if intact(path) and _holds_its_own(path)), None)
 
 
 def _of_rank(folder: Path, stem: str, rank: int) -> list[Path]:
-    """The cached files that serve a rank, the smallest first: randomised factors serve no other rank than their own."""
+    """Return the cached files that cover a rank, smallest first; randomized factors cover only their own rank."""
     paths = {path.stem.rpartition("-r")[2]: path for path in folder.glob(f"{stem}-r*.safetensors")}
     ranks = {int(text): path for text, path in paths.items() if text.isdecimal()}
-    own = "-randomized-" in stem
-    return [ranks[found] for found in sorted(ranks) if found == rank or (found > rank and not own)]
+    exact = "-randomized-" not in stem
+    return [ranks[cached] for cached in sorted(ranks) if cached == rank or (cached > rank and exact)]
 
 
 def _holds_its_own(path: Path) -> bool:
-    """Whether a whole file holds what its name says: these weights, algorithm and rank, and not another file's."""
+    """Whether an intact file was written under its current name."""
     with safe_open(path, framework="np") as file:
-        found = bytes(file.get_tensor(_IDENTITY)).decode() if _IDENTITY in file.keys() else "no name"  # noqa: SIM118
-    if found != path.stem:
-        log.warning("%s holds the factors of another file (%s); they are computed again", path, found)
-    return found == path.stem
+        identity = bytes(file.get_tensor(_IDENTITY)).decode() if _IDENTITY in file.keys() else "no name"  # noqa: SIM118
+    if identity != path.stem:
+        log.warning("%s holds the factors of another file (%s); recomputing them", path, identity)
+    return identity == path.stem
 
 
 def _compute(projections: Mapping[str, Projection], rank: int, path: Path, algorithm: Algorithm) -> None:
@@ -290,7 +283,7 @@ def _compute(projections: Mapping[str, Projection], rank: int, path: Path, algor
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Compute with one thread within the block, so that factors do not depend on a machine's spare cores."""
+    """Use one thread within the block, so that factors do not depend on the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""GainLoRA's gate: one number between 0 and 1 for each prompt, from the frozen embeddings of its tokens.
+"""GainLoRA's gate: a number between 0 and 1 for each prompt, from the frozen embeddings of its tokens.
 
 Legend: B prompts, d the embedding width, w the gate's width.
 """
@@ -18,17 +18,17 @@ from latent_sweep.adapters.gpm import Energy, complement, leading_directions, se
 Form = Literal["two_silu", "one_silu"]
 
 PADDED_TOGETHER = 32
-"""Prompts that are pooled as one padded batch; training rows come in micro-batches, which are seldom larger."""
+"""Number of prompts that are pooled as one padded batch; micro-batches are seldom larger."""
 
 KeyDesign = Literal["svd", "random_project", "random_direction"]
-"""How a key is made, see `new_key`."""
+"""How a key is made; see `new_key`."""
 
 
 @dataclass(frozen=True)
 class Gate:
     """`g(x) = |2 sigmoid(4 cos(p2, key)) - 1|` with `p2 = SiLU(G2 p1)`, and `p1 = SiLU(G1 p0)` or `G1 p0`.
 
-    It never exceeds tanh(2) = 0.964. Cosine and the factor 4 are the released code's; the paper has an inner product.
+    Its maximum is tanh(2) = 0.964. Cosine and factor 4 are from the released code; the paper has an inner product.
     """
 
     G1: Tensor
@@ -38,40 +38,40 @@ class Gate:
     key: Tensor
     """(d,)."""
     form: Form = "two_silu"
-    """`two_silu` as released for T5, `one_silu` as released for Llama, where the first layer is linear."""
+    """`two_silu` is released for T5, `one_silu` with a linear first layer for Llama."""
 
     def inputs(self, p0_Bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of G1, of G2 and of the key: p0 (B, d), p1 (B, w), p2 (B, d)."""
         return layers(p0_Bd, self.G1, self.G2, self.form)
 
     def __call__(self, p0_Bd: Tensor) -> Tensor:
-        """Return g of every prompt, (B,)."""
+        """Return g of each prompt, (B,)."""
         *_, p2 = self.inputs(p0_Bd)
         return (2 * torch.sigmoid(4 * cosine_similarity(p2, self.key, dim=-1)) - 1).abs()
 
 
 def layers(p0_Bd: Tensor, G1: Tensor, G2: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p0, p1 and p2 of a gate, whatever its key."""
+    """Return a gate's p0, p1 and p2, which do not depend on its key."""
     p1 = p0_Bd @ G1.T
     p1 = silu(p1) if form == "two_silu" else p1
     return p0_Bd, p1, silu(p1 @ G2.T)
 
 
 def pooled(table: Tensor, prompts: Sequence[Sequence[int]], padded: bool = False) -> Tensor:
-    """Return p0 of every prompt, (B, d) float32: the mean of its tokens' embeddings.
+    """Return p0 of each prompt, (B, d) float32: the mean of its tokens' embeddings.
 
     Args:
         table: the frozen embedding table, (vocabulary, d).
-        padded: divide by the length of the longest of PADDED_TOGETHER prompts instead of each one's own, as in code
-            that pools padded batches: then p0 depends on which prompts come together.
+        padded: divide by the length of the longest of PADDED_TOGETHER prompts instead of each prompt's own, as code
+            that pools padded batches does; p0 then depends on the other prompts.
     """
     return Pooled(table, padded)(prompts)
 
 
 class Pooled:
-    """What `pooled` gives, of prompts that come again and again: each is read once.
+    """`pooled` with a cache, for prompts that recur.
 
-    Their tokens, and how many there are, would be copied to a GPU for every row of every step, and the host would wait.
+    Without it, every step would copy each row's tokens and length to the GPU, and the host would wait.
     """
 
     def __init__(self, table: Tensor, padded: bool):
@@ -80,7 +80,7 @@ class Pooled:
         self._lengths: dict[int, Tensor] = {}
 
     def __call__(self, prompts: Sequence[Sequence[int]], together: int = PADDED_TOGETHER) -> Tensor:
-        """Return p0 of every prompt, (B, d) float32; `together` prompts are one padded batch."""
+        """Return p0 of each prompt, (B, d) float32; `together` prompts form one padded batch."""
         lengths = [len(prompt) for prompt in prompts]
         if self._padded:
             batches = [lengths[i : i + together] for i in range(0, len(lengths), together)]
@@ -102,13 +102,13 @@ class Pooled:
 def new_key(
     p2_Bd: Tensor, memory: Sequence[Tensor], design: KeyDesign, energy: Energy, generator: torch.Generator
 ) -> Tensor:
-    """A key (d,) outside of its memory, as long as a random one with entries from U(-1, 1) is on average.
+    """Return a key (d,) outside its memory, with the mean length of a random key with entries from U(-1, 1).
 
-    `svd`: the leading direction there of what the key is to read, p2, in every stretch of its dimensions;
-    `random_project`: such a random key, projected; `random_direction`: any direction there, each as likely.
+    `svd`: the leading direction of the key's input p2 outside the memory, in each chunk of dimensions;
+    `random_project`: such a random key, projected out of the memory; `random_direction`: a uniform direction outside.
 
     Args:
-        memory: M (k, columns) of each stretch of the key's d dimensions, in their order. One must leave a direction.
+        memory: M (k, columns) for each chunk of the key's d dimensions. At least one must leave a direction.
     """
     lengths = [len(M) for M in memory]
     if design == "svd":
@@ -123,7 +123,7 @@ def new_key(
 
 
 def _leading(p2: Tensor, M: Tensor, energy: Energy) -> Tensor:
-    """Return the leading direction of p2 (B, k) outside of M, (k,); zero if none is left."""
+    """Return the leading direction of p2 (B, k) outside M, (k,); zero if none is left."""
     directions, _ = leading_directions(second_moment(p2), M, energy)
     return directions[:, :1].sum(1)
 
@@ -134,7 +134,7 @@ def _outside(key: Tensor, M: Tensor) -> Tensor:
 
 
 def new_maps(d: int, w: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw G1 and G2 as PyTorch's linear layers start: uniform up to 1/sqrt(inputs)."""
+    """Draw G1 and G2 as PyTorch initializes linear layers: uniform up to 1/sqrt(inputs)."""
     G1 = (torch.rand(w, d, generator=generator) * 2 - 1) / d**0.5
     G2 = (torch.rand(d, w, generator=generator) * 2 - 1) / w**0.5
     return G1, G2

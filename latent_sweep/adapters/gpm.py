@@ -1,13 +1,12 @@
-"""Gradient projection memory: which directions of an input the earlier tasks use, and what lies outside of them.
+"""Gradient projection memory: the directions of an input that earlier tasks use, and what lies outside them.
 
-A memory is a matrix M (k, columns) with orthonormal columns in an input space of k dimensions; its columns only grow in
-number, and each task leaves the ones it added. Formulas read the uncentred second moment C = sum_x x x^T of an input
-up to a factor. Algebra is in float64 wherever C lies; an update computed from directions that are orthogonal to M by
-construction needs no correction later.
+A memory is a matrix M (k, columns) with orthonormal columns in an input space of k dimensions. Each task adds columns.
+Formulas read the uncentered second moment C = sum_x x x^T of an input, up to a factor. Algebra is in float64 on C's
+device; an update that is orthogonal to M by construction needs no correction later.
 
-DualGPM (InfLoRA's own rule) keeps the complement of M instead once M has more than k / 2 columns. Its rule for taking
-directions out of that complement adds the very same ones to M, so there is one rule here; where M lies in pieces, one
-per task, nothing is gained by the exchange.
+DualGPM (InfLoRA's rule) stores M's complement once M has more than k / 2 columns. Its rule for removing directions from
+the complement adds the same ones to M, so one rule suffices here; as M is stored in one piece per task, switching
+would save nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ Energy = Literal["sigma4", "sigma2"]
 
 
 def complement(M: Tensor) -> Tensor:
-    """An orthonormal basis of all directions outside of M, (k, k - columns), float64."""
+    """Return an orthonormal basis of the directions outside M, (k, k - columns), float64."""
     return torch.linalg.qr(M.double(), mode="complete").Q[:, M.shape[1] :]
 
 
 def outside(X: Tensor, M: Tensor) -> Tensor:
-    """The part of each row of X (..., k) outside of M: `X (I - M M^T)`."""
+    """Return the part of each row of X (..., k) outside M, `X (I - M M^T)`."""
     return X - (X @ M) @ M.T
 
 
@@ -48,30 +47,30 @@ def second_moment(X: Tensor) -> Tensor:
 
 
 def leading_directions(C: Tensor, M: Tensor, energy: Energy = "sigma4") -> tuple[Tensor, Tensor]:
-    """Directions outside of M by falling energy, and their shares of all energy, inside M or not.
+    """Return the directions outside M by decreasing energy, and their shares of the total energy (inside M or not).
 
-    `sigma4`: left singular vectors of (I - M M^T) C, weighed by its squared singular values: the released code's, which
-    counts the inputs' singular values to the fourth power. `sigma2`: singular vectors of the inputs' own part outside
-    of M, weighed by its squared singular values, as in the GPM paper.
+    `sigma4`: left singular vectors of (I - M M^T) C, weighted by its squared singular values, as in the released code
+    (the inputs' singular values to the fourth power). `sigma2`: singular vectors of the inputs' part outside M,
+    weighted by its squared singular values, as in the GPM paper.
 
     Returns:
-        (k, k - columns) orthonormal and orthogonal to M, the entry of largest magnitude of each positive, so that no
-        rounding turns one round; and (k - columns,) shares; float64.
+        (k, k - columns) directions, orthonormal and orthogonal to M, whose entry of largest magnitude is positive, so
+        that rounding cannot flip signs; and (k - columns,) shares; float64.
     """
     C, Q = C.double(), complement(M.to(C.device))
     CQ = C @ Q
     free, total = (CQ.T @ CQ, C.square().sum()) if energy == "sigma4" else (Q.T @ CQ, C.trace())
     energies, directions = torch.linalg.eigh(free)
-    found = Q @ directions.flip(1)
+    outer = Q @ directions.flip(1)
     if len(energies):
-        found = found * torch.sign(found.gather(0, found.abs().argmax(dim=0, keepdim=True)))
-    return found, energies.flip(0).clamp_min(0) / total.clamp_min(torch.finfo(C.dtype).tiny)
+        outer = outer * torch.sign(outer.gather(0, outer.abs().argmax(dim=0, keepdim=True)))
+    return outer, energies.flip(0).clamp_min(0) / total.clamp_min(torch.finfo(C.dtype).tiny)
 
 
 def new_columns(C: Tensor, M: Tensor, threshold: float, energy: Energy = "sigma4") -> Tensor:
-    """The columns that bring the share of C's energy inside M up to the threshold, (k, added), float64.
+    """Return the columns that raise the share of C's energy inside M to the threshold, (k, added), float64.
 
-    The first columns of a memory stay just below the threshold, but there is at least one (both as released).
+    An empty memory stays just below the threshold but gets at least one column (both as released).
     """
     directions, shares = leading_directions(C, M, energy)
     if M.shape[1] == 0:
@@ -87,40 +86,40 @@ def new_columns(C: Tensor, M: Tensor, threshold: float, energy: Energy = "sigma4
 
 @dataclass(frozen=True)
 class InputBlock:
-    """A stretch of the dimensions of an input that some adapted projections read together."""
+    """A chunk of the dimensions of an input that some adapted projections share."""
 
     name: str
     projections: tuple[int, ...]
-    """Their positions among the adapted projections."""
+    """Indices of these projections among the adapted ones."""
     dimensions: slice
     of_decoder: bool
     """Whether its tokens are those of T5's decoder."""
 
     @property
     def length(self) -> int:
-        """Return k, how many dimensions the block has."""
+        """k, the number of dimensions."""
         return self.dimensions.stop - self.dimensions.start
 
 
 def input_blocks(
     names: Sequence[str], width: int | Sequence[int], chunks: int = 1, cross_reads_encoder: bool = True
 ) -> list[InputBlock]:
-    """The distinct inputs of the adapted projections, each in `chunks` stretches of equal length.
+    """Return the distinct inputs of the adapted projections, each split into equal chunks.
 
-    Query and value of a self-attention read one input (`input_of`). In T5's cross-attention the query reads the
-    decoder's state and the values of all blocks the encoder's output, unless `cross_reads_encoder` is False: then value
-    counts as reading what query reads, which it does not.
+    Query and value of a self-attention share an input (`input_of`). In T5's cross-attention the query reads the
+    decoder's state, and the values of all blocks read the encoder's output. With `cross_reads_encoder=False`, value is
+    treated as if it read the query's input.
 
     Args:
-        names: of the projections, e.g. "decoder.block.0.layer.1.EncDecAttention.v".
-        width: dimensions of every input, or of each projection's.
+        names: names of the projections, e.g. "decoder.block.0.layer.1.EncDecAttention.v".
+        width: dimensions of all inputs, or of each projection's.
 
     Raises:
-        ValueError: a width cannot be divided so.
+        ValueError: a width is not divisible by `chunks`.
     """
     widths = [width] * len(names) if isinstance(width, int) else list(width)
     for odd in [width for width in widths if width % chunks][:1]:
-        raise ValueError(f"inputs of {odd} dimensions cannot be split into {chunks} equal stretches")
+        raise ValueError(f"inputs of {odd} dimensions cannot be split into {chunks} equal chunks")
     readers: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         of_encoder = cross_reads_encoder and reads_encoder(name)
@@ -130,9 +129,9 @@ def input_blocks(
         length = widths[projections[0]] // chunks
         for chunk in range(chunks):
             dimensions = slice(chunk * length, (chunk + 1) * length)
-            called = name if chunks == 1 else f"{name}.{chunk}"
+            block = name if chunks == 1 else f"{name}.{chunk}"
             of_decoder = "decoder" in name.split(".")
-            blocks.append(InputBlock(called, tuple(projections), dimensions, of_decoder))
+            blocks.append(InputBlock(block, tuple(projections), dimensions, of_decoder))
     return blocks
 
 
@@ -144,18 +143,18 @@ def adding_second_moments(
     source: Tensor | None = None,
     decoder: Tensor | None = None,
 ) -> Iterator[None]:
-    """Have a forward pass within the block add `sum_tokens h h^T` of every input block to `sums`, by the block's name.
+    """Add `sum_tokens h h^T` of every input block to `sums`, by name, during forward passes in this context.
 
-    Sums are float64 on every device: a memory's number of columns is decided by small differences of their energies.
+    Sums are float64 on every device, because small differences in energy decide a memory's number of columns.
 
     Args:
-        projections: all adapted ones by name.
-        source, decoder: (sequences, tokens) how many tokens each token stands for, of the prompt's side and of T5's
-            decoder; None is one for all, padding too.
+        projections: all adapted projections by name.
+        source, decoder: counts (sequences, tokens) of the tokens that each token represents, on the prompt's side and
+            in T5's decoder; None counts every token once, padding included.
 
     Raises:
-        ConfigError: nothing says which of the tokens that a projection reads are padding, or projections of one block
-            read different tensors.
+        ConfigError: it is unknown which tokens of a projection's input are padding, or projections of one block read
+            different tensors.
     """
     named = list(projections.items())
 
@@ -183,21 +182,21 @@ def adding_second_moments(
 
 
 def _check_tokens(h: Tensor, name: str, counts: Tensor) -> None:
-    """Raise ConfigError where a projection reads other tokens, (rows, tokens, n), than those that are counted."""
+    """Raise ConfigError if a projection reads other tokens (rows, tokens, n) than those that are counted."""
     if h.shape[:2] != counts.shape:
         raise ConfigError(
-            f"method.gpm.mask_padding: {name} reads {h.shape[1]} tokens a row, expected the {counts.shape[1]} of the "
-            "batch: the model pads or adds some by itself, and nothing says which these are. Set mask_padding: false, "
-            f"which counts all that is read, or leave {name} out of backbone.targets"
+            f"method.gpm.mask_padding: {name} reads {h.shape[1]} tokens per row, expected the {counts.shape[1]} of the "
+            "batch; the model adds padding or tokens that cannot be identified. Set mask_padding: false, which counts "
+            f"all tokens, or leave {name} out of backbone.targets"
         )
 
 
 def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-    """Have projections of one block compare what they read, one after another: blocks are made from names alone.
+    """Check that projections of a block read the same tensor, because blocks are derived from names alone.
 
-    Values of cross-attention may stand in a block whose input they do not read (`cross_reads_encoder`).
+    Values of cross-attention are exempt (`cross_reads_encoder`).
     """
-    began: tuple[str, Sequence[int], Tensor | None] = "", (), None  # in the block that is read now
+    began: tuple[str, Sequence[int], Tensor | None] = "", (), None  # first projection of the current block
 
     def compare(name: str, together: Sequence[int]) -> Any:
         def same(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -207,8 +206,8 @@ def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Modul
                 began = name, together, inputs[0]
             elif h is not inputs[0] and not torch.equal(h, inputs[0]):
                 raise ConfigError(
-                    f"backbone.targets: {first} and {name} read different tensors, expected one, by their names, and "
-                    "one gradient projection memory for both. Adapt only one of them, or take a method without memory"
+                    f"backbone.targets: {first} and {name} read different tensors; expected one, judging by their "
+                    "names, for their common gradient projection memory. Adapt only one of them, or use another method"
                 )
 
         return same
@@ -223,9 +222,9 @@ def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Modul
 def designed(
     A: Tensor, blocks: Sequence[InputBlock], memory: Mapping[str, Tensor], moments: Mapping[str, Tensor], energy: Energy
 ) -> Tensor:
-    """A_Mrn made of the leading input directions outside of the memory, rows of norm 1/sqrt(3); InfLoRA's own design.
+    """Return A_Mrn of the leading input directions outside the memory, with rows of norm 1/sqrt(3): InfLoRA's design.
 
-    Projections that read one input get one A. Where fewer than r directions are left, the other rows are zero.
+    Projections that share an input share A. If fewer than r directions are left, the other rows are zero.
     """
     A, rank = torch.zeros_like(A), A.shape[1]
     for block in blocks:
@@ -236,15 +235,15 @@ def designed(
 
 
 def projected(A: Tensor, blocks: Sequence[InputBlock], memory: Mapping[str, Tensor]) -> Tensor:
-    """The part of A_Mrn outside of the memory, rows of norm 1/sqrt(3): the design of GainLoRA's InfLoRA baseline."""
+    """Return A_Mrn projected out of the memory, with rows of norm 1/sqrt(3): the design of GainLoRA's baseline."""
     A = A.clone()
     for block in blocks:
         Q = complement(memory[block.name].to(A.device))
-        places = list(block.projections), slice(None), block.dimensions
-        A[places] = (A[places].to(Q) @ Q @ Q.T).to(A)
+        part = list(block.projections), slice(None), block.dimensions
+        A[part] = (A[part].to(Q) @ Q @ Q.T).to(A)
     return rows_of_norm(A)
 
 
 def rows_of_norm(A: Tensor, norm: float = 3**-0.5) -> Tensor:
-    """A with its non-zero rows rescaled; 1/sqrt(3) is what a random row of A has."""
+    """Return A with its nonzero rows rescaled; 1/sqrt(3) is the norm of a random row of A."""
     return A * (norm / A.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny))

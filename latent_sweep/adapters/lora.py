@@ -1,9 +1,9 @@
-"""The LoRA adapter: `dW = s B A` per adapted projection, and pairs of it that answer together.
+"""The LoRA adapter: `dW = s B A` per adapted projection, and sums of several pairs.
 
-Legend: M adapted projections, n inputs of the widest; m outputs of one of them and O of all together; r rank, B rows of
-a batch, T pairs, P members of a pack. One pair is a pair of float32 tensors: A_Mrn, and B_Or, whose rows are those
-of the projections' own B (m, r) one after another. Two tensors instead of 2 M make optimizer steps and packs cheap. A
-projection with fewer inputs reads the first columns of its A; the others are zero, and stay so.
+Legend: M adapted projections, n inputs of the widest; m outputs of one and O of all projections; r rank, B rows of a
+batch, T pairs, P runs of a pack. A pair is two float32 tensors: A_Mrn, and B_Or, which concatenates the projections'
+B (m, r). Two tensors instead of 2 M make optimizer steps and packs cheap. A projection with fewer inputs reads the
+first columns of its A; the others stay zero.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from latent_sweep.adapters.bank import Adaptation, Delta, cast, side_by_side
-from latent_sweep.adapters.low_rank import LowRank, scaled_alike, widened
+from latent_sweep.adapters.low_rank import LowRank, common_scale, widened
 
 LoraPair = tuple[Tensor, Tensor]
 """A_Mrn and B_Or of one adapter."""
 
 
 def outputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
-    """Output widths m of the adapted projections, in order."""
+    """Return the output widths m of the adapted projections."""
     return [module.out_features for module in targets.values()]
 
 
 def inputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
-    """Input widths of the adapted projections, in order; n is the largest."""
+    """Return the input widths of the adapted projections; n is the largest."""
     return [module.in_features for module in targets.values()]
 
 
 def new_pair(targets: Mapping[str, nn.Linear], rank: int, generator: torch.Generator) -> LoraPair:
-    """Draw A from U(-1/sqrt(n), 1/sqrt(n)), PyTorch's default for linear layers, with B = 0; on the targets' device."""
+    """Return a pair with A drawn from U(-1/sqrt(n), 1/sqrt(n)), PyTorch's default for linear layers, and B = 0."""
     outputs, inputs, device = outputs_of(targets), inputs_of(targets), next(iter(targets.values())).weight.device
     A = torch.rand(len(outputs), rank, max(inputs), generator=generator) * 2 - 1
     for own, n in zip(A, inputs, strict=True):
@@ -44,18 +44,18 @@ def new_pair(targets: Mapping[str, nn.Linear], rank: int, generator: torch.Gener
 
 
 class LoraDelta:
-    """The delta of one projection with weights of the ranks in each row: `B (w * (A h))`; w is (B, 1, r)."""
+    """The delta of one projection with its own weights of the ranks in each row, `B (w * (A h))`; w is (B, 1, r)."""
 
     def __init__(self, A: Tensor, B: Tensor, w: Tensor):
         self.A, self.B, self.w = A, B, w
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        """Add the change of inputs (B, tokens, n) to the output, (B, tokens, m)."""
+        """Add the change for inputs (B, tokens, n) to the output (B, tokens, m)."""
         A, B, w = (x.to(h.dtype) for x in (self.A, self.B, self.w))
         return output + ((h @ A[:, : h.shape[-1]].T) * w) @ B.T
 
     def select(self, rows: Tensor) -> LoraDelta:
-        """The delta of these rows only."""
+        """Return the delta for these rows."""
         return LoraDelta(self.A, self.B, self.w[rows])
 
 
@@ -67,7 +67,7 @@ class LoraDeltas(Sequence[Delta]):
         outputs: m of every projection.
         scale: s = alpha / r.
         w: weights of the ranks in each row, (B, r).
-        counts: how many rows of the batch belong to each member of a pack.
+        counts: number of rows of the batch for each run of a pack.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class LoraDeltas(Sequence[Delta]):
 
     @property
     def uniform(self) -> bool:
-        """Whether they are the same for every row."""
+        """Whether all rows share the deltas."""
         return self.w is None and self.counts is None
 
     def cast(self, dtype: torch.dtype) -> LoraDeltas:
-        """Return the same in the type that they multiply in."""
+        """Return the deltas in this type."""
         w = None if self.w is None else self.w.to(dtype)
         return LoraDeltas(self.A.to(dtype), self._scaled_B.to(dtype), self.outputs, 1.0, w, self.counts)
 
@@ -104,7 +104,7 @@ class LoraDeltas(Sequence[Delta]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Delta]: ...
     def __getitem__(self, index: int | slice) -> Delta | Sequence[Delta]:
-        """The delta of one projection."""
+        """Return the delta of one projection."""
         return self._deltas[index]
 
     @cached_property
@@ -117,37 +117,37 @@ class LoraDeltas(Sequence[Delta]):
         return [LowRank(A.transpose(-1, -2), B, self.counts) for A, B in sides]
 
     @staticmethod
-    def beside(members: Sequence[LoraDeltas], counts: Sequence[int]) -> LoraDeltas | None:
-        """Join all in one batched product, smaller ranks padded with zeros; None where rows have own weights."""
-        if not all(member.uniform for member in members):
+    def joined(runs: Sequence[LoraDeltas], counts: Sequence[int]) -> LoraDeltas | None:
+        """Join the runs of a pack in batched products, padding smaller ranks; None if rows have their own weights."""
+        if not all(run.uniform for run in runs):
             return None
-        rank = max(member.A.shape[1] for member in members)
-        together, scale = scaled_alike([(member.B, member.scale) for member in members])
-        A = [widened(member.A, (0, 0, 0, rank - member.A.shape[1])) for member in members]
-        B = [widened(B, (0, rank - B.shape[1])) for B in together]
-        return LoraDeltas(torch.stack(A, 1), torch.stack(B, 1), members[0].outputs, scale, counts=counts)
+        rank = max(run.A.shape[1] for run in runs)
+        lefts, scale = common_scale([(run.B, run.scale) for run in runs])
+        A = [widened(run.A, (0, 0, 0, rank - run.A.shape[1])) for run in runs]
+        B = [widened(B, (0, rank - B.shape[1])) for B in lefts]
+        return LoraDeltas(torch.stack(A, 1), torch.stack(B, 1), runs[0].outputs, scale, counts=counts)
 
 
 @dataclass(frozen=True)
 class DenseDelta:
-    """A delta folded into one matrix dW (m, n), or wider with zeros: its cost does not grow with the pairs in it."""
+    """A delta as one matrix dW (m, n or more, padded with zeros), whose cost is independent of the number of pairs."""
 
     dW: Tensor
     uniform: ClassVar[bool] = True
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        """Add the change of inputs (B, tokens, n) to the output, (B, tokens, m)."""
+        """Add the change for inputs (B, tokens, n) to the output (B, tokens, m)."""
         return output + h @ self.dW[:, : h.shape[-1]].T
 
     def select(self, rows: Tensor) -> DenseDelta:
-        """Return the delta itself: it is the same for all rows."""
+        """Return the delta itself, which is the same for all rows."""
         return self
 
 
 def summed(pairs: Sequence[LoraPair], outputs: Sequence[int], scale: float, dtype: torch.dtype) -> Sequence[Delta]:
-    """Add up frozen pairs in the cheaper of two ways: concatenated along the rank, or folded into one matrix each.
+    """Add up frozen pairs, either concatenated along the rank or folded into one matrix per projection.
 
-    So a stage pays at most one product with a matrix of the projection's own shape, however many pairs there are.
+    The cheaper way is chosen, so the cost is at most one product with a matrix of the projection's shape.
     """
     A = torch.cat([a for a, _ in pairs], 1)
     B = torch.cat([b for _, b in pairs], 1)
@@ -160,9 +160,9 @@ def summed(pairs: Sequence[LoraPair], outputs: Sequence[int], scale: float, dtyp
 def merged(
     pairs: Sequence[LoraPair], weights: Tensor, outputs: Sequence[int], scale: float, dtype: torch.dtype
 ) -> Sequence[Delta]:
-    """Weigh pairs row by row, weights (B, T): `sum_t w_t(x) s B_t A_t`. One row of weights holds for all rows.
+    """Weight pairs row by row, `sum_t w_t(x) s B_t A_t`, with weights (B, T) or, for all rows, (1, T).
 
-    Branches that no row weighs play no part.
+    Pairs without weight in any row are skipped.
     """
     used = [t for t in range(len(pairs)) if bool(weights[:, t].any())]
     if not used:
@@ -178,12 +178,12 @@ def merged(
 
 
 class DeltaSum(Sequence["_Sum"]):
-    """Several deltas per projection, added up.
+    """The sum of several deltas per projection.
 
     Args:
-        terms: each has a delta for every projection; empty ones are left out, but one must stay.
-        rate: of dropout on the input, one mask for all terms.
-        detach: for each term, whether no gradient reaches the input through it; None is for none.
+        terms: sequences of one delta per projection; empty ones are dropped, but at least one must remain.
+        rate: dropout rate on the input, with one mask for all terms.
+        detach: for each term, whether to stop its gradient to the input.
     """
 
     def __init__(self, terms: Sequence[Sequence[Delta]], rate: float = 0.0, detach: Sequence[bool] | None = None):
@@ -192,11 +192,11 @@ class DeltaSum(Sequence["_Sum"]):
 
     @property
     def uniform(self) -> bool:
-        """Whether all terms are the same for every row, and no masks of dropout are drawn for each."""
+        """Whether all rows share the terms, without dropout masks of their own."""
         return not self.rate and all(Adaptation(term).uniform for term in self.terms)
 
     def cast(self, dtype: torch.dtype) -> DeltaSum:
-        """Return the same in the type that they multiply in."""
+        """Return the deltas in this type."""
         return DeltaSum([cast(term, dtype) for term in self.terms], self.rate, self.detach)
 
     @cached_property
@@ -212,18 +212,18 @@ class DeltaSum(Sequence["_Sum"]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[_Sum]: ...
     def __getitem__(self, index: int | slice) -> _Sum | Sequence[_Sum]:
-        """The delta of one projection."""
+        """Return the delta of one projection."""
         return self._deltas[index]
 
     @staticmethod
-    def beside(members: Sequence[DeltaSum], counts: Sequence[int]) -> DeltaSum | None:
-        """Join term by term; None where inputs are dropped out, or members differ in terms that detach."""
-        detach = members[0].detach
-        if any(member.rate or member.detach != detach for member in members):
+    def joined(runs: Sequence[DeltaSum], counts: Sequence[int]) -> DeltaSum | None:
+        """Join the runs of a pack term by term; None with dropout, or if runs detach different terms."""
+        detach = runs[0].detach
+        if any(run.rate or run.detach != detach for run in runs):
             return None
-        alike = zip(*(member.terms for member in members), strict=True)
-        terms = [side_by_side([Adaptation(term) for term in of_members], counts).deltas for of_members in alike]
-        return DeltaSum(terms, detach=detach)
+        terms = zip(*(run.terms for run in runs), strict=True)
+        joined = [side_by_side([Adaptation(term) for term in of_runs], counts).deltas for of_runs in terms]
+        return DeltaSum(joined, detach=detach)
 
 
 class _Sum:

@@ -1,6 +1,6 @@
-"""The change that every adapter here comes down to: `y += (h right) left^T`, for all rows or for blocks of them.
+"""The operation that all adapters here reduce to: `y += (h right) left^T`, for all rows or for blocks of them.
 
-Legend: n inputs and m outputs of a projection, r rank, P members of a pack.
+Legend: n inputs and m outputs of a projection, r rank, P runs of a pack.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from torch.nn.functional import pad
 
 
 class LowRank:
-    """The delta of one projection through a narrow waist.
+    """A low-rank delta of one projection.
 
     Args:
-        right: (n, r), frozen, for all rows, or (P, n, r) where `left` is for each member, too. It may have more rows
-            than there are inputs: they play no part.
+        right: frozen, (n, r) for all rows, or (P, n, r) if `left` also has one per run. Surplus rows are ignored.
         left: (m, r) for all rows, or (P, m, r).
-        counts: how many rows of the batch belong to each member, where there are several.
+        counts: number of rows of the batch for each run of a pack.
     """
 
     uniform = True
@@ -30,7 +29,7 @@ class LowRank:
         self.right, self.left, self.counts = right, left, counts
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        """Add the change of inputs h, (rows, tokens, n), to the output, (rows, tokens, m), in place."""
+        """Add the change for inputs h (rows, tokens, n) to the output (rows, tokens, m) in place."""
         right, left = self.right.to(h.dtype), self.left.to(h.dtype)
         if right.shape[-2] > h.shape[-1]:
             right = right[..., : h.shape[-1], :]
@@ -41,28 +40,28 @@ class LowRank:
         return torch.cat([_add_low_rank(own.clone(), rows, *factors) for rows, own, *factors in parts])
 
     def select(self, rows: Tensor) -> LowRank:
-        """The delta of these rows only: the same."""
+        """Return the delta itself, which is the same for all rows."""
         return self
 
 
-def scaled_alike(members: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], float]:
-    """Return tensors that a common factor scales, and the factor: 1 where theirs differ, which are in them then."""
-    scales = {scale for _, scale in members}
+def common_scale(scaled: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], float]:
+    """Return the tensors with a common scale; if scales differ, it is 1 and the tensors are multiplied by theirs."""
+    scales = {scale for _, scale in scaled}
     if len(scales) == 1:
-        return [tensor for tensor, _ in members], scales.pop()
-    return [scale * tensor for tensor, scale in members], 1.0
+        return [tensor for tensor, _ in scaled], scales.pop()
+    return [scale * tensor for tensor, scale in scaled], 1.0
 
 
 def widened(tensor: Tensor, padding: Sequence[int]) -> Tensor:
-    """Pad with zeros, as `torch.nn.functional.pad` does; a tensor that needs none is not copied."""
+    """Pad with zeros as `torch.nn.functional.pad` does, without a copy if no padding is needed."""
     return pad(tensor, list(padding)) if any(padding) else tensor
 
 
 class _AddLowRank(torch.autograd.Function):
-    """`output += (h right) left^T` in two products forward and three or four backward, in place.
+    """`output += (h right) left^T` in place, with two products forward and three or four backward.
 
-    Autograd's own would add two more passes over the output and one over the gradient of h, and products of frozen
-    factors' gradients; a training step on a GPU is bound by such launches.
+    Autograd would add two passes over the output, one over the gradient of h, and gradients of frozen factors. Such
+    kernel launches dominate a training step on a GPU.
     """
 
     @staticmethod
@@ -75,7 +74,7 @@ class _AddLowRank(torch.autograd.Function):
             output.view(blocks, -1, output.shape[-1]).baddbmm_(z, left.transpose(1, 2))
         ctx.mark_dirty(output)
         ctx.blocks, ctx.shape = blocks, h.shape
-        # what nobody needs is not kept: of frozen factors h is not, of frozen adapters the waist is not
+        # frozen factors do not need h, and frozen adapters do not need z
         ctx.save_for_backward(
             h if ctx.needs_input_grad[2] else None, z if ctx.needs_input_grad[3] else None, right, left
         )
@@ -85,21 +84,21 @@ class _AddLowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         h, z, right, left = ctx.saved_tensors
-        _, of_h, of_right, of_left = ctx.needs_input_grad
+        _, needs_h, needs_right, needs_left = ctx.needs_input_grad
         g = _blocks(gradient, ctx.blocks)
-        waist = g @ left
-        to_h = to_right = to_left = None
-        if of_h:
-            to_h = (waist @ right.transpose(-1, -2)).view(ctx.shape)
-        if of_right:
-            to_right = _blocks(h, ctx.blocks).transpose(-1, -2) @ waist
-        if of_left:
-            to_left = g.transpose(-1, -2) @ z
-        return gradient, to_h, to_right, to_left
+        g_left = g @ left
+        g_h = g_right = g_z = None
+        if needs_h:
+            g_h = (g_left @ right.transpose(-1, -2)).view(ctx.shape)
+        if needs_right:
+            g_right = _blocks(h, ctx.blocks).transpose(-1, -2) @ g_left
+        if needs_left:
+            g_z = g.transpose(-1, -2) @ z
+        return gradient, g_h, g_right, g_z
 
 
 def _blocks(x: Tensor, blocks: int | None) -> Tensor:
-    """(rows, tokens, width) as (tokens, width), or as so many blocks of tokens."""
+    """Reshape (rows, tokens, width) to (tokens, width), or to (blocks, tokens, width)."""
     return x.reshape(-1, x.shape[-1]) if blocks is None else x.reshape(blocks, -1, x.shape[-1])
 
 

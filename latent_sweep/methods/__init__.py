@@ -1,6 +1,6 @@
-"""The methods, by name. To add one here: write its file, and a line below; see `README.md` beside this file.
+"""The methods, by name. A new built-in method needs its file and an entry in `METHODS`; see README.md.
 
-A method from outside is named `package.module:Class`; its module lies where Python looks, or in the working directory.
+A plugin method is named `package.module:Class`; its module must be importable or in the working directory.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ METHODS: Mapping[str, str] = {
 }
 
 DEFAULT = "latent_lora"
-"""What a sweep file that names no method runs."""
+"""The method of a sweep file that names none."""
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method: registered under this name, or `package.module:Class` from outside.
+    """Return the class of a registered method or of a plugin, `package.module:Class`.
 
     Raises:
-        ConfigError: no method has this name (the message suggests the nearest), or a module from outside cannot be
-            imported, or holds no such method.
+        ConfigError: no method has this name, or a plugin cannot be imported or is not a method.
     """
     if ":" in name:
-        return _outside(name)
+        return _plugin(name)
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=1)
-        known = f"known methods: {', '.join(sorted(METHODS))}, or package.module:Class for one from outside"
-        hint = f"did you mean {near[0]!r}?" if near else known
+        expected = f"expected one of {', '.join(sorted(METHODS))}, or package.module:Class of a plugin"
+        hint = f"did you mean {near[0]!r}?" if near else expected
         raise ConfigError(f"unknown method {name!r}; {hint}")
     module, _, attribute = METHODS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def source_of(name: str) -> str | None:
-    """Content hash of the code of a method from outside; None for a registered one, whose `version` tells.
+    """Return the code digest of a plugin method; None for a registered one, which has a `version`.
 
     Raises:
         ConfigError: as `method_class`.
@@ -64,16 +63,18 @@ def source_of(name: str) -> str | None:
     return code_digest(name)
 
 
-def _outside(name: str) -> type[Method]:
-    found = imported(name, "the name of a method, or package.module:Class")
-    where, (module, _, attribute) = f"found {name!r}", name.partition(":")
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        raise ConfigError(f"{where}; {module} has no class {attribute} derived from latent_sweep's Method")
-    if not issubclass(getattr(found, "settings_class", object), MethodSettings):
-        raise ConfigError(f"{where}; its settings_class must be a class derived from latent_sweep's MethodSettings")
-    known = get_args(Combination)
-    if not found.combinations or not set(found.combinations) <= set(known):
-        raise ConfigError(f"{where}; combinations is {found.combinations!r}; expected some of {', '.join(known)}")
-    if "gates" in found.combinations and found.gates is Method.gates:
-        raise ConfigError(f"{where}; `gates` is among its combinations; expected a method gates(history, prompts), too")
-    return found
+def _plugin(name: str) -> type[Method]:
+    plugin = imported(name, "the name of a method, or package.module:Class")
+    module, _, attribute = name.partition(":")
+    if not (isinstance(plugin, type) and issubclass(plugin, Method)):
+        raise ConfigError(f"found {name!r}; {module} has no class {attribute} derived from latent_sweep's Method")
+    if not issubclass(getattr(plugin, "settings_class", object), MethodSettings):
+        raise ConfigError(f"found {name!r}; its settings_class must be derived from latent_sweep's MethodSettings")
+    allowed = get_args(Combination)
+    if not plugin.combinations or not set(plugin.combinations) <= set(allowed):
+        raise ConfigError(
+            f"found {name!r} with combinations = {plugin.combinations!r}; expected some of {', '.join(allowed)}"
+        )
+    if "gates" in plugin.combinations and plugin.gates is Method.gates:
+        raise ConfigError(f"found {name!r} with `gates` among its combinations; expected it to define `gates`")
+    return plugin

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
-from latent_sweep.methods.protocol import MethodContext, TaskData
+from latent_sweep.methods.protocol import MethodContext, TaskData, without
 from latent_sweep.settings import FROM_PRESET, LEFT_OUT_AT_DEFAULT, Settings
 
 if TYPE_CHECKING:
@@ -23,50 +23,50 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.gpm import InputBlock
 
 Design = Literal["svd", "random_project"]
-"""Where A_t comes from: the new task's leading input directions outside of the memory, or random numbers projected."""
+"""How A_t is made: of the new task's leading input directions outside the memory, or as a projected random matrix."""
 
-WHERE_MEMORY_IS_FULL = "Lower method.gpm.eps_0, raise method.gpm.ramp, or take method.gpm.energy: sigma4"
+MEMORY_ADVICE = "Lower method.gpm.eps_0, raise method.gpm.ramp, or set method.gpm.energy: sigma4"
 
 Snapshots = Sequence[Mapping[str, "Tensor"]]
 Adapt = Callable[[Sequence[Example]], "Adaptation"]
 
 
 class GpmSettings(Settings):
-    """The gradient projection memory: how much it keeps of the inputs, and how it reads them."""
+    """The gradient projection memory: how much of the inputs it covers, and how it reads them."""
 
     energy: Literal["sigma4", "sigma2"] = "sigma4"
-    """What shares are shares of: the inputs' singular values to the fourth power, as in all released code, which takes
-    the SVD of their covariance, or squared, as in the GPM paper, which keeps more directions."""
+    """Energy that shares refer to: the inputs' singular values to the fourth power, as in all released code, which
+    computes the SVD of their covariance; or squared, as in the GPM paper, which keeps more directions."""
     eps_0: float = Field(0.995, gt=0, lt=1)
-    """Share of the energy that the memory holds after the first task; InfLoRA's vision runs had 0.95 or 0.98."""
+    """Share of the energy that the memory covers after the first task; 0.95 or 0.98 in InfLoRA's vision runs."""
     ramp: int = Field(15, ge=1)
-    """Tasks over which that share rises towards 1. Not the trial's own number of tasks: a trial over the first few
-    tasks of another learns the same. 15 is the length of both benchmarks, and fixed in the released code."""
+    """Number of tasks over which that share rises towards 1; 15, the length of both benchmarks, in the released code.
+    It does not follow the trial's length, so that a shorter trial learns the same first tasks."""
     chunks: int = Field(1, ge=1, json_schema_extra=FROM_PRESET)
-    """Stretches of equal length that every input is split into, each with a memory of its own; None is the preset's."""
+    """Number of equal chunks that every input is split into, each with its own memory. None: from the preset."""
     mask_padding: bool = Field(True, json_schema_extra=FROM_PRESET)
-    """Whether padding is left out of the inputs' statistics; None is the preset's."""
+    """Whether padding is left out of the inputs' statistics. None: from the preset."""
     padding: Literal["own", "released"] = Field("own", json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
-    """Tokens of padding that counts (`mask_padding: false`): the tokenizer's padding token, or GainLoRA's, whose T5
-    decoder reads EOS first behind a short target, and whose Llama reads BOS. None is the preset's."""
+    """Padding tokens if padding counts (`mask_padding: false`): the tokenizer's, or GainLoRA's, where T5's decoder
+    reads EOS after a short target and Llama reads BOS. None: from the preset."""
     group_by_length: bool = Field(True, json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
-    """Whether batches that statistics are read from hold rows of similar length, or shuffled rows as in GainLoRA's
-    release: that moves how much padding counts, and the lengths of `gate.pooling: padded`. None is the preset's."""
+    """Whether statistics are read from batches of similar length, or from shuffled ones as in GainLoRA's release. It
+    changes the amount of padding, and the lengths under `gate.pooling: padded`. None: from the preset."""
     cross_attention_v: Literal["own_input", "decoder_state"] = Field("own_input", json_schema_extra=FROM_PRESET)
-    """What counts as the input of v in T5's cross-attention: what it reads, the encoder's output, or the decoder's
-    state, which only q reads, as in GainLoRA's released code; None is the preset's."""
+    """Input of v in T5's cross-attention for the memory: the encoder's output, which it reads, or the decoder's state,
+    which only q reads, as in GainLoRA's released code. None: from the preset."""
     batch_size: int = Field(16, ge=1)
-    """Rows per forward pass over the task's rows."""
+    """Examples per batch when statistics are read."""
     max_batches: int = Field(1002, ge=1)
-    """At most this many batches of shuffled rows are read; the released code's number."""
+    """Maximum number of batches read; from the released code."""
 
     def threshold(self, position: int) -> float:
-        """Share of the energy that the memory is to hold after the task at this position (0-based)."""
+        """Return the share of the energy that the memory covers after the task at this position (0-based)."""
         return self.eps_0 + (1 - self.eps_0) * min(position, self.ramp - 1) / self.ramp
 
 
 def released_gpm(family: str) -> dict[str, Any]:
-    """Return what the preset `official` fills in: it has the released code's slips, and on Llama its four stretches."""
+    """Return the values of the preset `official`, which reproduce oversights of the released code too."""
     return {
         "chunks": RELEASED_CHUNKS[family],
         "mask_padding": False,
@@ -82,12 +82,11 @@ RELEASED_CHUNKS: Mapping[str, int] = {"t5": 1, "llama": 4}
 
 def gpm_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity of the memory without the tokens of padding, where no padding counts."""
-    unread = {"padding"} if settings["mask_padding"] else set()
-    return {name: value for name, value in settings.items() if name not in unread}
+    return without(settings, *(("padding",) if settings["mask_padding"] else ()))
 
 
 def statistics_batches(gpm: GpmSettings, task: TaskData) -> list[list[int]]:
-    """Return the rows of every batch that a task's statistics are read from, the same whenever they are read."""
+    """Return the row indices of each batch that a task's statistics are read from; the same on every call."""
     from latent_sweep.backbones.batches import epoch_batches
 
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in task.rows]
@@ -96,7 +95,7 @@ def statistics_batches(gpm: GpmSettings, task: TaskData) -> list[list[int]]:
 
 
 def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
-    """Join a memory of the columns `memory.<name>` that each earlier task added; (dimensions, columns)."""
+    """Join the columns `memory.<name>` that the earlier tasks added to a memory; (dimensions, columns)."""
     import torch
 
     return torch.cat([torch.zeros(dimensions, 0), *(snapshot[f"memory.{name}"] for snapshot in history)], 1)
@@ -115,12 +114,12 @@ def added_columns(
 
 
 def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> None:
-    """Read the inputs of a few rows of the first task, as is done after each task.
+    """Read the inputs of two examples of the first task, as training does after each task.
 
     Raises:
-        ConfigError: the inputs cannot be split into so many stretches, projections that count as reading one input
-            read two, or the model pads rows by itself.
-        DataError: the task has no rows.
+        ConfigError: the inputs cannot be split into `chunks`, projections that should read one input read two, or the
+            model pads rows by itself.
+        DataError: the task has no training examples.
     """
     import torch
 
@@ -129,7 +128,7 @@ def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> Non
     from latent_sweep.backbones.batches import read, read_padded
 
     check_rows(task)
-    if task.position:  # what fails hangs on the model, not on the rows
+    if task.position:  # a failure depends on the model, not on the examples
         return
     backbone, rows = context.backbone, sorted(task.rows, key=lambda row: len(row["prompt_ids"]))[:2]
     reading = partial(adding_second_moments, {}, blocks_of(gpm, context), backbone.targets)
@@ -138,10 +137,10 @@ def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> Non
 
 
 def blocks_of(gpm: GpmSettings, context: MethodContext) -> list[InputBlock]:
-    """Return the inputs that the backbone's adapted projections read, each once.
+    """Return the distinct inputs of the backbone's adapted projections.
 
     Raises:
-        ConfigError: they cannot be split into so many stretches.
+        ConfigError: they cannot be split into `chunks`.
     """
     from latent_sweep.adapters.gpm import input_blocks
 
@@ -155,25 +154,25 @@ def blocks_of(gpm: GpmSettings, context: MethodContext) -> list[InputBlock]:
 
 
 def check_rows(task: TaskData) -> None:
-    """Raise DataError where a task has no rows to read statistics from."""
+    """Raise DataError if a task has no training examples to read statistics from."""
     if not task.rows:
         raise DataError(
-            f"task {task.name}: found no training rows, and the memory is made of what they give as inputs; check the "
-            "task's train split and benchmark.train_per_task"
+            f"task {task.name}: found no training examples, whose inputs the memory is made of; check the task's train "
+            "split and benchmark.train_per_task"
         )
 
 
 class InputMemory:
-    """The input directions that earlier tasks use at every adapted projection, and a new A beside them.
+    """The input directions that earlier tasks use at every adapted projection; designs a new A that avoids them.
 
     Args:
         design: how the new A is made.
-        task: the task to be learned; its rows are read.
-        history: snapshots of the earlier tasks, which hold the columns that each added.
+        task: the task to be learned, whose examples are read.
+        history: snapshots of the earlier tasks, with the columns that each added.
 
     Raises:
-        ConfigError: the inputs cannot be split into so many stretches.
-        DataError: the task has no rows.
+        ConfigError: the inputs cannot be split into `chunks`.
+        DataError: the task has no training examples.
     """
 
     def __init__(self, gpm: GpmSettings, design: Design, context: MethodContext, task: TaskData, history: Snapshots):
@@ -184,11 +183,11 @@ class InputMemory:
         self._columns = [M.shape[1] for M in self._memory.values()]
 
     def down_projection(self, A: Tensor, adaptation: Adapt) -> Tensor:
-        """Design A_t, (M, r, n): outside of the memory of every projection's input; zero where no direction is left.
+        """Return A_t (M, r, n), outside the memory of every projection's input; zero if no direction is left.
 
         Args:
-            A: random, as drawn; `random_project` leaves it so at the first task.
-            adaptation: of the model whose inputs are read; what uses A in it must change nothing yet.
+            A: a random A, which `random_project` keeps for the first task.
+            adaptation: adaptation of the model whose inputs are read; B must still be zero in it.
 
         Raises:
             LatentSweepError: no projection's input has a direction left.
@@ -202,13 +201,13 @@ class InputMemory:
             A = projected(A, self._blocks, self._memory)
         if not A.any():
             raise LatentSweepError(
-                f"task {self._task.name}: earlier tasks use all directions of every projection's input, and none is "
-                f"left to learn from. {WHERE_MEMORY_IS_FULL}"
+                f"task {self._task.name}: earlier tasks use all directions of every projection's input and leave none "
+                f"to learn from. {MEMORY_ADVICE}"
             )
         return A
 
     def added(self, adaptation: Adapt) -> dict[str, Tensor]:
-        """Return the columns that the task adds, now that it is learned, as tensors of its snapshot.
+        """Return the columns that the learned task adds, as tensors of its snapshot.
 
         Raises:
             NonFiniteLoss: an input is NaN or infinite.
@@ -220,12 +219,12 @@ class InputMemory:
         return tensors
 
     def facts(self) -> dict[str, float]:
-        """Return the mean number of columns over all inputs, and the share of those that have no direction left."""
+        """Return the mean number of columns over all inputs, and the share of inputs with no direction left."""
         full = [count == block.length for count, block in zip(self._columns, self._blocks, strict=True)]
         return {"memory_columns": sum(self._columns) / len(full), "memory_full": sum(full) / len(full)}
 
     def _moments(self, adaptation: Adapt) -> dict[str, Tensor]:
-        """Measure second moments of every input over the task's rows, by the block's name."""
+        """Measure the second moment of every input over the task's examples, by the block's name."""
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments
@@ -233,7 +232,7 @@ class InputMemory:
 
         backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows
         size = self._gpm.batch_size
-        if self._gpm.mask_padding:  # otherwise padding counts, and how much of it there is hangs on the batch
+        if self._gpm.mask_padding:  # otherwise padding counts, and its amount depends on the batch
             size = self._context.rows_in_a_pass(size)
         moments: dict[str, Tensor] = {}
         reading = partial(adding_second_moments, moments, self._blocks, backbone.targets)
@@ -246,6 +245,6 @@ class InputMemory:
             if not moment.isfinite().all():
                 raise NonFiniteLoss(
                     f"task {self._task.name}: the second moment of the inputs of {name} is not finite. Lower "
-                    "training.learning_rate, or check backbone.dtype if it happens before the first step"
+                    "training.learning_rate; if this happens before the first step, check backbone.dtype"
                 )
         return moments

@@ -1,6 +1,6 @@
-"""Pseudo-samples: rows of an earlier task that a soft prompt writes, given the task's name, so that they are replayed.
+"""Pseudo-samples: examples of an earlier task that a soft prompt generates from the task's name, for replay.
 
-A row is written as its input, a separator, and its target; the task's instruction and cue are put around it again.
+An example is written as its input, a separator and its target; the task's instruction and cue are added around it.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAWN_TOGETHER = 32
-"""Samples drawn in one batch."""
+"""Number of samples generated in one batch."""
 
 
-# --- what a task's rows look like ------------------------------------------------------------------------------------
+# --- the format of a task's examples ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The format of a task's rows: enough to have some written, and to read what was written. All are token ids."""
+    """The format of a task's examples, with which they are written and read. All fields are token ids."""
 
     name: Sequence[int]
-    """What the model reads when it is to write a row."""
+    """The task's name, which asks the model for an example."""
     head: Sequence[int]
     """The prompt before the input."""
     cue: Sequence[int]
     """The prompt after the input."""
     labels: Sequence[Sequence[int]]
-    """Every target, without EOS; none where targets are free text."""
+    """All targets, without EOS; empty if targets are free text."""
     separator: int
-    """Stands between input and target in a written row."""
+    """Separates input and target in a written example."""
     eos: int
-    """Ends targets and written rows."""
+    """Ends targets and written examples."""
 
     @classmethod
     def of(cls, task: TaskData, backbone: Backbone) -> RowFormat:
-        """The format of this task's training rows; targets are labels where they come twice on average.
+        """Return the format of a task's training examples; targets are labels if each occurs twice on average.
 
         Raises:
-            DataError: no row has an input.
+            DataError: no example has an input.
         """
         eos = backbone.eos_id
         head, cue = _surroundings(task)
@@ -67,90 +67,88 @@ class RowFormat:
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], backbone: Backbone) -> RowFormat:
-        """The format of the task that a snapshot was learned from."""
+        """Return the format stored in a snapshot."""
         name, head, cue = (tensors[f"format.{part}"].tolist() for part in ("name", "head", "cue"))
         return cls(name, head, cue, unpadded(tensors["format.labels"]), separator(backbone), backbone.eos_id)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors from which `load` reads the format again."""
+        """Return tensors for `load`."""
         parts = {"name": self.name, "head": self.head, "cue": self.cue}
         ids = {f"format.{part}": torch.tensor(part_ids, dtype=torch.long) for part, part_ids in parts.items()}
         return {**ids, "format.labels": padded(self.labels)}
 
     def write(self, row: Example, longest: int) -> list[int]:
-        """Write the row in this format; its input is cut where all would be longer than `longest`."""
+        """Write an example in at most `longest` tokens, cutting its input if necessary."""
         end = [self.separator, *row["target_ids"]]
         return [*row["input_ids"][: max(0, longest - len(end))], *end]
 
     def read(self, written: Sequence[int]) -> Example | None:
-        """Read the row that was written, without EOS; None unless it is well-formed.
+        """Return a written example, given without EOS; None unless it is well-formed.
 
-        It has an input and one separator, and its target is a label or, where there are none, any text.
+        It must have an input and one separator, and its target must be a label or, without labels, any text.
         """
         if written.count(self.separator) != 1:
             return None
         cut = written.index(self.separator)
         text, target = list(written[:cut]), list(written[cut + 1 :])
-        known = target in self.labels if self.labels else bool(target)
-        if not text or not known:
-            return None
-        return self.row(text, target)
+        well_formed = text and (target in self.labels if self.labels else target)
+        return self.row(text, target) if well_formed else None
 
     def row(self, text: Sequence[int], target: Sequence[int]) -> Example:
-        """Make a row of an input and a target, which has no EOS."""
+        """Make an example of an input and a target without EOS."""
         return {"prompt_ids": [*self.head, *text, *self.cue], "input_ids": [*text], "target_ids": [*target, self.eos]}
 
 
 def separator(backbone: Backbone) -> int:
-    """Choose a special token that no row holds: BOS, a sentinel of T5's, or another.
+    """Return a special token that no example contains: BOS, one of T5's sentinels, or another.
 
     Raises:
-        ConfigError: the tokenizer has none that means nothing else.
+        ConfigError: the tokenizer has no unused special token.
     """
     tokenizer = backbone.tokenizer
     taken = {backbone.eos_id, backbone.pad_id, tokenizer.unk_token_id}
     free = [token for token in tokenizer.all_special_ids if token not in taken]
     if not free:
         raise ConfigError(
-            "backbone.tokenizer: pseudo-samples need a special token besides EOS, padding and unknown, to keep input "
-            f"and target apart; found only {tokenizer.all_special_tokens}. Give a tokenizer with a BOS token"
+            "backbone.tokenizer: pseudo-samples need a special token besides EOS, padding and unknown, to separate "
+            f"input and target; found only {tokenizer.all_special_tokens}. Give a tokenizer with a BOS token"
         )
     return free[0]
 
 
 def _surroundings(task: TaskData) -> tuple[list[int], list[int]]:
-    """Find the prompt before and after the input, as most rows have it: a truncated one may have lost its cue."""
+    """Return the most frequent prompt before and after the input; truncated examples may lack their cue."""
     check_inputs(task)
-    found = Counter(place for row in task.rows if (place := _around_input(row)) is not None)
-    [((head, cue), _)] = found.most_common(1)
+    counts = Counter(parts for row in task.rows if (parts := _around_input(row)) is not None)
+    [((head, cue), _)] = counts.most_common(1)
     return list(head), list(cue)
 
 
 def check_inputs(task: TaskData) -> None:
-    """Raise DataError where no row's prompt holds the row's input."""
+    """Raise DataError if no example's prompt contains its input."""
     if all(_around_input(row) is None for row in task.rows):
         raise DataError(
-            f"task {task.name}: pseudo-samples are made of inputs, but none of its {len(task.rows)} training rows has "
-            "one. Check the data, or raise benchmark.max_source_length"
+            f"task {task.name}: pseudo-samples are made of inputs, but none of its {len(task.rows)} training examples "
+            "has one. Check the data, or raise benchmark.max_source_length"
         )
 
 
 def _around_input(row: Example) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the prompt before and after the input; None where it does not hold one."""
+    """Return the prompt before and after the input; None if the prompt does not contain the input."""
     prompt, text = tuple(row["prompt_ids"]), tuple(row["input_ids"])
     starts = [i for i in range(len(prompt) - len(text) + 1) if text and prompt[i : i + len(text)] == text]
     return (prompt[: starts[-1]], prompt[starts[-1] + len(text) :]) if starts else None
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Join token ids into one tensor, (sequences, longest), -1 behind the shorter ones."""
+    """Join token ids into one tensor, (sequences, longest), padded with -1."""
     longest = max(map(len, sequences), default=0)
     rows = [[*sequence, *[-1] * (longest - len(sequence))] for sequence in sequences]
     return torch.tensor(rows, dtype=torch.long).view(len(sequences), longest)
 
 
 def unpadded(ids: Tensor) -> list[list[int]]:
-    """Split a tensor into the sequences that `padded` was given."""
+    """Invert `padded`."""
     return [[token for token in row if token >= 0] for row in ids.tolist()]
 
 
@@ -158,47 +156,36 @@ def unpadded(ids: Tensor) -> list[list[int]]:
 
 
 class DrawSettings(Protocol):
-    """The number of pseudo-samples to draw, and the way to draw them; a method's own settings say so."""
+    """How pseudo-samples are generated; `Lfpt5Settings` documents the fields."""
 
     @property
-    def sample_length(self) -> int:
-        """Return the number of tokens that one has, at most."""
-
+    def sample_length(self) -> int: ...
     @property
-    def samples_per_label(self) -> int:
-        """Return the number of pseudo-samples wanted for each label."""
-
+    def samples_per_label(self) -> int: ...
     @property
-    def samples_per_task(self) -> int:
-        """Return the number of pseudo-samples wanted of a task without labels."""
-
+    def samples_per_task(self) -> int: ...
     @property
-    def tries(self) -> int:
-        """Return the number of pseudo-samples drawn, at most."""
-
+    def tries(self) -> int: ...
     @property
-    def top_k(self) -> int:
-        """Return the number of likeliest tokens from which each token is drawn."""
-
+    def top_k(self) -> int: ...
     @property
-    def repetition_penalty(self) -> float:
-        """Return the divisor of logits of tokens that it already has."""
+    def repetition_penalty(self) -> float: ...
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows of one earlier task that a prompt has written."""
+    """Examples of one earlier task that a prompt has written."""
 
     format: RowFormat
     rows: Sequence[Example]
-    """Well-formed ones, as many as were wanted."""
+    """Well-formed examples, up to the number requested."""
     well_formed: int
-    """Well-formed ones, wanted or not."""
+    """Number of well-formed examples, including surplus ones."""
     drawn: int
-    """All that were written."""
+    """Number of generated examples."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors from which `load` has them again."""
+        """Return tensors for `load`."""
         return {
             "inputs": padded([row["input_ids"] for row in self.rows]),
             "targets": padded([row["target_ids"][:-1] for row in self.rows]),
@@ -207,7 +194,7 @@ class Samples:
 
     @classmethod
     def load(cls, format: RowFormat, tensors: Mapping[str, Tensor]) -> Samples:
-        """The samples that these tensors were made of."""
+        """Return the samples that `tensors` was called on."""
         well_formed, drawn = map(int, tensors["counts"].tolist())
         texts, targets = (unpadded(tensors[name]) for name in ("inputs", "targets"))
         return cls(format, list(map(format.row, texts, targets)), well_formed, drawn)
@@ -216,8 +203,8 @@ class Samples:
 def draw(
     context: MethodContext, prompt: Tensor, format: RowFormat, settings: DrawSettings, generator: torch.Generator
 ) -> Samples:
-    """Have a prompt, (vectors, d), write rows of an earlier task until enough are well-formed or the tries used up."""
-    s, places, writer = settings, (context.backbone, context.bank), Adaptation(prompt=prompt)
+    """Have a prompt (vectors, d) write examples of an earlier task until enough are well-formed or tries run out."""
+    s, writer = settings, Adaptation(prompt=prompt)
     sampler = Sampler(s.top_k, s.repetition_penalty, generator)
     question = [*format.name, *virtual_tokens(len(prompt))]
     wanted = {tuple(label): s.samples_per_label for label in format.labels} or {(): s.samples_per_task}
@@ -227,7 +214,9 @@ def draw(
         batch = [question] * min(DRAWN_TOGETHER, s.tries - drawn)
         drawn += len(batch)
         shared = shared_tokens(context.backbone, batch, len(batch))
-        written = generate(*places, batch, writer, s.sample_length, shared=shared, choose=sampler)
+        written = generate(
+            context.backbone, context.bank, batch, writer, s.sample_length, shared=shared, choose=sampler
+        )
         for row in filter(None, map(format.read, written)):
             well_formed += 1
             label = tuple(row["target_ids"][:-1]) if format.labels else ()
@@ -236,5 +225,5 @@ def draw(
                 rows.append(row)
     if drawn and not rows:
         name = context.backbone.tokenizer.decode(format.name, skip_special_tokens=True)
-        log.warning("none of %d pseudo-samples of task %s is well-formed: nothing of it is replayed", drawn, name)
+        log.warning("task %s is not replayed: none of %d pseudo-samples is well-formed", name, drawn)
     return Samples(format, rows, well_formed, drawn)

@@ -1,17 +1,17 @@
-"""What TaSL and KIFLoRA share: which parts of a LoRA pair a task needs, and the fusion with the pair before it.
+"""What TaSL and KIFLoRA share: the importance of a LoRA pair's units to a task, and the fusion with the previous pair.
 
-Both measure, after every optimizer step but a task's first, the sensitivity I of every weight from the weight and its
+After every optimizer step but a task's first, both measure the sensitivity I of each weight from the weight and its
 clipped gradient, and smooth it and its spread:
 
     I_bar <- b1 I_bar + (1 - b1) I        U <- b2 U + (1 - b2) |I - I_bar|        score = I_bar U
 
-(from AdaLoRA; TaSL, arXiv 2408.09857, and its code). The gradient is that of the step, the weight already updated, as
-in the released code. Scores of weights become scores of skill units, and at the task's end each unit is a mean of what
-it was before the task and what it is now, weighted by how important it is to the one and the other.
+(from AdaLoRA; TaSL, arXiv 2408.09857, and its code). The gradient is the step's, the weight already updated, as in the
+released code. Weights' scores are aggregated to scores of skill units. At the task's end each unit becomes a mean of
+its values before and after the task, weighted by its importance to the past and to the task.
 
-Units stand in a tensor (F, M, K): for F = 2 the first half is about A and the second about B, for F = 1 both share it;
-M adapted projections; K = r, or 1 where a unit is a whole matrix. With `training.select: best_validation` the pair of
-the best epoch is fused, but scores are of all steps, as in the released code.
+Units form a tensor (F, M, K). F = 2: the first half describes A, the second B; F = 1: both share it. M adapted
+projections; K = r, or 1 if a unit is a whole matrix. With `training.select: best_validation` the pair of the best epoch
+is fused, but scores cover all steps, as in the released code.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 
 class SkillSettings(LoraSettings):
-    """The settings of importance, how it is measured and accumulated; the defaults are the released code's."""
+    """How importance is measured and accumulated; the defaults are the released code's."""
 
     sensitivity_decay: float = Field(0.85, ge=0, lt=1)
-    """b1, share of the past in the smoothed sensitivity."""
+    """b1, the weight of the past in the smoothed sensitivity."""
     uncertainty_decay: float = Field(0.85, ge=0, lt=1)
-    """b2, share of the past in the smoothed spread of the sensitivity."""
+    """b2, the weight of the past in the smoothed spread of the sensitivity."""
     score_share: float = Field(0.3, ge=0, le=1)
     """Weight of a task's own scores in the accumulated ones."""
 
 
 class SkillLearner(LoraLearner):
-    """Trains one pair, watches the importance of its weights, and fuses it with the pair before the task.
+    """Trains one pair, measures the importance of its weights, and fuses it with the previous pair.
 
-    Its snapshot holds the accumulated `scores` (F, M, K), scaled to [0, 1], beside the pair.
+    Its snapshot also holds the accumulated `scores` (F, M, K), scaled to [0, 1].
 
     Args:
-        pair: where the pair starts.
+        pair: initial pair.
         outputs: m of every projection.
-        settings: of the method.
-        previous: the newest snapshot; None at the first task, which leaves its pair as it was learned.
-        inputs: of every projection; None where all are as wide as A.
+        settings: the method's settings.
+        previous: the newest snapshot; None at the first task, whose pair is not fused.
+        inputs: input width of every projection; None if all are as wide as A.
     """
 
     settings: SkillSettings
@@ -73,36 +73,36 @@ class SkillLearner(LoraLearner):
     def _weights(self) -> list[tuple[str, Tensor]]:
         return list(self.parameters().items())
 
-    # --- what a method says ---
+    # --- defined by a method ---
 
     def sensitivity(self, product: Tensor) -> Tensor:
-        """Return I of every weight, from weight times gradient."""
+        """Return I of every weight, given weight times gradient."""
         raise NotImplementedError
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
-        """Scores of the units, (F, M, K), from those of A's (M, r, n) and B's (O, r) weights."""
+        """Return the units' scores (F, M, K), given those of A's (M, r, n) and B's (O, r) weights."""
         raise NotImplementedError
 
     def wider(self, score_A: Tensor) -> Tensor:
-        """Return by how much A is wider than each projection, (M,): means over it have so many times too many zeros."""
+        """Return A's width over each projection's input width (M,), which corrects means that include padding zeros."""
         return score_A.new_tensor(self._wider)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
-        """Return the new values' weight in each unit, (F, M, K), from scores in [0, 1]; the old ones have the rest."""
+        """Return the new values' weight in each unit (F, M, K), given scores in [0, 1]; old values have the rest."""
         raise NotImplementedError
 
-    # --- the life of a task ---
+    # --- training ---
 
     def after_step(self, step: int) -> None:
-        """Smooth the importance; the first step counts for nothing, as in the released code."""
+        """Update the smoothed importance; the first step is ignored, as in the released code."""
         if step == 0:
             return
         s = self.settings
         for name, parameter in self._weights():
             assert parameter.grad is not None
-            found = self.sensitivity(parameter.detach() * parameter.grad)
-            smoothed = self._smoothed[name].lerp_(found, 1 - s.sensitivity_decay)
-            self._spread[name].lerp_((found - smoothed).abs(), 1 - s.uncertainty_decay)
+            sensitivity = self.sensitivity(parameter.detach() * parameter.grad)
+            smoothed = self._smoothed[name].lerp_(sensitivity, 1 - s.sensitivity_decay)
+            self._spread[name].lerp_((sensitivity - smoothed).abs(), 1 - s.uncertainty_decay)
 
     def state(self) -> dict[str, Tensor]:
         """Return both averages of every weight."""
@@ -111,13 +111,13 @@ class SkillLearner(LoraLearner):
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from both averages of every weight."""
+        """Restore both averages of every weight."""
         for prefix, averages in (("smoothed", self._smoothed), ("spread", self._spread)):
             for name, average in averages.items():
                 average.copy_(state[f"{prefix}.{name}"])
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the fused pair, and the scores accumulated so far: `scores <- minmax(c now + (1 - c) before)`."""
+        """Return the fused pair and the accumulated scores: `scores <- minmax(c now + (1 - c) before)`."""
         pair, now = super().finish(), min_max(self._own_scores())
         if self._previous is None:
             return pair | {"scores": now.float()}
@@ -127,7 +127,7 @@ class SkillLearner(LoraLearner):
         return pair | {"scores": min_max(c * now + (1 - c) * before).float()}
 
     def _own_scores(self) -> Tensor:
-        """Unit scores of this task, in float64: they are products of tiny numbers."""
+        """Return this task's unit scores in float64, as they are products of tiny numbers."""
         score_A, score_B = (self._smoothed[name].double() * self._spread[name].double() for name in ("A", "B"))
         return self.unit_scores(score_A, score_B).cpu()
 
@@ -136,7 +136,7 @@ class SkillLearner(LoraLearner):
 
 
 def min_max(scores: Tensor) -> Tensor:
-    """Scores moved and scaled to [0, 1]; zeros where all are equal, so that no unit stands out."""
+    """Scale scores to [0, 1]; zeros if all are equal."""
     import torch
 
     low, high = scores.min(), scores.max()
@@ -144,7 +144,7 @@ def min_max(scores: Tensor) -> Tensor:
 
 
 def per_projection(values_Or: Tensor, outputs: Sequence[int]) -> Tensor:
-    """Average over the outputs of each projection: (O, r) -> (M, r)."""
+    """Average over the outputs of each projection, (O, r) to (M, r)."""
     import torch
 
     return torch.stack([values.mean(0) for values in values_Or.split(list(outputs))])
@@ -153,7 +153,7 @@ def per_projection(values_Or: Tensor, outputs: Sequence[int]) -> Tensor:
 def fused(
     before: Mapping[str, Tensor], now: Mapping[str, Tensor], shares: Tensor, outputs: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Average two pairs, unit by unit: `share now + (1 - share) before`, shares (F, M, K)."""
+    """Average two pairs unit by unit: `share now + (1 - share) before`, shares (F, M, K)."""
     import torch
 
     share_A = shares[0].unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Calls into a method whose results are checked: a plugin's mistake is named here, not by an operator elsewhere."""
+"""Calls into a method that check the results, so that a plugin's mistake is reported with the member's name."""
 
 from __future__ import annotations
 

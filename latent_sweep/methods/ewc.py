@@ -3,11 +3,11 @@
     CE + lambda / 2 sum_k F_k (theta_k - theta*_k)^2
 
 F is the diagonal of the empirical Fisher information at theta*, the pair that an earlier task left: the mean over
-training rows of the squared gradient of each row's own loss, with gold targets, which is not the squared gradient of a
-batch. Only A and B are held in place: the backbone is frozen, so there is nothing else that could move. A and B are
-determined only up to an r x r matrix between them, so a distance per entry stands for one between functions, not more.
+training examples of the squared gradient of each example's own loss with gold targets, not the squared gradient of a
+batch. Only A and B are held, as the backbone is frozen. A and B are determined only up to an r x r matrix between
+them, so a distance per entry only approximates a distance between functions.
 
-No code was released for language models with LoRA; under `preset: official` the pair is trained as SeqLoRA is.
+No code was released for language models with LoRA; `preset: official` trains the pair as SeqLoRA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import DataError, NonFiniteLoss
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
-from latent_sweep.methods.protocol import MethodContext, TaskData
+from latent_sweep.methods.protocol import MethodContext, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.lora import LoraPair
 
 FISHER_BATCH = 8
-"""Rows per pass of the Fisher information, or as many as learning has in one, if fewer; each needs a copy of the pair,
-and its gradient."""
+"""Largest number of rows per pass of the Fisher information; each needs its own copy of the pair."""
 
 
 class EwcSettings(LoraSettings):
@@ -38,29 +37,29 @@ class EwcSettings(LoraSettings):
     name: Literal["ewc"] = "ewc"
     """Name of the method."""
     ewc_lambda: float = Field(400.0, ge=0)
-    """lambda; 400 is the TRACE benchmark's, which has the factor 1/2 too but sums another Fisher information over all
-    epochs: search 1e2 to 1e5, on the first two or three tasks only."""
+    """lambda. The default is the TRACE benchmark's, which measures another Fisher information: search 1e2 to 1e5 on the
+    first two or three tasks."""
     fisher: Literal["online", "separate"] = "online"
-    """One distance to the newest pair with the sum of all F, or one for every earlier task with its own F and pair."""
+    """`online`: one distance to the newest pair with the sum of all F; `separate`: one per earlier task."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """What is left of the earlier sum when a task's F is added: `F <- gamma F + F_t`; `online` alone has a sum."""
+    """Decay of the sum of F under `online`: `F <- gamma F + F_t`."""
     fisher_samples: int = Field(1000, ge=1)
-    """Training rows that F is measured on, drawn at random; all where a task has fewer."""
+    """Number of training examples, drawn at random, that F is measured on."""
 
     @model_validator(mode="after")
     def _gamma_needs_a_sum(self) -> EwcSettings:
         if self.fisher == "separate" and self.gamma != 1:
             raise ValueError(
-                f"gamma = {self.gamma:g} decays the sum of Fisher information, but fisher: separate keeps none; "
-                "leave gamma out, or take fisher: online"
+                f"found gamma = {self.gamma:g} with fisher: separate, which keeps no sum to decay; leave gamma out, or "
+                "set fisher: online"
             )
         return self
 
 
 class Ewc(LoraMethod):
-    """One pair carried through all tasks and held where earlier ones need it; the newest answers.
+    """One pair trained on all tasks in turn, held where earlier tasks need it.
 
-    A snapshot holds the F of its own task, `fisher_A` and `fisher_B`; what accumulates is folded over snapshots.
+    A snapshot holds the F of its own task, `fisher_A` and `fisher_B`; sums are formed when the next task begins.
     """
 
     settings_class = EwcSettings
@@ -69,32 +68,32 @@ class Ewc(LoraMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Take those of SeqLoRA: none were released for LoRA."""
+        """Return SeqLoRA's scripts; none were released for LoRA."""
         return o_lora_scripts(family, benchmark)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the settings of a distance that is not there, or has one earlier task and so nothing to sum up."""
-        unread = {"ewc_lambda"} if not position else set()
+        """Leave out the weight at the first task, and how F is summed unless two earlier tasks are weighted."""
+        unread = [] if position else ["ewc_lambda"]
         if position < 2 or not self.settings.ewc_lambda:
-            unread |= {"fisher", "gamma"}
-        return {name: value for name, value in super().stage_identity(position).items() if name not in unread}
+            unread += ["fisher", "gamma"]
+        return without(super().stage_identity(position), *unread)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> EwcLearner:
-        """Take the previous pair, to be trained further.
+        """Continue from the previous pair.
 
         Raises:
-            DataError: the task has no rows to measure F on.
+            DataError: the task has no training examples to measure F on.
         """
         if not task.rows:
             raise DataError(
-                f"task {task.name!r} has no training rows, but EWC measures its Fisher information on them; "
-                "give it rows or leave it out of benchmark.tasks"
+                f"task {task.name!r} has no training examples, which EWC measures its Fisher information on; add some "
+                "or leave the task out of benchmark.tasks"
             )
         pair, anchors = self.carried(task, history), self._anchors(history)
         return EwcLearner(pair, self.outputs, self.settings, anchors, task, self.context)
 
     def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[LoraPair, LoraPair]]:
-        """Return every (F, theta*) that the new pair is held to."""
+        """Return each (F, theta*) that holds the new pair."""
         device = self.context.backbone.device
         own = ((snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history)
         if self.settings.fisher == "separate" or not history:
@@ -106,16 +105,7 @@ class Ewc(LoraMethod):
 
 
 class EwcLearner(LoraLearner):
-    """Trains one pair near the anchors, and measures how firmly it must be held from now on.
-
-    Args:
-        pair: where the pair starts.
-        outputs: m of every projection.
-        settings: of the method.
-        anchors: every (F, theta*).
-        task: the task to be learned, on whose rows F is measured.
-        context: where F is measured.
-    """
+    """Trains one pair near its anchors (F, theta*) and measures its own F in the end."""
 
     settings: EwcSettings
 
@@ -168,7 +158,7 @@ class EwcLearner(LoraLearner):
         return super().finish() | {"fisher_A": F_A.cpu(), "fisher_B": F_B.cpu()}
 
     def facts(self) -> dict[str, float]:
-        """Return the mean and largest entry of F, for choosing lambda."""
+        """Return the mean and largest entry of F, which help to choose lambda."""
         return self._facts
 
 
@@ -180,12 +170,9 @@ def diagonal_fisher(
     context: MethodContext,
     batch_size: int = FISHER_BATCH,
 ) -> LoraPair:
-    """Average over rows the squared gradient of each row's own loss, the mean over its target tokens.
+    """Average the squared gradients of each row's own loss, the mean over its target tokens.
 
-    Every row of a batch meets its own copy of the pair, so one backward pass gives the gradient of every row.
-
-    Args:
-        batch_size: rows of a batch, where memory suffices for them.
+    Each row of a batch gets its own copy of the pair, so that one backward pass gives all rows' gradients.
 
     Returns:
         F of A (M, r, n) and of B (O, r).
@@ -206,7 +193,7 @@ def diagonal_fisher(
 def _summed_squares(
     pair: LoraPair, outputs: Sequence[int], scale: float, batch: Sequence[Example], context: MethodContext
 ) -> LoraPair:
-    """Sum over the rows of a batch the squared gradient of each; nothing of the pass stays for the next batch's."""
+    """Sum the squared gradients of a batch's rows, in a function of its own so that the pass is freed."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -216,9 +203,9 @@ def _summed_squares(
 
     own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in pair)
     adaptation = Adaptation(LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch)))
-    with context.bank.active(adaptation):  # through backward: checkpointing runs the forward pass again there
-        found = forward(context.backbone, context.bank, batch, adaptation)
-        of_tokens = cross_entropy(found.logits.float(), found.labels, reduction="none")
-        of_rows = torch.stack([of_row.mean() for of_row in found.by_row(of_tokens)])
-        of_A, of_B = torch.autograd.grad(of_rows.sum(), (own_A, own_B))
-    return of_A.square().sum(1), of_B.square().sum(1)
+    with context.bank.active(adaptation):  # active during backward, where checkpointing repeats the forward pass
+        outputs_of_batch = forward(context.backbone, context.bank, batch, adaptation)
+        token_losses = cross_entropy(outputs_of_batch.logits.float(), outputs_of_batch.labels, reduction="none")
+        row_losses = torch.stack([losses.mean() for losses in outputs_of_batch.by_row(token_losses)])
+        gradient_A, gradient_B = torch.autograd.grad(row_losses.sum(), (own_A, own_B))
+    return gradient_A.square().sum(1), gradient_B.square().sum(1)

@@ -1,12 +1,13 @@
-"""GainLoRA: the pairs of InfLoRA or O-LoRA, each behind a gate that is closed for what earlier tasks fed it.
+"""GainLoRA: the pairs of InfLoRA or O-LoRA, each behind a gate that is closed for earlier tasks' prompts.
 
-A task's gate reads the prompt's mean embedding, once, and weighs its pair in every projection alike. It starts as a
-copy of the previous gate with a key of its own, outside of what earlier prompts give the key to read, so that it is
-closed for them; its updates are projected so that it stays closed. Departures from the released code, by default: the
-mean is over a prompt's own tokens instead of the padded batch's, and rows are not rescaled after the projection, which
-would open the gates again. Departures under every preset: a new key has the mean length of a random one (theirs that of
-its own draw, and on Llama 64/sqrt(3) from the second task on); the second moment of p1 is the mean over rows (theirs
-weighs a smaller last batch differently).
+A task's gate reads the prompt's mean embedding once and weights its pair in all projections. It starts as a copy of
+the previous gate with a new key orthogonal to what the key reads of earlier prompts, so that it is closed for them;
+its updates are projected so that it stays closed.
+
+Departures from the released code, by default: the mean is over a prompt's own tokens, not those of the padded batch,
+and rows are not rescaled after the projection, which would open the gates again. Departures under every preset: a new
+key has the mean length of a random one (released: the length of its own draw, and on Llama 64/sqrt(3) from the second
+task on); the second moment of p1 is the mean over rows (released: a smaller last batch has another weight).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from latent_sweep.methods.lora import (
     gain_lora_scripts,
 )
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, TaskData
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, TaskData, without
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -43,48 +44,48 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.lora import LoraPair
 
 INPUTS_ONLY = {"chunks", "mask_padding", "padding", "cross_attention_v"}
-"""Settings of the memory that gates do not read."""
+"""Settings of the memory that gates never read."""
 
 BATCHES = {"batch_size", "max_batches", "group_by_length"}
-"""Settings of the memory that gates read only if they divide by padded lengths."""
+"""Settings of the memory that gates read only under `pooling: padded`."""
 
 
 class GainLoraSettings(TaskAdapterSettings):
-    """The `method:` group of a sweep file for GainLoRA; `design`, or the weights, are None where it reads none."""
+    """The `method:` group of a sweep file for GainLoRA; settings of the other variant are None."""
 
     name: Literal["gain_lora"] = "gain_lora"
     """Name of the method."""
     preset: Presets = Field("unified", json_schema_extra=NOT_IDENTITY)  # type: ignore[assignment]
-    """Where left-out settings come from, those of `training` too: the paper's common protocol (`unified`), GainLoRA's
-    first release (`official`, May 2025, which has T5 alone: on Llama the later one), or the later release of November
-    2025, whose A is random and projected and whose keys are random from the second task on (`official-2025-11`)."""
+    """Source of settings that are left out, those of `training` included: the paper's common protocol (`unified`);
+    GainLoRA's first release of May 2025 (`official`; it covers T5 only, on Llama the later release is used); or the
+    release of November 2025 (`official-2025-11`), with random projected A and random keys from the second task on."""
     variant: Literal["inf_lora", "o_lora"] = "inf_lora"
-    """How the pairs behind the gates are learned."""
+    """Method that trains the pairs behind the gates."""
     gate: GateSettings = GateSettings()
     """The gates."""
     gpm: GpmSettings = GpmSettings()
-    """The memory of what gates and, in the variant `inf_lora`, projections read."""
+    """The memory of the inputs of gates and, in the variant `inf_lora`, of projections."""
     design: Design | None = Field(None, json_schema_extra=FROM_PRESET)
-    """How InfLoRA's A is made; None is the preset's."""
+    """How InfLoRA's A is made. None: from the preset."""
     lambda_1: Coefficient | None = Field(None, json_schema_extra=FROM_PRESET)
-    """O-LoRA's weight of the overlap with earlier tasks, a number or a list by task position; None is the preset's."""
+    """O-LoRA's weight of the overlap with earlier tasks, a number or a list by position. None: from the preset."""
     lambda_2: Coefficient | None = Field(None, json_schema_extra=FROM_PRESET)
-    """O-LoRA's weight of the new pair's 2-norms, a number or a list by task position; None is the preset's."""
+    """O-LoRA's weight of the new pair's 2-norms, a number or a list by position. None: from the preset."""
 
     @model_validator(mode="after")
     def _settings_of_the_variant(self) -> GainLoraSettings:
         others = ("lambda_1", "lambda_2") if self.variant == "inf_lora" else ("design",)
         for name in others:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} has no effect with variant {self.variant!r}; leave it out or take the other")
+                raise ValueError(f"{name} has no effect with variant {self.variant!r}; leave it out or change variant")
         return self
 
 
 class GainLora(TaskAdapterMethod):
-    """dW(x) = s sum_t g_t(x) B_t A_t with a gate g_t per task that reads the prompt."""
+    """`dW(x) = s sum_t g_t(x) B_t A_t` with a gate g_t for each task that reads the prompt."""
 
     settings_class = GainLoraSettings
-    version = 2  # a gate's step is projected from where it began, no longer from where the task did
+    version = 2
     combinations: ClassVar[tuple[Combination, ...]] = ("gates", *ADAPTER_COMBINATIONS)
     settings: GainLoraSettings
 
@@ -99,14 +100,14 @@ class GainLora(TaskAdapterMethod):
 
     @classmethod
     def later(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the later release: on Llama they are those of `official`."""
+        """Return the later release's values; on Llama they equal those of `official`."""
         scripts = cls.official(family, benchmark)
         gate = scripts.method["gate"] | ({"key_design": "svd_then_random"} if family == "t5" else {})
         return Scripts({**scripts.method, "gate": gate}, scripts.training)
 
     @classmethod
     def defaults(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the values that the preset says, as far as the variant reads them."""
+        """Return the preset's values of the settings that the variant reads."""
         projected = settings.preset == LATER or (settings.preset == "official" and family_of(backbone) == "llama")
         design = {"design": "random_project" if projected else "svd"}
         variant = design if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
@@ -114,32 +115,32 @@ class GainLora(TaskAdapterMethod):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether gates divide by the length of the longest prompt of a pass, as released."""
+        """Whether gates divide by the length of the longest prompt in a batch, as released."""
         return self.settings.gate.pooling == "padded"
 
     def reads_history(self, position: int) -> bool:
-        """Whether there is an earlier task: its memory is always read."""
+        """Whether there is an earlier task; its memory is always read."""
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out what the variant does not read, and what matters from the second task on."""
+        """Leave out settings that the variant does not read, and at the first task those of later tasks."""
         identity = super().stage_identity(position)
-        unread = {"ramp"} if position == 0 else set()
+        unread = set() if position else {"ramp"}
         if self.settings.variant == "o_lora":
             unread |= INPUTS_ONLY | (set() if self.reads_padding else BATCHES)
             identity["lambda_1"], identity["lambda_2"] = self._o_lora().coefficients(position)
         identity["gate"] = gate_identity(identity["gate"], position)
-        identity["gpm"] = {k: value for k, value in gpm_identity(identity["gpm"]).items() if k not in unread}
+        identity["gpm"] = without(gpm_identity(identity["gpm"]), *unread)
         return identity
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Count r m per projection, in the variant `o_lora` r n too, and the gate."""
+        """Count r m per projection (r (m + n) in the variant `o_lora`) and the gate."""
         s = self.settings
         pairs = sum(self.rank() * (m if s.variant == "inf_lora" else m + n) for m, n in shapes.values())
         return pairs + (2 * s.gate.width + 1) * width
 
     def _o_lora(self) -> OLora:
-        """Make O-LoRA with these settings, for its penalty."""
+        """Return O-LoRA with these settings, which computes its penalty."""
         shared = OLoraSettings.model_fields.keys() - {"name"}
         own = {name: value for name, value in self.settings if name in shared}
         return OLora(OLoraSettings(**own), self._context)
@@ -149,7 +150,7 @@ class GainLora(TaskAdapterMethod):
     def gates(
         self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
     ) -> npt.NDArray[np.float64]:
-        """Return g_t(x) of every snapshot's gate for every prompt."""
+        """Return g_t(x) for each snapshot's gate and prompt."""
         import torch
 
         from latent_sweep.adapters.gate import pooled
@@ -161,12 +162,12 @@ class GainLora(TaskAdapterMethod):
             return torch.stack(weights, 1).double().cpu().numpy()
 
     def try_task(self, task: TaskData) -> None:
-        """Read a few rows' inputs, where a memory is made of them."""
+        """Read the inputs of a few rows in the variant `inf_lora`."""
         if self.settings.design:
             try_reading(self.settings.gpm, self.context, task)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> GainLoraLearner:
-        """Put a new pair behind a new gate closed for earlier prompts, beside the earlier pairs behind theirs."""
+        """Start a new pair behind a new gate that is closed for earlier prompts."""
         s, table = self.settings, self.context.backbone.embedding_table
         gate = NewGate(s.gate, s.gpm, table, task, history)
         memory = InputMemory(s.gpm, s.design, self.context, task, history) if s.design else None
@@ -180,10 +181,9 @@ class GainLoraLearner(LoraLearner):
     """Trains one pair, or its B alone, and its gate.
 
     Args:
-        gate: the new gate.
-        earlier: the earlier pairs that are active, with their gates.
-        memory: of the projections' inputs, in the variant `inf_lora`.
-        penalty: in the variant `o_lora`.
+        earlier: active earlier pairs with their gates.
+        memory: the memory of the projections' inputs in the variant `inf_lora`.
+        penalty: O-LoRA's penalty in the variant `o_lora`.
     """
 
     def __init__(
@@ -209,11 +209,11 @@ class GainLoraLearner(LoraLearner):
             self.A = memory.down_projection(self.A, self.adaptation)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the pair, as far as it is trained, and the gate."""
+        """Return the trained parts of the pair, and the gate."""
         return super().parameters() | self._gate.parameters()
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Weigh every pair by its gate for each row; no dropout where nothing is learned."""
+        """Weight each pair by its gate, row by row; no dropout during validation."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -221,38 +221,38 @@ class GainLoraLearner(LoraLearner):
 
         p0, s, rank = self._gate.pooled(rows), self.settings.s, self.A.shape[1]
 
-        def weighed(A: Tensor, B: Tensor, gates: Sequence[Gate]) -> LoraDeltas:
+        def gated(A: Tensor, B: Tensor, gates: Sequence[Gate]) -> LoraDeltas:
             weights = torch.stack([gate(p0) for gate in gates], 1)
             return LoraDeltas(A, B, self.outputs, s, w=weights.repeat_interleave(rank, 1))
 
-        own = weighed(self.A, self.B, [self._gate.gate])
-        earlier = () if self._pairs is None else weighed(*self._pairs, self._gates)
+        own = gated(self.A, self.B, [self._gate.gate])
+        earlier = () if self._pairs is None else gated(*self._pairs, self._gates)
         rate = self.settings.dropout if torch.is_grad_enabled() else 0.0
         return Adaptation(DeltaSum([own, earlier], rate, [False, self._detach]))
 
     def penalty(self) -> dict[str, Tensor]:
-        """Return O-LoRA's penalty, in its variant."""
+        """Return O-LoRA's penalty in the variant `o_lora`."""
         return {} if self._penalty is None else self._penalty(self.A, self.B)
 
     def after_step(self, step: int) -> None:
-        """Keep the gate closed for earlier prompts."""
+        """Project the gate's step so that it stays closed for earlier prompts."""
         self._gate.project()
 
     def state(self) -> dict[str, Tensor]:
-        """Return A where it is designed: another machine's singular vectors might have other signs."""
+        """Return a designed A, because singular vectors computed on another machine may have other signs."""
         return {} if self._memory is None else {"A": self.A}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take the A that B belongs to; the gate's next step begins at the parameters that are back by now."""
+        """Restore the A that B was trained with; the gate's next step begins at the restored parameters."""
         if self._memory is not None:
             self.A = state["A"].to(self.A.device)
         self._gate.begin_step()
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the pair, the gate, and the columns that this task adds to their memories."""
+        """Return the pair, the gate, and the columns that this task adds to the memories."""
         memory = {} if self._memory is None else self._memory.added(self.adaptation)
         return super().finish() | self._gate.finish() | memory
 
     def facts(self) -> dict[str, float]:
-        """Return sizes of the memory, and how far the gate opens for its own task."""
+        """Return the size of the memory and the mean gate on the task's own prompts."""
         return self._gate.facts() | ({} if self._memory is None else self._memory.facts())

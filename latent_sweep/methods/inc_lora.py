@@ -1,6 +1,6 @@
-"""IncLoRA: a new LoRA pair for every task beside the frozen earlier ones; all of them are summed, nothing else.
+"""IncLoRA: a new LoRA pair for every task; the earlier pairs are frozen, and all of them are summed.
 
-`train_active: current` with `router.combine: oracle` makes it per-task fine-tuning, the reference that forgets nothing.
+`train_active: current` with `router.combine: oracle` makes it per-task fine-tuning, the reference without forgetting.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class IncLoraSettings(TaskAdapterSettings):
 
 
 class IncLora(TaskAdapterMethod):
-    """dW = s sum_t B_t A_t, where only the newest pair is trained."""
+    """`dW = s sum_t B_t A_t`, where only the newest pair is trained."""
 
     settings_class = IncLoraSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Take O-LoRA's, which also ran it."""
+        """Return O-LoRA's scripts, which also run this method."""
         return o_lora_scripts(family, benchmark)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """Put a new pair beside the earlier ones."""
+        """Start a new pair in addition to the earlier ones."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history))

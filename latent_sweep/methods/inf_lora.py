@@ -1,10 +1,11 @@
-"""InfLoRA: a new LoRA pair for every task whose A is designed away from earlier tasks' inputs and then kept frozen.
+"""InfLoRA: a new LoRA pair for every task, whose A is designed to avoid earlier tasks' inputs and then frozen.
 
-Only B is trained (the InfLoRA paper calls the designed matrix B and the trained one A). Two rules make A: the vision
-code's, `design: svd`, from the leading input directions of the new task outside of the memory, and `random_project`,
-the baseline that GainLoRA released for language models: a random A, projected. Of DualGPM see
-`latent_sweep.adapters.gpm`. Departures from the released code, by default: padding does not count, and v
-of T5's cross-attention is constrained by the encoder's output, which it reads, instead of by the decoder's state.
+Only B is trained (the InfLoRA paper calls the designed matrix B and the trained one A). `design: svd`, from the
+released vision code, makes A of the new task's leading input directions outside the memory. `random_project`, the
+baseline that GainLoRA released for language models, projects a random A. See `latent_sweep.adapters.gpm` for DualGPM.
+
+Departures from the released code, by default: padding does not count, and v of T5's cross-attention is constrained by
+the encoder's output, which it reads, instead of the decoder's state.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ class InfLoraSettings(TaskAdapterSettings):
     name: Literal["inf_lora"] = "inf_lora"
     """Name of the method."""
     design: Design = Field("svd", json_schema_extra=FROM_PRESET)
-    """How A is made: `svd` of the new task's inputs outside of the memory, or a random A projected there, from the
-    second task on (`random_project`). None is the preset's."""
+    """How A is made: `svd` of the new task's inputs outside the memory, or a random A that is projected out of it
+    from the second task on (`random_project`). None: from the preset."""
     gpm: GpmSettings = GpmSettings()
     """The memory of earlier tasks' inputs."""
 
 
 class InfLora(TaskAdapterMethod):
-    """dW = s sum_t B_t A_t with A_t outside of what earlier tasks feed each projection; only B_t is trained."""
+    """`dW = s sum_t B_t A_t` with A_t orthogonal to earlier tasks' inputs; only B_t is trained."""
 
     settings_class = InfLoraSettings
     settings: InfLoraSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the baseline in GainLoRA's release."""
+        """Return the scripts of the baseline in GainLoRA's release."""
         scripts = gain_lora_scripts(family, benchmark)
         released = {"design": "random_project", "gpm": released_gpm(family)}
         return Scripts({**scripts.method, **released}, scripts.training)
 
     def reads_history(self, position: int) -> bool:
-        """Whether there is an earlier task: its memory is always read."""
+        """Whether there is an earlier task; its memory is always read."""
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the ramp at the first task, whose memory does not depend on it, and tokens that do not count."""
+        """Leave out settings of the memory that are not read; the first task does not depend on the ramp."""
         identity = super().stage_identity(position)
         identity["gpm"] = gpm_identity(identity["gpm"])
         if position == 0:
@@ -68,18 +69,18 @@ class InfLora(TaskAdapterMethod):
         return sum(self.rank() * m for m, _ in shapes.values())
 
     def try_task(self, task: TaskData) -> None:
-        """Read a few rows' inputs: of `random_project` they are not read before the first task is learned."""
+        """Read the inputs of a few rows; `random_project` would read them only after the first task."""
         try_reading(self.settings.gpm, self.context, task)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> InfLoraLearner:
-        """Put a designed A and B = 0 beside the earlier pairs."""
+        """Design A for a new pair with B = 0."""
         s = self.settings
         memory = InputMemory(s.gpm, s.design, self.context, task, history)
         return InfLoraLearner(self.fresh(task), self.outputs, s, self.active(history), memory)
 
 
 class InfLoraLearner(LoraLearner):
-    """Trains B alone; A is designed at the start, from the inputs of the model in which B = 0."""
+    """Trains B alone; A is designed from the inputs of the model in which B = 0."""
 
     def __init__(
         self,
@@ -94,17 +95,17 @@ class InfLoraLearner(LoraLearner):
         self.A = memory.down_projection(self.A, self.adaptation)
 
     def state(self) -> dict[str, Tensor]:
-        """Return A: another machine's singular vectors might have other signs."""
+        """Return A, because singular vectors computed on another machine may have other signs."""
         return {"A": self.A}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take the A that B belongs to."""
+        """Restore the A that B was trained with."""
         self.A = state["A"].to(self.A.device)
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the pair, and the columns that this task adds to the memory."""
+        """Return the pair and the columns that this task adds to the memory."""
         return super().finish() | self._memory.added(self.adaptation)
 
     def facts(self) -> dict[str, float]:
-        """Return sizes of the memory."""
+        """Return the size of the memory."""
         return self._memory.facts()

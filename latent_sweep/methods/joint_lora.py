@@ -1,7 +1,7 @@
-"""JointLoRA: one LoRA pair trained on the rows of all tasks at once, the upper reference of sequential learning.
+"""JointLoRA: one LoRA pair trained on the examples of all tasks at once, the upper reference of continual learning.
 
-It is learned in the first stage, from tasks that a continual learner has not seen by then; later stages learn nothing,
-so that every row of its score matrix is about the same pair. A task weighs as much as it has rows.
+The first stage trains it, later stages train nothing: every row of its score matrix describes the same pair. A task's
+weight is its number of examples.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class JointLoraSettings(LoraSettings):
 
 
 class JointLora(LoraMethod):
-    """The first stage learns all tasks together; the others take what it left."""
+    """One pair for all tasks, trained in the first stage."""
 
     settings_class = JointLoraSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Take those of SeqLoRA, on the rows of all tasks."""
+        """Return SeqLoRA's scripts."""
         return o_lora_scripts(family, benchmark)
 
     def reads_history(self, position: int) -> bool:
-        """Return False: no stage builds on another."""
+        """Return False: no stage reads another's snapshot."""
         return False
 
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
-        """Return all tasks in the first stage, none later."""
+        """Return all tasks for the first stage, none for later ones."""
         return range(n_tasks) if position == 0 else ()
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """Make a new pair for all tasks."""
+        """Start a new pair."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings)

@@ -1,8 +1,8 @@
 """KIFLoRA, knowledge identification and fusion (arXiv 2408.05200v4): one LoRA pair, fused rank by rank.
 
-A skill unit is one rank-one slice of a projection's delta: row k of A with column k of B. The method is the LoRA
-variant that the authors released beside TaSL's code; it keeps no examples of earlier tasks, unlike the later
-Recurrent-KIF. Departure: it keeps the best of its checkpoints by validation loss, here `training.select` decides.
+A skill unit is one rank-one slice of a projection's delta: row k of A with column k of B. This is the LoRA variant
+that the authors released with TaSL's code; unlike the later Recurrent-KIF it keeps no examples of earlier tasks.
+Departure: the released code keeps the checkpoint with the best validation loss; here `training.select` decides.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pydantic import Field
 
 from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
 from latent_sweep.methods.lora import LoraMethod, Scripts
-from latent_sweep.methods.protocol import TaskData
+from latent_sweep.methods.protocol import TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FUSION = {"temperature", "score_share"}
-"""Settings that only the fusion with an earlier pair reads."""
+"""Settings that only the fusion reads."""
 
 
 class KifLoraSettings(SkillSettings):
@@ -29,31 +29,30 @@ class KifLoraSettings(SkillSettings):
     name: Literal["kif_lora"] = "kif_lora"
     """Name of the method."""
     temperature: float = Field(0.25, gt=0)
-    """tau of the softmax over a unit's past and present score; lower decides more sharply."""
+    """tau of the softmax over a unit's past and present score; a lower value decides more sharply."""
     orthogonality: float = Field(0.1, ge=0)
-    """Weight of the term that keeps rows of A, and columns of B, orthonormal."""
+    """Weight of the term that keeps the rows of A and the columns of B orthonormal."""
 
 
 class KifLora(LoraMethod):
-    """One pair carried through all tasks, fused with itself after each; the newest answers."""
+    """One pair trained on all tasks in turn, fused with its predecessor after each."""
 
     settings_class = KifLoraSettings
     settings: KifLoraSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the released script (written for T5), the same for every family and benchmark."""
+        """Return the values of the released script, which is for T5, for every family and benchmark."""
         training = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out the settings of the fusion at the first task, which has nothing to fuse with."""
-        own = super().stage_identity(position)
-        return own if position else {name: value for name, value in own.items() if name not in FUSION}
+        return without(super().stage_identity(position), *(() if position else FUSION))
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> KifLoraLearner:
-        """Take the fused pair, to be trained further."""
+        """Continue from the fused pair."""
         previous = history[-1] if history else None
         return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
 
@@ -65,7 +64,7 @@ class KifLoraLearner(SkillLearner):
     _share: float | None = None
 
     def penalty(self) -> dict[str, Tensor]:
-        """Return weight times the mean over all matrices of `||P - I||_F`, P = A A^T or B^T B; not squared."""
+        """Return weight times the mean over all matrices of `||P - I||_F` (not squared), P = A A^T or B^T B."""
         import torch
 
         weight = self.settings.orthogonality
@@ -77,11 +76,11 @@ class KifLoraLearner(SkillLearner):
         return {"orthogonality": weight * torch.linalg.matrix_norm(products - identity).mean()}
 
     def sensitivity(self, product: Tensor) -> Tensor:
-        """Return `I = |w g - (w g)^2 / 2|`: what the loss changes without this weight, to second order."""
+        """Return `I = |w g - (w g)^2 / 2|`: the change of the loss without this weight, to second order."""
         return (product - 0.5 * product.square()).abs()
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
-        """Average the outer product of a slice's scores, that is: multiply their means."""
+        """Return the mean of the outer product of a slice's scores, which is the product of their means."""
         return (score_A.mean(2) * self.wider(score_A).unsqueeze(1) * per_projection(score_B, self.outputs)).unsqueeze(0)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
@@ -91,5 +90,5 @@ class KifLoraLearner(SkillLearner):
         return shares
 
     def facts(self) -> dict[str, float]:
-        """Return the mean weight of the new values; nothing at the first task."""
+        """Return the mean weight of the new values; nothing for the first task."""
         return {} if self._share is None else {"share_of_present": self._share}

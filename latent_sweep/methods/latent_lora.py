@@ -1,11 +1,10 @@
 """Latent-LoRA: one small matrix per task in the SVD space of the frozen weights, routed by a Gaussian mixture.
 
-What the paper leaves open is a setting here, with its default: the scale s = alpha / r (A1), Sigma on the output side
-(A2) and outside the penalty's scale (A3), a penalty summed over projections (A4) and not normalised (A4b), its squared
-Frobenius norm (A6), R drawn from N(0, 1e-5^2) (A7), only R_t active while task t is learned (A8), also in the ablation
-that sums adapters at inference unless `train_active: sum` is set (A9), one learning rate for R (A30), and an exact
-SVD in float32 (A35). The router's open points are in `latent_sweep.routing.gaussian`, the data's in
-`latent_sweep.data`.
+The paper's open points are settings, here with their defaults: the scale s = alpha / r (A1); Sigma on the output side
+(A2) and outside the penalty's scale (A3); a penalty that is the squared Frobenius norm (A6), summed over projections
+(A4) and not normalized (A4b); R drawn from N(0, 1e-5^2) (A7); only R_t active while task t is learned (A8), unless
+`train_active: sum` is set in the ablation that sums adapters (A9); one learning rate for R (A30); exact SVD in float32
+(A35). `latent_sweep.routing.gaussian` lists the router's open points, `latent_sweep.data` those of the data.
 """
 
 from __future__ import annotations
@@ -17,7 +16,15 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.backbones.registry import EMBEDDED
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, LowRankPairs, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import (
+    ADAPTER_COMBINATIONS,
+    Learner,
+    LowRankPairs,
+    Method,
+    MethodSettings,
+    TaskData,
+    without,
+)
 from latent_sweep.settings import FROM_PRESET, Settings
 from latent_sweep.storage import versions
 
@@ -29,23 +36,23 @@ if TYPE_CHECKING:
 
 
 PAPER_LAMBDA = {"superni": 0.05, "long_sequence": 0.02}
-"""Section "Training" of the paper's appendix; other benchmarks take SuperNI's."""
+"""From section "Training" of the paper's appendix; other benchmarks use SuperNI's."""
 
 EMBEDDED_LAMBDA = 1e-5
-"""The penalty grows as S^4 R^4: on SmolLM2 the paper's value would weigh a thousand times the task loss (A4b)."""
+"""The penalty grows as S^4 R^4: on SmolLM2 the paper's value would be a thousand times the task loss (A4b)."""
 
 
 class OrthoSettings(Settings):
-    """The settings of the interference penalty, how it is measured."""
+    """How the interference penalty is measured."""
 
     include_scale: bool = False
-    """Whether s counts as part of R~, which multiplies the penalty by s^4 (A3)."""
+    """Whether R~ includes s, which multiplies the penalty by s^4 (A3)."""
     reduce: Literal["sum", "mean"] = "sum"
-    """Over adapted projections (A4)."""
+    """Reduction over adapted projections (A4)."""
     norm: Literal["frobenius", "spectral"] = "frobenius"
     """Squared Frobenius norm as in equations (8) and (10), or squared spectral norm as in the bound (A6)."""
     normalise: Literal["none", "spectral"] = "none"
-    """`spectral` divides the singular values of each projection by its largest, so that lambda transfers (A4b)."""
+    """`spectral` divides singular values by the largest of their projection, so that lambda transfers (A4b)."""
 
 
 class LatentLoraSettings(MethodSettings):
@@ -54,28 +61,28 @@ class LatentLoraSettings(MethodSettings):
     name: Literal["latent_lora"] = "latent_lora"
     """Name of the method."""
     rank: int = Field(32, ge=1)
-    """r, rows and columns of every R."""
+    """r, the number of rows and columns of every R."""
     alpha: float = Field(16.0, gt=0)
     """LoRA's alpha; the scale is s = alpha / rank (A1)."""
     scale: Literal["alpha_over_r", "none"] | Annotated[float, Field(gt=0)] = "alpha_over_r"
-    """s: alpha / rank, 1, or a number above 0 (A1)."""
+    """s: alpha / rank, 1 (`none`), or a number above 0 (A1)."""
     sigma_side: Literal["out", "in", "none"] = "out"
     """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS (A2)."""
     ortho_lambda: float = Field(ge=0, json_schema_extra=FROM_PRESET)
-    """Weight of the interference penalty (lambda); None: the paper's 0.05 (Long Sequence 0.02), SmolLM2 1e-5 (A4b)."""
+    """lambda, the weight of the penalty. None: the paper's 0.05 (Long Sequence 0.02), on SmolLM2 1e-5 (A4b)."""
     ortho: OrthoSettings = OrthoSettings()
     """How the penalty is measured."""
     R_init: Literal["normal", "zero", "prev"] = "normal"
-    """Where R starts: N(0, R_std^2), zero, or the previous task's R (A7)."""
+    """Initial R: drawn from N(0, R_std^2), zero, or the previous task's R (A7)."""
     R_std: float = Field(1e-5, ge=0)
-    """Standard deviation of the normal start (A7)."""
+    """Standard deviation of a normal initial R (A7)."""
     train_active: Literal["current", "sum"] = "current"
-    """Adapters active while a task is learned: its own, or the sum with all earlier ones (A8, A9)."""
+    """Adapters active while a task is learned: its own, or its own plus all earlier ones (A8, A9)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input during training (A28)."""
     svd: Literal["exact", "randomized"] = "exact"
-    """How factors are computed; `randomized` is the SVD of the LoRA-XS code (scikit-learn's TruncatedSVD, 10
-    iterations, seed 42), another subspace, for every rank its own (A35)."""
+    """How factors are computed. `randomized` is the SVD of the LoRA-XS code (scikit-learn's TruncatedSVD, 10
+    iterations, seed 42), which gives another subspace for every rank (A35)."""
 
     @property
     def s(self) -> float:
@@ -86,7 +93,7 @@ class LatentLoraSettings(MethodSettings):
 
 
 class LatentLora(Method):
-    """dW_t = s U diag(S) R_t V^T with only R_t trained; snapshots mix by the router's posterior."""
+    """`dW_t = s U diag(S) R_t V^T` with only R_t trained; the router's posterior weights the snapshots."""
 
     settings_class = LatentLoraSettings
     version = 2
@@ -97,32 +104,30 @@ class LatentLora(Method):
 
     @classmethod
     def defaults(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the paper's lambda; on the embedded backbone, one that balances the task loss (A4b)."""
+        """Return the paper's lambda, or on the embedded backbone one that balances the task loss (A4b)."""
         value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
         return {"ortho_lambda": value}
 
     def reads_history(self, position: int) -> bool:
-        """Whether the penalty, a start from the previous R, or earlier adapters active in training read it."""
+        """Whether the penalty, the initial R or the active adapters depend on earlier tasks."""
         s = self.settings
         return position > 0 and (bool(s.ortho_lambda) or s.R_init == "prev" or s.train_active == "sum")
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the settings that this stage does not read: task 1 is shared by all lambdas."""
-        s = self.settings
-        unread = {"name"}
+        """Leave out the settings that this stage does not read, so that all lambdas share task 1."""
+        s, identity = self.settings, super().stage_identity(position)
         if position == 0 or not s.ortho_lambda:
-            unread |= {"ortho_lambda", "ortho"}
-        identity = {name: value for name, value in s.training_identity().items() if name not in unread}
-        if position == 0:  # there is nothing earlier: the first task is learned as any task that reads no history
+            identity = without(identity, "ortho_lambda", "ortho")
+        if position == 0:  # without earlier tasks these values train the same
             identity["train_active"] = "current"
             identity["R_init"] = "normal" if s.R_init == "prev" else s.R_init
         if identity["R_init"] != "normal":
             del identity["R_std"]
-        del identity["alpha"]  # it acts through the scale alone
+        del identity["alpha"]  # it acts through the scale only
         return {**identity, "scale": s.s, "factors": versions.FACTORS if s.svd == "exact" else versions.RANDOMIZED}
 
     def rank(self) -> int:
-        """Return the adapter rank r."""
+        """Return r."""
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
@@ -131,7 +136,7 @@ class LatentLora(Method):
 
     @property
     def space(self) -> LatentSpace:
-        """The frozen factors with the scale folded in, loaded at first use."""
+        """The frozen factors, loaded at first use."""
         if self._space is None:
             from latent_sweep.adapters.factors import load_factors
             from latent_sweep.adapters.latent import LatentSpace
@@ -150,7 +155,7 @@ class LatentLora(Method):
         return self._space
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LatentLearner:
-        """Start a fresh R, and the penalty against the earlier ones where lambda > 0."""
+        """Start a new R, with the penalty against the earlier ones if lambda > 0."""
         import torch
 
         from latent_sweep.adapters.latent import OrthoPenalty, merge
@@ -170,7 +175,7 @@ class LatentLora(Method):
         return LatentLearner(space, R, penalty, s.ortho_lambda, active, s.dropout)
 
     def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
-        """Return LoRA's pair of every projection: `A = V^T` and `B = U diag(S) R`, with Sigma on its own side."""
+        """Return LoRA pairs with `A = V^T` and `B = U diag(S) R`, or Sigma on its configured side."""
         import torch
 
         space = self.space
@@ -179,7 +184,7 @@ class LatentLora(Method):
         return LowRankPairs(rights, space.lefts_times(R, torch.float32), self.settings.s)
 
     def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """Have each row answer with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""
+        """Answer each row with R(x) = sum_t w_t(x) R_t, equation (15)."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.latent import merge
 
@@ -192,9 +197,8 @@ class LatentLearner(Learner):
     """Trains one R_t (modules, r, r).
 
     Args:
-        penalty: interference with the earlier adapters, or None.
-        ortho_lambda: its weight.
-        active: sum of earlier adapters active beside R_t, or None.
+        penalty: interference with the earlier adapters, weighted by `ortho_lambda`.
+        active: sum of the earlier adapters that are active together with R_t.
         dropout: rate on the adapter's input.
     """
 
@@ -214,11 +218,11 @@ class LatentLearner(Learner):
         self._lambda = torch.tensor(ortho_lambda, dtype=R.dtype, device=R.device)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return R alone."""
+        """Return R."""
         return {"R": self.R}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Use one R for all rows, with the earlier ones where active too; no dropout where nothing is learned."""
+        """Use R, plus active earlier adapters, for all rows; no dropout during validation."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -232,7 +236,7 @@ class LatentLearner(Learner):
 
     @classmethod
     def penalties(cls, learners: Sequence[Any]) -> list[dict[str, Tensor]]:
-        """Return the penalty of each of several learners, all in one product where they are measured alike."""
+        """Return the penalty of each learner, all in one product if they are measured in the same way."""
         import torch
 
         from latent_sweep.adapters.latent import OrthoPenalty

@@ -1,29 +1,30 @@
-"""LFPT5: one soft prompt for all tasks, which also learns to write rows of them, so that later tasks replay some.
+"""LFPT5: one soft prompt for all tasks that also learns to write their examples, so that later tasks can replay some.
 
-    (1 - k) (L_task + l L_lm) + k KL(p_previous || p_current on replayed rows)
+    (1 - k) (L_task + l L_lm) + k KL(p_previous || p_current on replayed examples)
 
 After Qin & Joty, "LFPT5: a unified framework for lifelong few-shot language learning based on prompt tuning of T5"
-(2022), and its released code. What it replays is generated, but it does replay. The original runs on LM-adapted T5 v1.1
-alone (`backbone.name: google/t5-large-lm-adapt`), with 16 rows a label and sources of 128 tokens.
+(2022), and its released code. The method does replay, though the replayed examples are generated. The original runs on
+LM-adapted T5 v1.1 only (`backbone.name: google/t5-large-lm-adapt`), with 16 examples per label and sources of 128
+tokens.
 
 Departures from the code:
 
-- Nothing is added to the vocabulary: a row is asked for by its task's name, and a special token that the tokenizer has
-  stands between its input and its target.
-- Only a row's input and target are written; instruction and cue are put around them. A long input is cut, so that the
-  target behind it stays.
-- L_lm is a mean over tokens row by row, and rows weigh in it as their targets do in L_task: micro-batches add up.
-- KL is a sum over rows, target tokens and vocabulary; theirs counts the padding of two rows too.
-- L_task and L_lm are means over a batch; theirs are sums of the means over its four micro-batches of two rows, while
-  their KL is the same sum either way. `accumulation` is that number: only the ratio matters, since Adafactor's steps do
-  not depend on the size of the loss. Their first step of an epoch has one micro-batch alone.
-- The first task has no KL, and no factor 1 - k either.
-- Tens of pseudo-samples are drawn for an earlier task, not thousands, and validation has those that are trained on.
-- Answers are decoded as every method's are.
-- The prompt follows its row; theirs stands behind the padding of the batch, so that T5's relative positions between a
-  row and the prompt depend on the longest row of its batch.
+- The vocabulary stays as it is: a task's name asks for an example, and an existing special token separates input and
+  target.
+- Only an example's input and target are written; instruction and cue are added around them. A long input is cut so
+  that its target fits.
+- L_lm is a mean over tokens row by row, and rows have the same weight as in L_task: micro-batches add up.
+- KL is a sum over rows, target tokens and vocabulary; the original also counts the padding of two rows.
+- L_task and L_lm are means over a batch; in the original, sums of the means over its four micro-batches of two rows,
+  while KL is the same sum either way. `accumulation` is that number. Only the ratio matters, since Adafactor's steps do
+  not depend on the scale of the loss. The original's first step of an epoch has a single micro-batch.
+- The first task has neither the KL term nor the factor 1 - k.
+- Tens of pseudo-samples are drawn for an earlier task, not thousands, and validation uses those that are trained on.
+- Answers are decoded as for every method.
+- The prompt directly follows its row. In the original it follows the padding of the batch, so that T5's relative
+  positions between a row and the prompt depend on the longest row of the batch.
 
-As there, the teacher of KL drops out too where the backbone does (`training.backbone_dropout`).
+As in the original, KL's teacher uses the backbone's dropout if training does (`training.backbone_dropout`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.backbones.registry import EMBEDDED, dropout_rate
-from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData, without
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ if TYPE_CHECKING:
     from latent_sweep.methods._pseudo_samples import RowFormat, Samples
 
 DESCRIPTION = "sentence classification"
-"""What the first vector of a new prompt says."""
+"""Text that the first vector of a new prompt is initialized from."""
 
 FREQUENT = 5000
-"""Vectors of a new prompt that say nothing else are embeddings of tokens among so many most frequent ones."""
+"""The remaining vectors of a new prompt are embeddings of tokens drawn from this number of the most frequent ones."""
 
 
 class Lfpt5Settings(MethodSettings):
@@ -59,34 +60,41 @@ class Lfpt5Settings(MethodSettings):
     name: Literal["lfpt5"] = "lfpt5"
     """Name of the method."""
     preset: Literal["unified", "official"] = Field("unified", json_schema_extra=NOT_IDENTITY)
-    """Where left-out settings of `training` come from: the paper's common protocol, whose learning rate hardly moves a
-    soft prompt, or the method's own released scripts."""
+    """Source of `training` settings that are left out: the paper's common protocol, whose learning rate hardly moves a
+    soft prompt, or the released scripts."""
     prompt_length: int = Field(300, ge=1)
-    """Vectors of the prompt; the model reads them behind up to `benchmark.max_source_length` tokens."""
+    """Number of prompt vectors, which follow up to `benchmark.max_source_length` tokens."""
     lm_weight: float = Field(0.25, ge=0)
-    """l; the scripts have 0.25 for classification, 0.1 for entity recognition and summarisation."""
+    """l; 0.25 in the scripts for classification, 0.1 for entity recognition and summarization."""
     kl_weight: float = Field(0.01, ge=0, lt=1)
-    """k; the scripts have 0.01 for classification, 0.03 for entity recognition, 0.04 for summarisation."""
+    """k; 0.01 in the scripts for classification, 0.03 for entity recognition, 0.04 for summarization."""
     accumulation: int = Field(1, ge=1, json_schema_extra=FROM_PRESET)
-    """Micro-batches whose mean losses the released code adds up without dividing by their number (4, of two rows each):
-    beside them KL, a sum over all rows, weighs so many times less than beside one mean. None is the preset's: 1, or 4
-    under `preset: official`."""
+    """Divisor of the KL term. The released code adds up the mean losses of 4 micro-batches without dividing by their
+    number, so that KL, a sum over all rows, has a quarter of the weight that it would have with one mean. None: 1, or
+    4 under `preset: official`."""
     sample_length: int = Field(256, ge=1)
-    """Tokens of a pseudo-sample, at most; the code's is twice its source length."""
+    """Maximum number of tokens in a pseudo-sample; twice the source length in the code."""
     samples_per_label: int = Field(2, ge=0)
-    """Pseudo-samples replayed for each label of an earlier task; targets that come twice on average are labels."""
+    """Pseudo-samples replayed for each label of an earlier task. Targets are labels if each occurs twice on average."""
     samples_per_task: int = Field(4, ge=0)
-    """Pseudo-samples replayed of an earlier task without labels, as in the code's summarisation."""
+    """Pseudo-samples replayed for an earlier task without labels, as in the code's summarization."""
     tries: int = Field(64, ge=1)
-    """Pseudo-samples drawn for each earlier task, at most, until enough of them are well-formed."""
+    """Maximum number of pseudo-samples drawn for each earlier task until enough are well-formed."""
     top_k: int = Field(64, ge=1)
-    """Likeliest tokens from which each token of a pseudo-sample is drawn."""
+    """Number of most likely tokens from which each token of a pseudo-sample is drawn."""
     repetition_penalty: float = Field(2.5, gt=0)
-    """What logits of tokens are divided by that the pseudo-sample already has; 1 is none."""
+    """Divisor for logits of tokens that the pseudo-sample already contains; 1 disables it."""
+
+
+REPLAY = (
+    *("kl_weight", "accumulation", "samples_per_label", "samples_per_task"),
+    *("tries", "top_k", "repetition_penalty"),
+)
+"""Settings that only replay reads."""
 
 
 class Lfpt5(Method):
-    """One prompt carried through all tasks; the newest answers."""
+    """One prompt trained on all tasks in turn."""
 
     settings_class = Lfpt5Settings
     replays = True
@@ -95,15 +103,15 @@ class Lfpt5(Method):
 
     @classmethod
     def defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the released code's number of micro-batches, under the preset `official`."""
+        """Return the released code's number of micro-batches under `preset: official`."""
         return {"accumulation": 4} if settings.preset == "official" else {}
 
     @classmethod
     def training_defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return what the released scripts train with, under `official`: in training mode, gradients not clipped.
+        """Return the settings of the released scripts under `preset: official`.
 
-        Departure: ten epochs; theirs are 421, over 16 rows a label. On the embedded backbone, which no protocol knows,
-        a prompt learns a task in a few dozen steps of Adafactor at 0.3.
+        Departure: 10 epochs instead of 421 over 16 examples per label. On the embedded backbone, which no protocol
+        covers, a prompt learns a task in a few dozen steps of Adafactor at 0.3.
         """
         scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
         if settings.preset == "official":
@@ -112,39 +120,30 @@ class Lfpt5(Method):
         return {"learning_rate": 0.3, "optimizer": "adafactor"} if backbone == EMBEDDED else {}
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out what is read for pseudo-samples alone, where there are none: task 1 is shared by all k."""
+        """Leave out settings of pseudo-samples if there are none, so that all k share task 1."""
         s, identity = self.settings, super().stage_identity(position)
         if not s.kl_weight:
-            del identity["accumulation"]
+            identity = without(identity, "accumulation")
         if position > 0 and (s.samples_per_label or s.samples_per_task):
             return identity
-        unread = {
-            "kl_weight",
-            "accumulation",
-            "samples_per_label",
-            "samples_per_task",
-            "tries",
-            "top_k",
-            "repetition_penalty",
-        }
         if not s.lm_weight:
-            unread.add("sample_length")
-        return {name: value for name, value in identity.items() if name not in unread}
+            identity = without(identity, "sample_length")
+        return without(identity, *REPLAY)
 
     def rank(self) -> int:
-        """Return 0: no projection is adapted."""
+        """Return 0: projections are not adapted."""
         return 0
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Multiply the prompt's vectors by their width."""
+        """Return the number of prompt vectors times their width."""
         return self.settings.prompt_length * width
 
     def try_task(self, task: TaskData) -> None:
-        """Check that the task's rows can be written as pseudo-samples.
+        """Check that the task's examples can be written as pseudo-samples.
 
         Raises:
-            ConfigError: the tokenizer has no special token to spare.
-            DataError: no row has an input.
+            ConfigError: the tokenizer has no unused special token.
+            DataError: no example has an input.
         """
         from latent_sweep.methods._pseudo_samples import check_inputs, separator
 
@@ -152,7 +151,7 @@ class Lfpt5(Method):
         check_inputs(task)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Lfpt5Learner:
-        """Take the previous prompt to train it further, with pseudo-samples of every earlier task that it draws now."""
+        """Continue from the previous prompt, with pseudo-samples of every earlier task that it generates now."""
         from latent_sweep.methods._pseudo_samples import RowFormat, draw
 
         backbone = self.context.backbone
@@ -166,45 +165,44 @@ class Lfpt5(Method):
         return Lfpt5Learner(self, prompt, format, samples)
 
     def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """Answer all rows with the newest prompt."""
+        """Answer with the newest prompt."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation(prompt=history[-1]["prompt"].to(self.context.backbone.device))
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """Put the soft prompt behind the input."""
+        """Append the soft prompt's virtual tokens."""
         from latent_sweep.adapters.bank import virtual_tokens
 
         return [*ids, *virtual_tokens(self.settings.prompt_length)]
 
 
 def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: int) -> Tensor:
-    """Make the prompt that the first task starts from, (length, d) in float32.
+    """Return the first task's initial prompt, (length, d) in float32.
 
-    A description, the task's name and every label have a vector each, the mean embedding of their tokens. The others
-    are embeddings of tokens drawn, with replacement, among the most frequent of the task's rows (of a corpus, in the
-    released code). All are as the model reads them: of Gemma-3, whose embedding scales them, scaled.
+    A description, the task's name and each label have one vector, the mean embedding of their tokens. The other
+    vectors are embeddings of tokens drawn, with replacement, among the most frequent ones of the task's examples (in
+    the released code, of a corpus). Vectors are scaled like the model's embeddings (Gemma-3).
     """
     import torch
 
-    said = [backbone.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (DESCRIPTION, task.name)]
-    said = [*said, *format.labels][:length]
+    texts = [backbone.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (DESCRIPTION, task.name)]
+    texts = [*texts, *format.labels][:length]
     counts = Counter(token for row in task.rows for ids in (row["prompt_ids"], row["target_ids"]) for token in ids)
     frequent = [[token] for token, _ in counts.most_common(FREQUENT)]
-    drawn = torch.randint(len(frequent), (length - len(said),), generator=task.generator("start")).tolist()
+    drawn = torch.randint(len(frequent), (length - len(texts),), generator=task.generator("start")).tolist()
     table = backbone.embedding_table
     scale = backbone.embedding_scale
-    return torch.stack([scale * table[ids].float().mean(0) for ids in [*said, *(frequent[i] for i in drawn)]])
+    return torch.stack([scale * table[ids].float().mean(0) for ids in [*texts, *(frequent[i] for i in drawn)]])
 
 
 class Lfpt5Learner(Learner):
-    """Trains the prompt to answer, to write rows, and to stay near its earlier answers on replayed ones.
+    """Trains the prompt to answer, to write examples, and to stay close to its previous answers on replayed ones.
 
     Args:
-        method: whose settings and context it has.
-        prompt: where it starts; it is copied, and the teacher stays there.
-        format: of this task's rows.
-        samples: of every earlier task, oldest first.
+        prompt: initial prompt, which is also KL's teacher.
+        format: format of this task's examples.
+        samples: pseudo-samples of each earlier task, oldest first.
     """
 
     def __init__(self, method: Lfpt5, prompt: Tensor, format: RowFormat, samples: Sequence[Samples]):
@@ -213,17 +211,17 @@ class Lfpt5Learner(Learner):
         self._format, self._samples = format, samples
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the prompt alone."""
+        """Return the prompt."""
         return {"prompt": self.prompt}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Use the prompt, the same for all rows."""
+        """Use the prompt for all rows."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation(prompt=self.prompt)
 
     def examples(self, rows: Sequence[Example]) -> list[Example]:
-        """Return the task's rows and the pseudo-samples, each with the prompt and, as `lm`, as it is to be written."""
+        """Return the task's examples and the pseudo-samples, with the prompt and, in `lm`, the example as written."""
         own = [self._with_prompt(row, self._format, pseudo=False) for row in rows]
         return own + [self._with_prompt(row, s.format, pseudo=True) for s in self._samples for row in s.rows]
 
@@ -233,7 +231,7 @@ class Lfpt5Learner(Learner):
         return {f"{position}.{name}": tensor for position, tensors in parts for name, tensor in tensors.items()}
 
     def load_drawn(self, drawn: Mapping[str, Tensor]) -> None:
-        """Take the pseudo-samples that the steps so far have replayed."""
+        """Restore the pseudo-samples that the steps so far have replayed."""
         from latent_sweep.methods._pseudo_samples import Samples
 
         self._samples = [
@@ -249,7 +247,7 @@ class Lfpt5Learner(Learner):
         return {**row, "prompt_ids": self._method.prompt(row["prompt_ids"]), "lm": lm, "pseudo": pseudo}
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
-        """Return `task`, `lm` and, where there are pseudo-samples, `kl`, each with its coefficients."""
+        """Return the weighted terms `task`, `lm` and, if there are pseudo-samples, `kl`."""
         s, terms = self._settings, {"task": outputs.task_loss()}
         if s.lm_weight:
             terms["lm"] = s.lm_weight * self._lm_loss(outputs)
@@ -262,12 +260,12 @@ class Lfpt5Learner(Learner):
         import torch
         from torch.nn.functional import cross_entropy
 
-        told = self._forward([row["lm"] for row in outputs.rows], self.adaptation(outputs.rows))
-        of_tokens = cross_entropy(told.logits.float(), told.labels, reduction="none")
+        written = self._forward([row["lm"] for row in outputs.rows], self.adaptation(outputs.rows))
+        token_losses = cross_entropy(written.logits.float(), written.labels, reduction="none")
         weights = [len(row["target_ids"]) / len(row["lm"]["target_ids"]) for row in outputs.rows]
-        # each weight goes along with a launch; a tensor of them would be copied, and the host would wait
-        of_rows = [of_row.sum() * weight for of_row, weight in zip(told.by_row(of_tokens), weights, strict=True)]
-        return torch.stack(of_rows).sum() / outputs.denominator
+        # weights are kernel arguments: copying a tensor of them to the device would make the host wait
+        by_row = zip(written.by_row(token_losses), weights, strict=True)
+        return torch.stack([losses.sum() * weight for losses, weight in by_row]).sum() / outputs.denominator
 
     def _divergence(self, outputs: Outputs) -> Tensor:
         import torch
@@ -280,9 +278,9 @@ class Lfpt5Learner(Learner):
             return outputs.logits.new_zeros(())
         with torch.no_grad():
             rows, teacher = [outputs.rows[i] for i in pseudo], Adaptation(prompt=self._previous)
-            told = self._forward(rows, teacher, drop_out=True)
-        of_rows = outputs.by_row(outputs.logits)
-        return divergence(torch.cat([of_rows[i] for i in pseudo]), told.logits, temperature=1.0)
+            before = self._forward(rows, teacher, drop_out=True)
+        by_row = outputs.by_row(outputs.logits)
+        return divergence(torch.cat([by_row[i] for i in pseudo]), before.logits, temperature=1.0)
 
     def _forward(self, rows: Sequence[Example], adaptation: Adaptation, drop_out: bool | None = None) -> Outputs:
         from latent_sweep.backbones.batches import forward
@@ -291,7 +289,7 @@ class Lfpt5Learner(Learner):
         return forward(context.backbone, context.bank, rows, adaptation, drop_out=drop_out)
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the prompt, the format of this task's rows, and every earlier task's pseudo-samples, token ids."""
+        """Return the prompt, the format of this task's examples, and the pseudo-samples as token ids."""
         from latent_sweep.methods._pseudo_samples import padded
 
         longest = self._settings.sample_length
@@ -300,7 +298,7 @@ class Lfpt5Learner(Learner):
         return super().finish() | self._format.tensors() | pseudo_samples
 
     def facts(self) -> dict[str, float]:
-        """Return the pseudo-samples replayed, and the share of all drawn that was well-formed."""
+        """Return the number of replayed pseudo-samples and the well-formed share of all generated ones."""
         drawn = sum(samples.drawn for samples in self._samples)
         if not drawn:
             return {}

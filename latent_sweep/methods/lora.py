@@ -36,27 +36,29 @@ class Scripts:
     method: Mapping[str, Any]
     """Settings of the method's own group."""
     training: Mapping[str, Any]
-    """Settings of the `training:` group. Rows are shuffled, not grouped by length, if it does not say otherwise."""
+    """Settings of the `training:` group. Examples are shuffled, not grouped by length, unless stated here."""
 
 
 def o_lora_scripts(family: str, benchmark: str) -> Scripts:
-    """O-LoRA's released scripts, which also ran SeqLoRA and IncLoRA; the same for every benchmark.
+    """Return O-LoRA's released scripts, which also run SeqLoRA and IncLoRA; the same for every benchmark.
 
-    Departures: MNLI's second epoch, and on Llama the first task's learning rate of 1e-3, cannot be said per task here.
+    Departures: settings per task do not exist here, so MNLI's second epoch and, on Llama, the first task's learning
+    rate of 1e-3 are left out.
     """
     training = {"learning_rate": {"t5": 1e-3, "llama": 1e-4}[family], "batch_size": 64, "epochs": 1}
     return Scripts({"rank": 8, "alpha": 32.0, "dropout": 0.1}, training)
 
 
 def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
-    """The released scripts of the SAPT and GainLoRA lineage; benchmarks other than Long Sequence take SuperNI's.
+    """Return the released scripts of SAPT and GainLoRA; benchmarks other than Long Sequence use SuperNI's.
 
-    Their optimizer is that of transformers 4.30, for T5 by default and for Llama since DeepSpeed's file names none.
+    Their optimizer is that of transformers 4.30: by default for T5, and for Llama because DeepSpeed's file names none.
 
-    Departure: they keep the best checkpoint on the dev split, which is their test split; here `training.select` says.
+    Departure: they keep the best checkpoint on the dev split, which is their test split; here `training.select`
+    decides.
     """
     long = benchmark == "long_sequence"
-    # learning rate; epochs and rank, on Long Sequence and elsewhere
+    # learning rate, (epochs on Long Sequence, elsewhere), (rank on Long Sequence, elsewhere)
     rate, epochs, rank = {"t5": (3e-4, (10, 100), (8, 4)), "llama": (5e-5, (20, 50), (4, 4))}[family]
     training = {"learning_rate": rate, "batch_size": 32, "epochs": epochs[not long], "adam_eps": "before_correction"}
     method = {"rank": rank[not long], "alpha": 32.0, "dropout": 0.0, "old_branch_grad": "detach"}
@@ -67,25 +69,25 @@ LATER: Literal["official-2025-11"] = "official-2025-11"
 """The preset of GainLoRA's later release."""
 
 Presets = Literal["unified", "official", "official-2025-11"]
-"""Of methods that GainLoRA released twice."""
+"""Presets of methods that GainLoRA released twice."""
 
 
 class LoraSettings(MethodSettings):
-    """The settings that the `method:` group of every LoRA method has.
+    """The settings in every LoRA method's `method:` group.
 
-    Defaults of what a preset may say are those of the preset `unified`, here and in the methods' own groups. Here they
-    are the Latent-LoRA paper's common protocol for LoRA baselines (appendix "Training"); it states no dropout (A28).
+    Defaults of settings that a preset fills in are those of `unified`, here the Latent-LoRA paper's common protocol
+    for LoRA baselines (appendix "Training"); it states no dropout (A28).
     """
 
     preset: Literal["unified", "official"] = Field("unified", json_schema_extra=NOT_IDENTITY)
-    """Where left-out settings come from, those of `training` too: the paper's common protocol, or the method's own
+    """Source of settings that are left out, those of `training` included: the paper's common protocol, or the method's
     released scripts."""
     rank: int = Field(8, ge=1, json_schema_extra=FROM_PRESET)
-    """r, rows of every A and columns of every B; None is the preset's."""
+    """r, the number of rows of every A and columns of every B. None: from the preset."""
     alpha: float = Field(16.0, gt=0, json_schema_extra=FROM_PRESET)
-    """LoRA's alpha; the scale is s = alpha / rank. None is the preset's."""
+    """LoRA's alpha; the scale is s = alpha / rank. None: from the preset."""
     dropout: float = Field(0.0, ge=0, lt=1, json_schema_extra=FROM_PRESET)
-    """Dropout on the adapter's input during training, one mask for all pairs; None is the preset's."""
+    """Dropout on the adapter's input during training, one mask for all pairs. None: from the preset."""
 
     @property
     def s(self) -> float:
@@ -94,19 +96,19 @@ class LoraSettings(MethodSettings):
 
 
 class TaskAdapterSettings(LoraSettings):
-    """The settings that the `method:` group of a method with a pair for every task has besides."""
+    """The additional settings of methods with a pair for every task."""
 
     train_active: Literal["sum", "current"] = "sum"
-    """Pairs active while a task is learned: its own with all earlier ones, or its own alone."""
+    """Pairs active while a task is learned: its own plus all earlier ones, or its own alone."""
     old_branch_grad: Literal["flow", "detach"] = Field("flow", json_schema_extra=FROM_PRESET)
-    """Whether gradients flow through active earlier pairs to lower layers, or stop there; None is the preset's."""
+    """Whether gradients flow through active earlier pairs to lower layers, or stop there. None: from the preset."""
 
 
 # --- method and learner ----------------------------------------------------------------------------------------------
 
 
 class LoraMethod(Method):
-    """Presets, pairs in snapshots, and how they answer: `dW = sum_t w_t(x) s B_t A_t`."""
+    """Presets, and pairs in snapshots, which answer as `dW = sum_t w_t(x) s B_t A_t`."""
 
     settings: LoraSettings
 
@@ -114,24 +116,24 @@ class LoraMethod(Method):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return what the preset `official` fills in; the rest is the unified preset's, the settings' default.
+        """Return the values of the preset `official`; other settings keep their defaults.
 
         Raises:
-            ConfigError: the method's class does not say: nothing of it was released.
+            ConfigError: the class does not override this.
         """
         raise ConfigError(
-            f"method.preset: found 'official', but no scripts of {cls.__name__} were released, or its class does not "
-            "say what they set (`official`); expected 'unified'"
+            f"method.preset: found 'official', but {cls.__name__} has no released scripts (its class defines no "
+            "`official`); expected 'unified'"
         )
 
     @classmethod
     def later(cls, family: str, benchmark: str) -> Scripts:
-        """Return what the preset `official-2025-11` fills in, for methods whose settings have it."""
+        """Return the values of the preset `official-2025-11`, for methods whose settings offer it."""
         raise NotImplementedError
 
     @classmethod
     def scripts(cls, settings: Any, backbone: str, benchmark: str) -> Scripts | None:
-        """Return the released scripts' settings that the preset names; None under `unified`."""
+        """Return the settings of the preset's released scripts; None under `unified`."""
         if settings.preset == "unified":
             return None
         scripts = cls.later if settings.preset == LATER else cls.official
@@ -139,26 +141,26 @@ class LoraMethod(Method):
 
     @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return what the released scripts set for the method, under a preset that names some."""
+        """Return the released scripts' settings of the method."""
         scripts = cls.scripts(settings, backbone, benchmark)
         return scripts.method if scripts else {}
 
     @classmethod
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return what the released scripts train with, under a preset that names some; else the paper's protocol holds.
+        """Return the released scripts' training settings; under `unified`, the paper's protocol holds.
 
-        The released trainers, Hugging Face's with changes of their own, call `model.train()` at every step: so the
-        backbone's own dropout is on there. Statistics are read, and answers given, without it, as there. They shuffle
-        rows, whatever their lengths.
+        The released trainers call `model.train()` at every step, so the backbone's own dropout is on during steps (but
+        not for statistics and answers), and they shuffle examples regardless of length.
 
-        It knows no backbone as small as the embedded one, where LoRA learns a task in a few dozen steps at 1e-3.
+        The paper's protocol does not cover the embedded backbone, where LoRA learns a task in a few dozen steps at
+        1e-3.
         """
         if scripts := cls.scripts(settings, backbone, benchmark):
             return {"group_by_length": False, **scripts.training, "backbone_dropout": dropout_rate(backbone)}
         return {"learning_rate": 1e-3} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:
-        """Return the adapter rank r."""
+        """Return r."""
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
@@ -176,19 +178,19 @@ class LoraMethod(Method):
 
     @property
     def inputs(self) -> list[int]:
-        """Return the number of inputs of every adapted projection."""
+        """Return the input width of every adapted projection."""
         from latent_sweep.adapters.lora import inputs_of
 
         return inputs_of(self.context.backbone.targets)
 
     def fresh(self, task: TaskData) -> LoraPair:
-        """Make a new pair: A drawn, B = 0."""
+        """Return a new pair with random A and B = 0."""
         from latent_sweep.adapters.lora import new_pair
 
         return new_pair(self.context.backbone.targets, self.rank(), task.generator("start"))
 
     def carried(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraPair:
-        """Return the newest snapshot's pair, or a new one at the first task."""
+        """Return the newest snapshot's pair, or a new one for the first task."""
         return self.pair(history[-1]) if history else self.fresh(task)
 
     def pair(self, snapshot: Mapping[str, Tensor]) -> LoraPair:
@@ -197,12 +199,12 @@ class LoraMethod(Method):
         return snapshot["A"].to(device), snapshot["B"].to(device)
 
     def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
-        """Return a snapshot's pair as it is; a projection with fewer inputs has the first columns of its A."""
+        """Return a snapshot's pair, with each A cut to its projection's input width."""
         A = [own[:, :n] for own, n in zip(snapshot["A"], self.inputs, strict=True)]
         return LowRankPairs(A, snapshot["B"].split(self.outputs), self.settings.s)
 
     def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """Have each row answer with its own sum of pairs; snapshots that no row weighs play no part."""
+        """Answer each row with its own weighted sum of pairs."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import merged
 
@@ -212,17 +214,17 @@ class LoraMethod(Method):
 
 
 class TaskAdapterMethod(LoraMethod):
-    """A new pair for every task, the earlier ones frozen, and active in training unless the settings say otherwise."""
+    """A new pair for every task; the earlier ones are frozen, and by default active in training."""
 
     combinations = ADAPTER_COMBINATIONS
     settings: TaskAdapterSettings
 
     def reads_history(self, position: int) -> bool:
-        """Whether there are earlier pairs that are active in training: only they are read."""
+        """Whether earlier pairs exist and are active in training."""
         return position > 0 and self.settings.train_active == "sum"
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out what matters through earlier pairs alone, where none is active."""
+        """Leave out how gradients pass earlier pairs if none is active."""
         identity = super().stage_identity(position)
         if position == 0:
             identity["train_active"] = "current"
@@ -231,7 +233,7 @@ class TaskAdapterMethod(LoraMethod):
         return identity
 
     def active(self, history: Sequence[Mapping[str, Tensor]]) -> Sequence[Delta]:
-        """Return the earlier pairs' deltas, frozen, as they are active in training; none where they are not."""
+        """Return the deltas of the frozen earlier pairs that are active in training."""
         from latent_sweep.adapters.lora import DeltaSum, summed
 
         s = self.settings
@@ -243,14 +245,14 @@ class TaskAdapterMethod(LoraMethod):
 
 
 class LoraLearner(Learner):
-    """Trains one pair, or its B alone, beside frozen earlier ones.
+    """Trains one pair, or its B alone.
 
     Args:
-        pair: where the pair starts; it is copied.
+        pair: initial pair, which is copied.
         outputs: m of every projection.
-        settings: give scale and dropout.
-        earlier: deltas that are active too.
-        train_A: whether A is trained; if not, it is still part of the snapshot.
+        settings: source of scale and dropout.
+        earlier: deltas of earlier pairs that are active in training.
+        train_A: whether A is trained; it is part of the snapshot either way.
     """
 
     def __init__(
@@ -267,11 +269,11 @@ class LoraLearner(Learner):
         self._earlier = earlier
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return A and B, as far as they are trained."""
+        """Return the trained ones of A and B."""
         return {name: tensor for name, tensor in (("A", self.A), ("B", self.B)) if tensor.requires_grad}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Use the pair and the earlier ones, the same for all rows; no dropout where nothing is learned."""
+        """Use the pair and the active earlier ones for all rows; no dropout during validation."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation

@@ -2,10 +2,10 @@
 
     CE + alpha_kd tau^2 KL(p_teacher^tau || p_student^tau)
 
-The teacher is the pair that the previous task left, on the same backbone, and reads what the student reads: the new
-task's prompts and gold targets. The divergence is taken at target tokens and reduced as the cross-entropy is: with
-`training.loss_reduce: token_mean` it is the mean over target tokens. No code was released for language models with
-LoRA; under `preset: official` the pair is trained as SeqLoRA is.
+The teacher is the pair that the previous task left. It reads what the student reads: the new task's prompts and gold
+targets. The divergence at target tokens is reduced as the cross-entropy is, by default to the mean over target tokens
+(`training.loss_reduce: token_mean`). No code was released for language models with LoRA; `preset: official` trains the
+pair as SeqLoRA.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
-from latent_sweep.methods.protocol import MethodContext, TaskData
+from latent_sweep.methods.protocol import MethodContext, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,32 +31,31 @@ class LwfSettings(LoraSettings):
     name: Literal["lwf"] = "lwf"
     """Name of the method."""
     alpha_kd: float = Field(1.0, ge=0)
-    """Weight of the distance to the teacher; try 0.1, 0.5, 1 and 2."""
+    """Weight of the divergence from the teacher; try 0.1, 0.5, 1 and 2."""
     temperature: float = Field(2.0, gt=0)
-    """tau, which both distributions are softened by."""
+    """tau, which softens both distributions."""
 
 
 class Lwf(LoraMethod):
-    """One pair carried through all tasks, each learned near the answers of the one before; the newest answers."""
+    """One pair trained on all tasks in turn, each close to the answers of its predecessor."""
 
     settings_class = LwfSettings
     settings: LwfSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Take those of SeqLoRA: none were released for LoRA."""
+        """Return SeqLoRA's scripts; none were released for LoRA."""
         return o_lora_scripts(family, benchmark)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out what is not read: at the first task, which has no teacher, or where the distance weighs nothing."""
-        own = super().stage_identity(position)
-        if position and self.settings.alpha_kd:
-            return own
-        unread = {"temperature"} if position else {"temperature", "alpha_kd"}
-        return {name: value for name, value in own.items() if name not in unread}
+        """Leave out both settings at the first task, which has no teacher, and tau if the divergence has no weight."""
+        unread = [] if position else ["alpha_kd"]
+        if not position or not self.settings.alpha_kd:
+            unread += ["temperature"]
+        return without(super().stage_identity(position), *unread)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """Take the previous pair, to be trained further, with itself for a teacher."""
+        """Continue from the previous pair, which is also the teacher."""
         pair = self.carried(task, history)
         if not history or not self.settings.alpha_kd:
             return LoraLearner(pair, self.outputs, self.settings)
@@ -64,14 +63,7 @@ class Lwf(LoraMethod):
 
 
 class LwfLearner(LoraLearner):
-    """Trains one pair against the answers it gave before.
-
-    Args:
-        pair: where the pair starts, and the teacher stays.
-        outputs: m of every projection.
-        settings: of the method.
-        context: where the teacher answers.
-    """
+    """Trains one pair; the teacher stays at its start."""
 
     settings: LwfSettings
 
@@ -83,15 +75,15 @@ class LwfLearner(LoraLearner):
         self._context, self._teacher = context, Adaptation(LoraDeltas(*pair, outputs, settings.s))
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
-        """Return the cross-entropy, and the distance to the teacher on the same rows."""
+        """Return the cross-entropy and the divergence from the teacher on the same rows."""
         import torch
 
         from latent_sweep.backbones.batches import forward
 
         s = self.settings
         with torch.no_grad():
-            told = forward(self._context.backbone, self._context.bank, outputs.rows, self._teacher)
-        distance = s.alpha_kd * divergence(outputs.logits, told.logits, s.temperature) / outputs.denominator
+            teacher = forward(self._context.backbone, self._context.bank, outputs.rows, self._teacher)
+        distance = s.alpha_kd * divergence(outputs.logits, teacher.logits, s.temperature) / outputs.denominator
         return {**super().loss(outputs), "distillation": distance}
 
 

@@ -1,9 +1,9 @@
-"""O-LoRA: IncLoRA whose new down-projection is pushed away from the earlier ones by a term in the loss.
+"""O-LoRA: IncLoRA with a loss term that pushes the new down-projection away from the earlier ones.
 
 As in the released code, the overlap is the sum of the absolute entries of `A_i A_t^T` over earlier tasks and adapted
-projections, not divided by anything (the published formula squares the entries: `penalty: squared`), and a second term
-is the 2-norm of every new A and B. Both are large beside the task loss: with Adam they act by their direction.
-Departure: the released prompts name the task and its dataset; here no method is told them.
+projections, without division (the published formula squares the entries: `penalty: squared`), and a second term is the
+2-norm of each new A and B. Both terms exceed the task loss by far; with Adam only their direction matters. Departure:
+the released prompts name the task and its data set; here no method sees them.
 """
 
 from __future__ import annotations
@@ -37,49 +37,48 @@ if TYPE_CHECKING:
 def _check_weights(value: Any) -> Any:
     weights = value if isinstance(value, tuple) else (value,)
     if not weights or min(weights) < 0:
-        raise ValueError(
-            f"found {value}; expected a number of at least 0, or a list of such numbers, one for each task"
-        )
+        raise ValueError(f"found {value}; expected a number of at least 0, or a list with one for each task")
     return value
 
 
 Coefficient = Annotated[float | Annotated[tuple[float, ...], Field(strict=False)], AfterValidator(_check_weights)]
-"""A number, or one for each task by position; the last holds for all later ones."""
+"""A number, or a list by task position, whose last entry applies to all later tasks."""
 
 LONG_LAMBDA_1 = (0.0, *[0.5] * 8, 5.0)
 LONG_LAMBDA_2 = (0.0, 0.0, 0.0, 0.0, 0.1, 0.1, 0.3, 0.0, 0.1, 0.0, 0.0, 0.1, 0.0, 0.1, 0.3)
-"""The released schedules for T5 on Long Sequence, order 4 (Yelp first); in another order they go by position too."""
+"""The released schedules for T5 on Long Sequence, order 4 (Yelp first), by position in every order."""
 
 LATER_LAMBDA_1 = (0.5, 0.5, 0.02, 0.5)
 LATER_LAMBDA_2 = (0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.3, 0.0, 0.1, 0.1, 0.0, 0.1, 0.0, 0.1, 0.3)
-"""The schedules that GainLoRA's later release has for Llama on SuperNI, by position in both orders."""
+"""The schedules of GainLoRA's later release for Llama on SuperNI, by position in both orders."""
 
 
 class OLoraSettings(TaskAdapterSettings):
-    """The `method:` group of a sweep file for O-LoRA; the weights are the class defaults of the released code."""
+    """The `method:` group of a sweep file for O-LoRA; the weights default to those of the released code."""
 
     name: Literal["o_lora"] = "o_lora"
     """Name of the method."""
     preset: Presets = Field("unified", json_schema_extra=NOT_IDENTITY)  # type: ignore[assignment]
-    """Where left-out settings come from, those of `training` too: the paper's common protocol (`unified`), O-LoRA's own
-    released scripts (`official`), or those of GainLoRA's later release, for Llama alone (`official-2025-11`)."""
+    """Source of settings that are left out, those of `training` included: the paper's common protocol (`unified`),
+    O-LoRA's released scripts (`official`), or those of GainLoRA's later release, for Llama only
+    (`official-2025-11`)."""
     lambda_1: Coefficient = Field(0.5, json_schema_extra=FROM_PRESET)
-    """Weight of the overlap with earlier tasks, a number or a list by task position; None is the preset's."""
+    """Weight of the overlap with earlier tasks, a number or a list by position. None: from the preset."""
     lambda_2: Coefficient = Field(0.0, json_schema_extra=FROM_PRESET)
-    """Weight of the new pair's 2-norms, a number or a list by task position; None is the preset's."""
+    """Weight of the new pair's 2-norms, a number or a list by position. None: from the preset."""
     penalty: Literal["l1", "squared"] = "l1"
-    """Entries of the overlap: absolute as in the released code, or squared as published."""
+    """Absolute entries of the overlap as in the released code, or squared ones as published."""
 
 
 class OLora(TaskAdapterMethod):
-    """dW = s sum_t B_t A_t; loss = task + lambda_1 sum_i |A_i A_t^T| + lambda_2 (||A_t|| + ||B_t||)."""
+    """`dW = s sum_t B_t A_t`; loss = task + lambda_1 sum_i |A_i A_t^T| + lambda_2 (||A_t|| + ||B_t||)."""
 
     settings_class = OLoraSettings
     settings: OLoraSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the released schedules for T5 on Long Sequence; other scripts take the defaults."""
+        """Return the released scripts, with schedules for T5 on Long Sequence."""
         scripts = o_lora_scripts(family, benchmark)
         scheduled = (family, benchmark) == ("t5", "long_sequence")
         schedules = {"lambda_1": LONG_LAMBDA_1, "lambda_2": LONG_LAMBDA_2} if scheduled else {}
@@ -87,25 +86,25 @@ class OLora(TaskAdapterMethod):
 
     @classmethod
     def later(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values that GainLoRA's later release runs O-LoRA with.
+        """Return the values of O-LoRA in GainLoRA's later release.
 
         Raises:
-            ConfigError: it has no such scripts for T5.
+            ConfigError: the backbone is not a Llama.
         """
         if family != "llama":
             raise ConfigError(
-                f"method.preset: found {LATER!r}, but GainLoRA's later release runs O-LoRA on Llama alone; expected "
-                "'official', which is O-LoRA's own release, or 'unified'"
+                f"method.preset: found {LATER!r}, but GainLoRA's later release runs O-LoRA on Llama only; expected "
+                "'official' (O-LoRA's own release) or 'unified'"
             )
         scripts = gain_lora_scripts(family, benchmark)
         return Scripts({**scripts.method, "lambda_1": LATER_LAMBDA_1, "lambda_2": LATER_LAMBDA_2}, scripts.training)
 
     def reads_history(self, position: int) -> bool:
-        """Whether the overlap, or earlier pairs that are active in training, read it."""
+        """Whether the overlap or active earlier pairs read it."""
         return super().reads_history(position) or self.coefficients(position)[0] > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Keep the weights of this position only."""
+        """Keep only the weights of this position."""
         identity = super().stage_identity(position)
         identity["lambda_1"], identity["lambda_2"] = self.coefficients(position)
         if not identity["lambda_1"]:
@@ -113,18 +112,18 @@ class OLora(TaskAdapterMethod):
         return identity
 
     def coefficients(self, position: int) -> tuple[float, float]:
-        """Return lambda_1 and lambda_2 of the task at this position; the first task has nothing to overlap with."""
+        """Return lambda_1 and lambda_2 for this position; at the first task lambda_1 is 0."""
         s = self.settings
         return _at(position, s.lambda_1) if position else 0.0, _at(position, s.lambda_2)
 
     def penalty(self, position: int, history: Sequence[Mapping[str, Tensor]]) -> OLoraPenalty:
-        """The penalty that the task at this position is learned under."""
+        """Return the penalty for the task at this position."""
         lambda_1, lambda_2 = self.coefficients(position)
         earlier = [self.pair(snapshot)[0] for snapshot in history] if lambda_1 else []
         return OLoraPenalty(earlier, self.outputs, lambda_1, lambda_2, self.settings.penalty)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> OLoraLearner:
-        """Put a new pair beside the earlier ones, under the penalty."""
+        """Start a new pair under the penalty."""
         penalty = self.penalty(task.position, history)
         return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)
 
@@ -134,10 +133,10 @@ def _at(position: int, coefficient: Coefficient) -> float:
 
 
 class OLoraPenalty:
-    """The terms that the loss of one task has besides the task term; those of weight 0 are left out.
+    """One task's additional loss terms; those of weight 0 are left out.
 
     Args:
-        earlier: down-projections of the earlier tasks, each (M, r, n); none are needed where lambda_1 is 0.
+        earlier: down-projections of the earlier tasks, each (M, r, n); not needed if lambda_1 is 0.
         outputs: m of every projection.
         lambda_1, lambda_2: weights of `overlap` and `size`.
         kind: see `OLoraSettings.penalty`.
@@ -157,7 +156,7 @@ class OLoraPenalty:
         self.outputs, self.lambda_1, self.lambda_2, self.kind = list(outputs), lambda_1, lambda_2, kind
 
     def __call__(self, A: Tensor, B: Tensor) -> dict[str, Tensor]:
-        """The weighted terms for the pair that is being learned."""
+        """Return the weighted terms for the new pair."""
         terms = {}
         if self.lambda_1 and self.earlier is not None:
             terms["ortho_penalty"] = self.lambda_1 * overlap(self.earlier, A, self.kind)
@@ -167,13 +166,13 @@ class OLoraPenalty:
 
 
 def overlap(earlier: Tensor, A: Tensor, kind: Literal["l1", "squared"]) -> Tensor:
-    """Sum over projections of the entries of `A_old A^T`, absolute or squared: earlier (M, R, n), A (M, r, n)."""
+    """Sum the absolute or squared entries of `A_old A^T` over projections: earlier (M, R, n), A (M, r, n)."""
     entries = earlier @ A.transpose(-1, -2)
     return entries.abs().sum() if kind == "l1" else entries.square().sum()
 
 
 def size(A: Tensor, B: Tensor, outputs: Sequence[int]) -> Tensor:
-    """Sum over projections of the 2-norms (not squared) of their own A (r, n) and B (m, r)."""
+    """Sum the 2-norms (not squared) of each projection's A (r, n) and B (m, r)."""
     import torch
 
     norms = [torch.linalg.vector_norm(part) for part in (*A.unbind(0), *B.split(list(outputs)))]
@@ -181,7 +180,7 @@ def size(A: Tensor, B: Tensor, outputs: Sequence[int]) -> Tensor:
 
 
 class OLoraLearner(LoraLearner):
-    """Trains one pair under a penalty; the other arguments are `LoraLearner`'s."""
+    """Trains one pair under a penalty."""
 
     def __init__(
         self,
@@ -195,5 +194,5 @@ class OLoraLearner(LoraLearner):
         self._penalty = penalty
 
     def penalty(self) -> dict[str, Tensor]:
-        """Return the overlap with the earlier tasks, and the pair's size."""
+        """Return the weighted overlap with the earlier tasks and size of the pair."""
         return self._penalty(self.A, self.B)

@@ -30,6 +30,11 @@ ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "ngram",
 """The combinations open to a method whose snapshots are adapters of their own."""
 
 
+def without(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the settings of an identity except those named."""
+    return {name: value for name, value in identity.items() if name not in names}
+
+
 class MethodSettings(Settings):
     """The settings that every method's `method:` group has."""
 
@@ -171,7 +176,7 @@ class Method:
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Return the settings that learning the task at this position reads; the others are not in its lineage."""
-        return {name: value for name, value in self.settings.training_identity().items() if name != "name"}
+        return without(self.settings.training_identity(), "name")
 
     def rank(self) -> int:
         """Return the adapter rank, which must fit the backbone's projections; 0 if there is no such limit."""

@@ -1,4 +1,4 @@
-"""SeqLoRA: one LoRA pair, trained on task after task and never started anew; what it forgets is the reference."""
+"""SeqLoRA: one LoRA pair fine-tuned on task after task, the reference for forgetting."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class SeqLoraSettings(LoraSettings):
 
 
 class SeqLora(LoraMethod):
-    """Each task goes on from the pair that the one before left, with a fresh optimizer; the newest answers."""
+    """One pair trained on all tasks in turn, with a new optimizer for each."""
 
     settings_class = SeqLoraSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Take O-LoRA's, which also ran it."""
+        """Return O-LoRA's scripts, which also run this method."""
         return o_lora_scripts(family, benchmark)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """Take the previous pair, to be trained further."""
+        """Continue from the previous pair."""
         return LoraLearner(self.carried(task, history), self.outputs, self.settings)

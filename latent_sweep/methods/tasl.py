@@ -1,11 +1,11 @@
-"""TaSL, task skill localisation and consolidation (arXiv 2408.09857): one LoRA pair, averaged matrix by matrix.
+"""TaSL, task skill localization and consolidation (arXiv 2408.09857): one LoRA pair, averaged matrix by matrix.
 
 A skill unit is one A or one B matrix of a projection. After a task, units that only the past needs are restored, units
 that only this task needs are kept, and the others are averaged.
 
-Departures from the released code: on T5 it trains the whole model, here one LoRA pair like the other methods; on Llama
-it also adapts k and o projections, here the backbone's targets; it keeps the best of its checkpoints by validation
-loss, here `training.select` decides.
+Departures from the released code: on T5 it trains the whole model, here one LoRA pair; on Llama it also adapts the k
+and o projections, here the backbone's targets; it keeps the checkpoint with the best validation loss, here
+`training.select` decides.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pydantic import Field
 
 from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
 from latent_sweep.methods.lora import LoraMethod, Scripts
-from latent_sweep.methods.protocol import TaskData
+from latent_sweep.methods.protocol import TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONSOLIDATION = {"percentile", "both_share", "score_share"}
-"""Settings that only the fusion with an earlier pair reads."""
+"""Settings that only the consolidation reads."""
 
 
 class TaslSettings(SkillSettings):
@@ -32,20 +32,20 @@ class TaslSettings(SkillSettings):
     name: Literal["tasl"] = "tasl"
     """Name of the method."""
     percentile: float = Field(80.0, ge=0, le=100)
-    """Units whose score lies above this percentile of all are important."""
+    """Units whose score exceeds this percentile of all scores are important."""
     both_share: float = Field(0.3, ge=0, le=1)
-    """Weight of the new values in units that both the past and this task need."""
+    """Weight of the new values in units that are important to both the past and this task."""
 
 
 class Tasl(LoraMethod):
-    """One pair carried through all tasks, consolidated after each; the newest answers."""
+    """One pair trained on all tasks in turn, consolidated after each."""
 
     settings_class = TaslSettings
     settings: TaslSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the released scripts, the same for every benchmark."""
+        """Return the values of the released scripts, for every benchmark."""
         training: dict[str, Any] = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
         own: dict[str, dict[str, Any]] = {
@@ -56,11 +56,10 @@ class Tasl(LoraMethod):
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out the settings of the consolidation at the first task, which has nothing to consolidate."""
-        own = super().stage_identity(position)
-        return own if position else {name: value for name, value in own.items() if name not in CONSOLIDATION}
+        return without(super().stage_identity(position), *(() if position else CONSOLIDATION))
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> TaslLearner:
-        """Take the consolidated pair, to be trained further."""
+        """Continue from the consolidated pair."""
         previous = history[-1] if history else None
         return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
 
@@ -83,7 +82,7 @@ class TaslLearner(SkillLearner):
         return torch.stack([of_A, of_B]).unsqueeze(-1)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
-        """Return `both_share` where important to both; to the past alone: 0; to this task alone: 1; to neither: 1/2."""
+        """Return `both_share` if important to both, 0 to the past alone, 1 to this task alone, 1/2 to neither."""
         import torch
 
         needed_before, needed_now = (scores > self._threshold(scores) for scores in (before, now))
@@ -97,5 +96,5 @@ class TaslLearner(SkillLearner):
         return scores.flatten().quantile(self.settings.percentile / 100)
 
     def facts(self) -> dict[str, float]:
-        """Count the units that both, one or neither of past and present need; nothing at the first task."""
+        """Count the units important to both, one or neither of past and present; nothing for the first task."""
         return dict(self._kinds)

@@ -1,4 +1,4 @@
-"""The frozen backbone as it is: the lower reference of every table. It learns nothing and costs no training."""
+"""The frozen backbone without an adapter, the lower reference. It trains nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ZeroShotSettings(MethodSettings):
 
 
 class ZeroShot(Method):
-    """Answers without any adapter; its snapshots are empty."""
+    """Answers without an adapter; its snapshots are empty."""
 
     settings_class = ZeroShotSettings
 
     def reads_history(self, position: int) -> bool:
-        """Return False: there is nothing to read."""
+        """Return False: snapshots are empty."""
         return False
 
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
@@ -35,7 +35,7 @@ class ZeroShot(Method):
         return ()
 
     def rank(self) -> int:
-        """Return 0: there is no adapter, and no limit."""
+        """Return 0: there is no adapter."""
         return 0
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
@@ -54,7 +54,7 @@ class ZeroShot(Method):
 
 
 class NothingToLearn(Learner):
-    """Leaves an empty snapshot; as its stages read no rows, the loop never runs it."""
+    """A learner without parameters; it leaves an empty snapshot and is never trained."""
 
     def parameters(self) -> dict[str, Tensor]:
         """Return no parameters."""

@@ -144,20 +144,20 @@ def test_rows_that_gradients_reach_are_told_where_the_first_projection_is_flatte
 
 @pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize(
-    ("family", "targets", "rows", "said"),
+    ("family", "targets", "rows", "found"),
     [
-        ("switch_transformers", ["expert_0.wi"], 3, r"expert_0\.wi reads \(\d+, 32\) of \d rows of 8 tokens"),
-        ("led", ["query", "value"], 3, r"query reads \(8, \d, 32\) of \d rows of 8 tokens"),
-        ("led", ["query", "value"], 8, r"query reads \(8, \d+, 32\) (with tokens first )?of \d+ rows of 8 tokens"),
+        ("switch_transformers", ["expert_0.wi"], 3, r"expert_0\.wi .*\(\d+, 32\)"),
+        ("led", ["query", "value"], 3, r"query .*\(8, \d, 32\)"),
+        ("led", ["query", "value"], 8, r"query .*\(8, \d+, 32\)"),
     ],
     ids=["an expert's tokens", "tokens first", "as many tokens as rows"],
 )
-def test_inputs_whose_rows_nothing_tells_are_refused(load, family, targets, rows, said, pack):
+def test_inputs_whose_rows_nothing_tells_are_refused(load, family, targets, rows, found, pack):
     """In a pack and alone: whether a sweep runs does not hang on what is packed."""
     backbone, bank = load(family, targets)
     members = [[{"prompt_ids": list(range(9 + i, 17 + i)), "target_ids": [5]} for i in range(rows)]] * pack
     adaptations = [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in range(pack)]
-    with pytest.raises(ConfigError, match=rf"backbone\.targets: .*{said}.*leave it out"):
+    with pytest.raises(ConfigError, match=rf"backbone\.targets: .*{found}"):
         step(backbone, bank, members, adaptations)
 
 
@@ -170,7 +170,7 @@ def test_a_memory_of_inputs_that_leaves_out_padding_must_know_where_it_is(load, 
         memory = InputMemory(GpmSettings(**gpm), "svd", MethodContext(backbone, bank, tmp_path, 4), task, [])
         return memory._moments(lambda rows: Adaptation())
 
-    said = r"method\.gpm\.mask_padding: .*v_proj reads 8 .* the 5 of the batch.*mask_padding: false"
-    with pytest.raises(ConfigError, match=said if targets is None else r"backbone\.targets: .*(query|value) reads"):
+    setting = r"method\.gpm\.mask_padding: .*v_proj" if targets is None else r"backbone\.targets: .*(query|value)"
+    with pytest.raises(ConfigError, match=setting):
         moments()
     assert all(moment.any() for moment in moments(mask_padding=False).values())

@@ -55,8 +55,8 @@ def test_ranks_with_a_space_of_their_own_are_not_trained_side_by_side(layers):
         factors = {name: truncated_svd(layer.weight, rank, kind.split()[0]) for name, layer in layers.items()}
         return LatentSpace(factors, SCALE, "out", kind=kind).deltas(normal(2, rank, rank))
 
-    assert LatentDeltas.beside([deltas(2, "exact"), deltas(4, "exact")], [1, 1]) is not None
-    assert LatentDeltas.beside([deltas(2, "randomized 2"), deltas(4, "randomized 4")], [1, 1]) is None
+    assert LatentDeltas.joined([deltas(2, "exact"), deltas(4, "exact")], [1, 1]) is not None
+    assert LatentDeltas.joined([deltas(2, "randomized 2"), deltas(4, "randomized 4")], [1, 1]) is None
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -124,7 +124,7 @@ def test_an_exception_inside_the_block_switches_the_deltas_off(layers):
 def test_a_wrong_number_of_deltas_is_refused(layers):
     bank, space = AdapterBank(layers), space_of(layers, "out")
     with (
-        pytest.raises(ValueError, match="expected one delta for each of 2 projections, found 1"),
+        pytest.raises(ValueError, match="2 .*found 1"),
         bank.active(Adaptation(space.deltas(normal(2, RANK, RANK))[:1])),
     ):
         pass

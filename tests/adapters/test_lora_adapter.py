@@ -74,7 +74,7 @@ def test_projections_of_different_inputs_read_their_own_part_of_A(kind):
         "one": lambda: LoraDeltas(A, B, outputs, 1.5),
         "row by row": lambda: LoraDeltas(A, 1.5 * B, outputs, 1.0, w=torch.ones(2, 3)),
         "folded": lambda: [DenseDelta(1.5 * b @ a) for a, b in zip(A, B.split(outputs), strict=True)],
-        "members": lambda: LoraDeltas.beside([LoraDeltas(A, B, outputs, 1.5)] * 2, [1, 1]),
+        "members": lambda: LoraDeltas.joined([LoraDeltas(A, B, outputs, 1.5)] * 2, [1, 1]),
     }[kind]()
     inputs = {name: torch.randn(2, 6, layer.in_features) for name, layer in layers.items()}
     bank = AdapterBank(layers)
@@ -248,7 +248,7 @@ MEMBERS = [(0, 3, 0.5), (1, 1, 2.0), (2, 5, 0.25)]
 def test_branches_side_by_side_answer_each_for_its_own_rows(counts):
     pairs = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
     alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, MEMBERS, strict=True)]
-    together = LoraDeltas.beside(alone, counts)
+    together = LoraDeltas.joined(alone, counts)
     h = normal(6, 5, N, seed=9)
     dWs = [dense(pair, scale) for pair, (_, _, scale) in zip(pairs, MEMBERS, strict=True)]
     owner = torch.repeat_interleave(torch.tensor(counts))
@@ -261,7 +261,7 @@ def test_side_by_side_every_branch_gets_its_own_gradient(counts):
     leaves = [tensor.requires_grad_(True) for pair in pairs for tensor in pair]
     alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, MEMBERS, strict=True)]
     h = normal(6, 5, N, seed=9)
-    together = answers(LoraDeltas.beside(alone, counts), h)
+    together = answers(LoraDeltas.joined(alone, counts), h)
     found = torch.autograd.grad(sum(y.square().sum() for y in together), leaves)
     parts = zip(alone, h.split(counts), strict=True)
     each = sum(y.square().sum() for deltas, part in parts for y in answers(deltas, part))
@@ -272,7 +272,7 @@ def test_side_by_side_every_branch_gets_its_own_gradient(counts):
 def test_rows_with_their_own_weights_do_not_stand_side_by_side():
     plain = LoraDeltas(*random_branch(0), OUTPUTS, SCALE)
     weighted = LoraDeltas(*random_branch(1), OUTPUTS, SCALE, w=torch.ones(2, RANK))
-    assert LoraDeltas.beside([plain, weighted], [2, 2]) is None
+    assert LoraDeltas.joined([plain, weighted], [2, 2]) is None
 
 
 @pytest.mark.parametrize("earlier", [1, 6], ids=["narrow", "dense"])
@@ -284,7 +284,7 @@ def test_sums_stand_side_by_side_term_by_term(earlier, counts):
         terms = [LoraDeltas(*own, OUTPUTS, SCALE), summed(others, OUTPUTS, SCALE, torch.float32)]
         members.append(DeltaSum(terms, detach=[False, True]))
         dWs.append([sum(of_all) for of_all in zip(*map(dense, [own, *others]), strict=True)])
-    together = DeltaSum.beside(members, counts)
+    together = DeltaSum.joined(members, counts)
     assert together.detach == [False, True]
     h, owner = normal(4, 5, N, seed=9), torch.repeat_interleave(torch.tensor(counts))
     assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
@@ -294,5 +294,5 @@ def test_sums_that_differ_in_kind_do_not_stand_side_by_side():
     _, plain = two_terms()
     _, with_dropout = two_terms(rate=0.1)
     _, detaching = two_terms(detach=[False, True])
-    assert DeltaSum.beside([plain, with_dropout], [1, 1]) is None
-    assert DeltaSum.beside([plain, detaching], [1, 1]) is None
+    assert DeltaSum.joined([plain, with_dropout], [1, 1]) is None
+    assert DeltaSum.joined([plain, detaching], [1, 1]) is None

