@@ -98,7 +98,7 @@ def test_a_flat_spectrum_stops_the_block_power_iteration(monkeypatch):
     monkeypatch.setattr(factors, "GRAM_COLUMNS", 16)
     monkeypatch.setattr(factors, "SPARE_COLUMNS", 0)
     monkeypatch.setattr(factors, "MOST_ITERATIONS", 3)
-    with pytest.raises(RuntimeError, match="96 x 96.* 8"):
+    with pytest.raises(RuntimeError, match=r"96 x 96.* 8"):
         truncated_svd(weight(96, 96, spectrum=torch.linspace(1, 0.999, 96, dtype=torch.float64)), 8)
 
 
@@ -168,7 +168,7 @@ def test_randomised_factors_are_computed_on_the_host_wherever_the_weight_lies():
 
 @pytest.mark.parametrize("algorithm", ["exact", "randomized"])
 def test_a_rank_that_does_not_fit_is_refused(algorithm):
-    with pytest.raises(ValueError, match="25 .*24 x 64"):
+    with pytest.raises(ValueError, match=r"25 .*24 x 64"):
         truncated_svd(weight(24, 64), 25, algorithm)
 
 

@@ -243,9 +243,7 @@ def test_projections_of_a_block_that_read_different_tensors_are_refused(t5):
     value = list(t5.targets.values())[odd.projections[1]]
     handle = value.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     try:
-        with pytest.raises(
-            ConfigError, match=r"backbone\.targets: decoder.*\.q .*decoder.*\.v"
-        ):
+        with pytest.raises(ConfigError, match=r"backbone\.targets: decoder.*\.q .*decoder.*\.v"):
             moments_of(t5, ROWS)
     finally:
         handle.remove()
@@ -267,7 +265,7 @@ def test_stretches_cover_every_input(backbone):
     for block in whole:
         parts = [part for part in split if part.projections == block.projections]
         assert [i for part in parts for i in range(32)[part.dimensions]] == list(range(32))
-    with pytest.raises(ValueError, match="32 .* 5"):
+    with pytest.raises(ValueError, match=r"32 .* 5"):
         input_blocks(names, 32, chunks=5)
 
 

@@ -124,7 +124,7 @@ def test_an_exception_inside_the_block_switches_the_deltas_off(layers):
 def test_a_wrong_number_of_deltas_is_refused(layers):
     bank, space = AdapterBank(layers), space_of(layers, "out")
     with (
-        pytest.raises(ValueError, match="2 .*found 1"),
+        pytest.raises(ValueError, match=r"2 .*found 1"),
         bank.active(Adaptation(space.deltas(normal(2, RANK, RANK))[:1])),
     ):
         pass

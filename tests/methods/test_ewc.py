@@ -156,7 +156,7 @@ def test_fisher_that_is_not_finite_is_a_fault(backbone, bank):
     learner = begin(method_at_work(Ewc, backbone, bank))
     with torch.no_grad():
         learner.B.fill_(float("inf"))
-    with pytest.raises(NonFiniteLoss, match="'task 0' .*7 rows"):
+    with pytest.raises(NonFiniteLoss, match=r"'task 0' .*7 rows"):
         learner.finish()
 
 

@@ -272,8 +272,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "adapters/factors.py",
         "randomised factors are a prefix of a larger rank's",
-        "if found == rank or (found > rank and not own)]",
-        "if found >= rank]",
+        "if cached == rank or (cached > rank and exact)]",
+        "if cached >= rank]",
         "factors::test_randomised_factors_are_those_of_their_rank_whatever_else_is_there",
     ),
     _mutant(
@@ -717,15 +717,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "adapters/latent.py",
         "members of a pack pay for what the first one interferes with",
-        "joined.G = torch.stack([penalty.G for penalty, _ in members])",
-        "joined.G = torch.stack([members[0][0].G for _ in members])",
+        "joined.G = torch.stack([penalty.G for penalty, _ in runs])",
+        "joined.G = torch.stack([runs[0][0].G for _ in runs])",
         "latent_adapter::test_several_penalties_together_are_each_its_own",
     ),
     _mutant(
         "adapters/low_rank.py",
         "members of a pack lose the scale that they have in common",
-        "return [tensor for tensor, _ in members], scales.pop()",
-        "return [tensor for tensor, _ in members], 1.0",
+        "return [tensor for tensor, _ in scaled], scales.pop()",
+        "return [tensor for tensor, _ in scaled], 1.0",
         "packs::test_every_member_ends_as_it_would_alone",
     ),
     _mutant(
@@ -852,22 +852,22 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "adapters/low_rank.py",
         "left factors get no gradient",
-        "to_left = g.transpose(-1, -2) @ z",
-        "to_left = torch.zeros_like(left)",
+        "g_z = g.transpose(-1, -2) @ z",
+        "g_z = torch.zeros_like(left)",
         "low_rank::test_gradients_are_those_of_finite_differences",
     ),
     _mutant(
         "adapters/low_rank.py",
         "right factors get the gradient of other blocks",
-        "to_right = _blocks(h, ctx.blocks)",
-        "to_right = _blocks(h.flip(0), ctx.blocks)",
+        "g_right = _blocks(h, ctx.blocks)",
+        "g_right = _blocks(h.flip(0), ctx.blocks)",
         "low_rank::test_gradients_are_those_of_finite_differences",
     ),
     _mutant(
         "adapters/low_rank.py",
         "nothing goes back to the inputs",
-        "to_h = (waist @ right.transpose(-1, -2))",
-        "to_h = (0 * waist @ right.transpose(-1, -2))",
+        "g_h = (g_left @ right.transpose(-1, -2))",
+        "g_h = (0 * g_left @ right.transpose(-1, -2))",
         "low_rank::test_gradients_are_those_of_finite_differences",
     ),
     _mutant(
