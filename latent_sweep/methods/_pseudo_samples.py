@@ -155,7 +155,7 @@ def unpadded(ids: Tensor) -> list[list[int]]:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-class DrawSettings(Protocol):
+class _DrawSettings(Protocol):
     """How pseudo-samples are generated; `Lfpt5Settings` documents the fields."""
 
     @property
@@ -201,7 +201,7 @@ class Samples:
 
 
 def draw(
-    context: MethodContext, prompt: Tensor, format: RowFormat, settings: DrawSettings, generator: torch.Generator
+    context: MethodContext, prompt: Tensor, format: RowFormat, settings: _DrawSettings, generator: torch.Generator
 ) -> Samples:
     """Have a prompt (vectors, d) write examples of an earlier task until enough are well-formed or tries run out."""
     s, writer = settings, Adaptation(prompt=prompt)
