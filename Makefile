@@ -85,7 +85,7 @@ gpu-kit: $(STAMP)
 reference: $(STAMP)
 	$(TOOL)reference
 
-# builds the documentation into build/site, without a network; a warning is an error. The variable hides a notice of the theme.
+# builds the documentation into build/site, without a network; a warning is an error (the variable hides a notice)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the sweep files go into the package, and its page on an index has no dead links."""
+"""Add what pyproject.toml cannot express: sweep files as package data, a long description without local links."""
 
 import re
 import shutil
@@ -11,10 +11,10 @@ HERE = Path(__file__).parent
 
 
 class BuildWithSweeps(build_py):
-    """Copies sweeps/*.yaml into the package; where it is installed to be edited, they are read in their folder."""
+    """Copies sweeps/*.yaml into the package. Editable installs read them from their folder."""
 
     def run(self) -> None:
-        """Build the package, and add the sweep files."""
+        """Build the package and add the sweep files."""
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "latent_sweep" / "sweep_files"
@@ -24,7 +24,7 @@ class BuildWithSweeps(build_py):
 
 
 def long_description() -> str:
-    """Return README.md without the pictures and with the texts of the links that lead to files beside it."""
+    """Return README.md without local pictures, and with the text in place of each local link."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
     text = re.sub(r'<img src="(?!https?:)[^>]*>\s*', "", text)
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)

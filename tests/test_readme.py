@@ -5,10 +5,13 @@ import importlib
 import json
 import os
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers.patience import PATIENCE
 from tools import reference
 
 from latent_sweep.cli.main import main, make_parser
@@ -112,6 +115,16 @@ def test_notebook_is_executed():
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] for cell in cells)
     assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+
+
+@pytest.mark.slow
+def test_site_builds_without_warnings_and_fetches_nothing(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = [page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")]
+    assert len(pages) > 30
+    assert not [tag for page in pages for tag in re.findall(r"<(?:script|link|img)[^>]*=\"https?:[^>]*>", page)]
 
 
 # --- every document --------------------------------------------------------------------------------------------------
