@@ -35,7 +35,7 @@ def open_sweep(*places: str | Path) -> SweepResults:
 
     Raises:
         ConfigError: no folder can have this path, there are two such sweeps, none is named, or one is named twice.
-        StoreError: there is no sweep, or the object store cannot be reached or refuses.
+        StorageError: there is no sweep, or the object store cannot be reached or refuses.
     """
     from latent_sweep.results.frames import SweepResults  # pandas: whoever only imports this package does not wait
     from latent_sweep.storage import folders

@@ -23,7 +23,7 @@ class NonFiniteLoss(LatentSweepError):
     """The training loss became NaN or infinite; the trial cannot go on with these settings."""
 
 
-class StoreError(LatentSweepError):
+class StorageError(LatentSweepError):
     """A stored file is missing, does not check against its digest, or cannot be written."""
 
 
@@ -39,6 +39,6 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM has come: everything ends as after Ctrl-C, with another exit code."""
 
 
-def unended(error: Exception) -> str:
+def clause(error: Exception) -> str:
     """Return an error's text without the full stop at its end, for a message that goes on behind it."""
     return str(error).rstrip(". ")

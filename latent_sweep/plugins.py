@@ -62,7 +62,7 @@ def code_digest(name: str) -> str:
     return _digest(tuple((str(path), path.stat().st_mtime_ns) for path in files))
 
 
-def code_places(name: str) -> list[Path]:
+def code_paths(name: str) -> list[Path]:
     """Where the code lies behind a name that was imported: its module's file, or the folder of the whole package."""
     return _package_folders(name) or [Path(str(sys.modules[name.partition(":")[0]].__file__))]
 

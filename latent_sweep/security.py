@@ -51,14 +51,14 @@ _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\
 """What would steer a terminal or reorder what it shows; a line break and a tab do neither."""
 
 
-def spelled_out(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Spell out `\\x1b` and its like in `text`, so that it steers no terminal."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def printable(text: str) -> str:
     """Make `text` fit to be printed: without secrets, and spelled out."""
-    return spelled_out(redact(text))
+    return escape_controls(redact(text))
 
 
 def say(text: str) -> None:

@@ -176,7 +176,7 @@ def test_programs_read_what_people_read(tmp_path, capsys):
     assert verified == {"disk": {"faults": [], "counts": verified["disk"]["counts"], "notes": []}}
     next((tmp_path / "runs" / "tiny" / "trials").glob("*/scores.json")).write_text("{}")
     assert len(read(capsys, "verify", folder, code=1)["disk"]["faults"]) == 1
-    assert len(read(capsys, "verify", folder, "--repair", code=1)["set_aside"]) == 1
+    assert len(read(capsys, "verify", folder, "--repair", code=1)["quarantine"]) == 1
 
 
 def test_programs_read_what_is_chosen_before_the_trials_run(tmp_path, capsys):

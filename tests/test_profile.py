@@ -5,7 +5,7 @@ from helpers.sweeps import tiny, write
 
 from latent_sweep.cli.main import main
 from latent_sweep.doctor import examination
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile, write_profile
 
 PROFILE = Profile("tiny-llama", "cpu", "float32", 120.5, 3.25, "2026-01-02T03:04:05+00:00", {"torch": "2.13.0"})
@@ -30,7 +30,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path, backbone, name):
 def test_a_corrupt_profile_is_named(tmp_path, content):
     path = tmp_path / "profile.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(StoreError, match=r"profile\.json"):
+    with pytest.raises(StorageError, match=r"profile\.json"):
         read_profile(path)
 
 

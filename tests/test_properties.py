@@ -16,7 +16,7 @@ from helpers.tiny import journal_at
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.execution.driver import write_sweep
 from latent_sweep.settings import parse_yaml, yaml_text
 from latent_sweep.storage.journal import status
@@ -200,7 +200,7 @@ def test_any_bytes_are_a_journal_or_a_fault_of_it(journal, content):
     journal.path.write_bytes(content)
     try:
         events = journal.read()
-    except StoreError as error:
+    except StorageError as error:
         fault = str(error)
     else:
         status(events)
@@ -209,18 +209,18 @@ def test_any_bytes_are_a_journal_or_a_fault_of_it(journal, content):
     assert fault.startswith(str(journal.path))
     try:
         journal.append("started", attempt=1)
-    except StoreError:
+    except StorageError:
         assert journal.path.read_bytes() == content
     else:  # its last line is whole, and no other is looked at
         assert journal.path.read_bytes().startswith(content[: content.rfind(b"\n") + 1])
-        with pytest.raises(StoreError):
+        with pytest.raises(StorageError):
             journal.read()
 
 
 @pytest.mark.parametrize("line", NO_EVENTS.values(), ids=list(NO_EVENTS))
 def test_a_line_that_is_no_event_is_a_fault_of_the_journal(journal, line):
     journal.path.write_bytes(WHOLE + line)
-    with pytest.raises(StoreError, match="line 2"):
+    with pytest.raises(StorageError, match="line 2"):
         journal.read()
 
 

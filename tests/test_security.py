@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.security import has_credentials, printable, quoted, redact, redact_error, traceback_text
 
 WORD = "hunter2-Xyz"
@@ -264,7 +264,7 @@ def test_an_ordinary_traceback_stays():
 def test_an_error_that_others_show_tells_nothing():
     """As Ray does, whose driver prints what a worker has raised."""
     address = f"https://bob:{WORD}@host"
-    first, second, error = OSError(5, f"no route to {address}"), KeyError(3, f"password={WORD}"), StoreError(address)
+    first, second, error = OSError(5, f"no route to {address}"), KeyError(3, f"password={WORD}"), StorageError(address)
     second.__context__ = third = FileNotFoundError(2, "no such file", f"s3://bob:{WORD}@a", None, f"s3://bob:{WORD}@b")
     third.__cause__ = ValueError([f"token={WORD}"], {"kept": 3})
     third.__cause__.__notes__ = [f"asked of {address}"]
@@ -280,7 +280,7 @@ def test_an_error_that_others_show_tells_nothing():
         "Command '['fetch', 'https://***@host']' returned non-zero exit status 1",
         "[Errno 5] no route to https://***@host",
         "KeyError: (3, 'password=***')",
-        "StoreError: https://***@host",
+        "StorageError: https://***@host",
         "no such file: 's3://***@a' -> 's3://***@b'",
         "{'kept': 3})",
     ):

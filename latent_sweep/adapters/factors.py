@@ -29,7 +29,7 @@ from torch import Tensor
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.storage import versions
-from latent_sweep.storage.checksummed import intact, is_sealed, write_sealed
+from latent_sweep.storage.checksummed import has_valid_checksum, verified, write_checksummed
 from latent_sweep.storage.files import committing
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def load_factors(
 
     Raises:
         ConfigError: the rank exceeds the smallest side of a projection.
-        StoreError: the factors cannot be written.
+        StorageError: the factors cannot be written.
     """
     largest = min(min(p.out_features, p.in_features) for p in projections.values())
     if rank > largest:
@@ -232,7 +232,7 @@ def stored_singular_values(
 ) -> npt.NDArray[np.float32] | None:
     """Return singular values of the named projections, (M, rank), from the cache in `folder`; None if absent."""
     for path in _of_rank(folder, factors_name(weights_digest, algorithm), rank):
-        if is_sealed(path) and _holds_its_own(path):
+        if has_valid_checksum(path) and _holds_its_own(path):
             with safe_open(path, framework="np") as file:
                 if {f"{name}.S" for name in names} <= set(file.keys()):
                     return np.stack([file.get_tensor(f"{name}.S")[:rank] for name in names])
@@ -252,7 +252,7 @@ def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
 
 
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:
-    return next((path for path in _of_rank(folder, stem, rank) if intact(path) and _holds_its_own(path)), None)
+    return next((path for path in _of_rank(folder, stem, rank) if verified(path) and _holds_its_own(path)), None)
 
 
 def _of_rank(folder: Path, stem: str, rank: int) -> list[Path]:
@@ -278,7 +278,7 @@ def _compute(projections: Mapping[str, Projection], rank: int, path: Path, algor
         for name, projection in projections.items():
             factors = truncated_svd(projection.weight, rank, algorithm)
             parts |= {f"{name}.{part}": getattr(factors, part).cpu().numpy() for part in "USV"}
-    write_sealed(path, parts)
+    write_checksummed(path, parts)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from latent_sweep.backbones.loading import Backbone
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
-from latent_sweep.storage.checksummed import intact, write_sealed
+from latent_sweep.storage.checksummed import verified, write_checksummed
 
 Features = npt.NDArray[np.float32]
 
@@ -88,7 +88,7 @@ def features(
 
     Raises:
         ConfigError: a row has no token, or there is no such layer.
-        StoreError: the cache cannot be written.
+        StorageError: the cache cannot be written.
     """
     if empty := [index for index, row in enumerate(rows) if not len(row)]:
         raise ConfigError(f"features: row {empty[0]:,} (0-based) has no token; expected one or more in every row")
@@ -100,10 +100,10 @@ def features(
     if layer is not None:
         key["computed"] = [device_name(backbone.device), str(backbone.model.dtype), versions.library("transformers")]
     path = folder / "embeddings" / f"{content_hash(key, length=32)}.safetensors"
-    if intact(path):
+    if verified(path):
         return load_file(path)["features"]
     computed = _features(backbone, bank, rows, layer)
-    write_sealed(path, {"features": computed})
+    write_checksummed(path, {"features": computed})
     return computed
 
 

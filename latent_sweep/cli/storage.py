@@ -152,7 +152,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _record(inventory: Inventory, sweep: SweepFolder) -> dict[str, Any]:
-    from latent_sweep.errors import StoreError
+    from latent_sweep.errors import StorageError
     from latent_sweep.monitor.state import SweepWatch
     from latent_sweep.storage.folders import SWEEP_FILE
 
@@ -160,7 +160,7 @@ def _record(inventory: Inventory, sweep: SweepFolder) -> dict[str, Any]:
     try:
         sweep.storage.pull(sweep.path, only=(SWEEP_FILE,))
         state, size = SweepWatch(sweep).look(), inventory.size(sweep)
-    except StoreError as error:
+    except StorageError as error:
         return record | {"fault": str(error)}
     return record | {
         "tuning_of": sweep.tuning_of,

@@ -64,7 +64,7 @@ def add(commands: Commands) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.execution.driver import check_engine
-    from latent_sweep.storage.snapshots import SnapshotStore
+    from latent_sweep.storage.snapshots import SnapshotStorage
     from latent_sweep.storage.storage import open_storage
     from latent_sweep.sweep.config import load_sweep
     from latent_sweep.sweep.explain import explain_plan
@@ -80,7 +80,7 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(printable(describe_whole_plan(plan, storage)))
     if options.explain:
-        print("", printable(explain_plan(plan.sweep, plan.trials, SnapshotStore(storage))), sep="\n")
+        print("", printable(explain_plan(plan.sweep, plan.trials, SnapshotStorage(storage))), sep="\n")
     return 2 if plan.conflicts else 0
 
 

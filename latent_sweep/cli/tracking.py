@@ -94,9 +94,9 @@ def _verify(options: argparse.Namespace) -> int:
     disk = verify_disk(folder)
     show("disk", disk, "disk")
     if disk.faults and options.repair:
-        record["set_aside"] = repair_disk(folder)
-        if record["set_aside"]:
-            return finish(1, "quarantined; the same run command makes it again:", *record["set_aside"])
+        record["quarantine"] = repair_disk(folder)
+        if record["quarantine"]:
+            return finish(1, "quarantined; the same run command makes it again:", *record["quarantine"])
         if not options.json:
             print("restored from the object store")
     elif disk.faults:

@@ -43,7 +43,7 @@ def hub_split(source: SourceSpec, name: str) -> Path:
 
     Raises:
         MissingData: the split is not cached and cannot be downloaded.
-        StoreError: the cache cannot be written.
+        StorageError: the cache cannot be written.
     """
     key = [source.hub, source.config, source.revision, name]
     target = cache_folder() / "hub_data" / content_hash(key, length=32)

@@ -198,7 +198,7 @@ def tokenized(
     Raises:
         DataError: the data is missing or malformed, or differs from `source`.
         ConfigError: `settings.chat` is set and the tokenizer has no usable chat template.
-        StoreError: the cache cannot be written.
+        StorageError: the cache cannot be written.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
     max_target_length = target_length(settings, task)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.data.caches import file_digest
-from latent_sweep.errors import DataError, MissingData, unended
+from latent_sweep.errors import DataError, MissingData, clause
 from latent_sweep.settings import content_hash, read_regular
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
@@ -167,7 +167,7 @@ def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
         line = first_line + error.lineno - 1
         raise DataError(f"{path}, line {line}, column {error.colno}: not valid JSON: {error.msg}.") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
-        raise DataError(f"{path}: not JSON that can be read: {unended(error)}.") from error
+        raise DataError(f"{path}: not JSON that can be read: {clause(error)}.") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _separated(path: Path) -> Iterator[tuple[str, Any]]:
                     )
                 yield f"line {reader.line_num}", {n: cell for n, cell in zip(header, cells, strict=True) if n}
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not readable as CSV: {unended(error)}.") from error
+            raise DataError(f"{path}, line {reader.line_num}: not readable as CSV: {clause(error)}.") from error
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: is not UTF-8 near line {reader.line_num + 1}; save it in UTF-8.") from error
 
@@ -224,7 +224,7 @@ def _saved_shards(folder: Path) -> list[Path]:
     try:
         return [folder / entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{folder}: not a folder written by Dataset.save_to_disk: {unended(error)}.") from error
+        raise DataError(f"{folder}: not a folder written by Dataset.save_to_disk: {clause(error)}.") from error
 
 
 def _read_columns(path: Path, files: Collection[Path], columns: Collection[str] | None) -> Records:
@@ -234,7 +234,7 @@ def _read_columns(path: Path, files: Collection[Path], columns: Collection[str] 
     try:
         opened = [(_parquet if file.suffix.lower() == ".parquet" else _arrow)(file, columns) for file in files]
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not readable as {path.suffix or 'a saved data set'}: {unended(error)}.") from error
+        raise DataError(f"{path}: not readable as {path.suffix or 'a saved data set'}: {clause(error)}.") from error
     if not opened:
         return Records(iter(()))
     names = opened[0][0].names
@@ -283,7 +283,7 @@ def _column_records(path: Path, batches: Iterator[Any]) -> Iterator[tuple[str, A
                 number += 1
                 yield f"row {number}", record
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}, after row {number}: cannot be read: {unended(error)}.") from error
+        raise DataError(f"{path}, after row {number}: cannot be read: {clause(error)}.") from error
 
 
 def _shortest_floats(batch: Any) -> Any:

@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
-from latent_sweep.errors import ConfigError, StoreError, unended
+from latent_sweep.errors import ConfigError, StorageError, clause
 from latent_sweep.results.definition import trial_name
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import final_metrics, mending, stages, status
+from latent_sweep.storage.journal import final_metrics, repair_advice, stages, status
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Trial, plan_trial
 from latent_sweep.sweep.schema import TrialSettings, WrittenTrial, resolved_settings
@@ -38,7 +38,7 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
 
     Raises:
         ConfigError: no finished trial is meant, or several are.
-        StoreError: there is no sweep, or a journal is damaged.
+        StorageError: there is no sweep, or a journal is damaged.
     """
     trials = list(sweep)
     events = {trial.trial_id: trial.events() for trial in trials}
@@ -79,7 +79,7 @@ def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
 
     Raises:
         ConfigError: what lies outside the settings is not what it was: code, data, backbone, the benchmark's file.
-        StoreError: its settings cannot be read.
+        StorageError: its settings cannot be read.
     """
     settings = _settings(folder)
     written = WrittenTrial(**{field.name: getattr(settings, field.name) for field in fields(WrittenTrial)})
@@ -104,8 +104,8 @@ def _settings(folder: TrialFolder) -> TrialSettings:
     try:
         settings = resolved_settings(folder.settings())
     except (ValidationError, LookupError, TypeError) as error:
-        raise StoreError(
-            f"{folder.path}: has no settings of a trial of this version: {unended(error)}. Run the sweep again: that "
+        raise StorageError(
+            f"{folder.path}: has no settings of a trial of this version: {clause(error)}. Run the sweep again: that "
             "writes them anew, and repeats nothing that is complete"
         ) from error
     benchmark = settings.benchmark
@@ -135,7 +135,7 @@ def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> Mod
     Raises:
         ConfigError: the backbone is another one than the snapshots were learned on.
         DataError: the benchmark's rows, from which what is missing is made, are not at hand.
-        StoreError: a snapshot is missing or damaged.
+        StorageError: a snapshot is missing or damaged.
     """
     trial = context.trial
     snapshots = [_snapshot(sweep, lineage) for lineage in trial.lineages()]
@@ -162,7 +162,7 @@ def origin_of(sweep: SweepFolder, folder: TrialFolder) -> Origin:
 def _snapshot(sweep: SweepFolder, lineage: str) -> Snapshot:
     found = sweep.snapshots.get(lineage)
     if found is None:
-        raise StoreError(
-            f"{sweep.snapshots.path(lineage)}: a snapshot of the trial is missing or damaged. {mending(sweep.path)}."
+        raise StorageError(
+            f"{sweep.snapshots.path(lineage)}: the trial's snapshot is missing or corrupt. {repair_advice(sweep.path)}."
         )
     return found

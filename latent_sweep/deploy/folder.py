@@ -22,15 +22,15 @@ from latent_sweep.data.caches import file_digest
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Records
-from latent_sweep.errors import ConfigError, StoreError, unended
+from latent_sweep.errors import ConfigError, StorageError, clause
 from latent_sweep.methods.protocol import Method
 from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.routing.ngram import TaskNgrams
 from latent_sweep.settings import local_path
 from latent_sweep.storage import versions
-from latent_sweep.storage.checksummed import is_sealed, write_sealed_json
+from latent_sweep.storage.checksummed import has_valid_checksum, write_checksummed_json
 from latent_sweep.storage.files import cache_folder, committing, write_file
-from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.sweep.schema import resolved_settings
@@ -52,7 +52,7 @@ def new_folder(folder: str | Path) -> Path:
 
     Raises:
         ConfigError: something is there already.
-        StoreError: it cannot be made.
+        StorageError: it cannot be made.
     """
     path = local_path(folder)
     with committing(path):
@@ -65,7 +65,7 @@ def new_folder(folder: str | Path) -> Path:
 def save(content: ModelContent, context: Context, method: Method, folder: str | Path) -> Path:
     """Write a model; see `ContinualModel.save`."""
     path = new_folder(folder)
-    store = SnapshotStore(Storage(path))
+    store = SnapshotStorage(Storage(path))
     for task in content.learned:
         store.append(task.snapshot)
         for kind in RECORDS:
@@ -78,7 +78,7 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
             write_file(path / "factors" / factors.name, factors.read_bytes())
     write_file(path / "README.md", model_card(content, context).encode())
     files = {name: file_digest(path / name) for name in _files(path)}
-    write_sealed_json(path / MODEL_FILE, _described(content) | {"files": files}, indent=1)
+    write_checksummed_json(path / MODEL_FILE, _described(content) | {"files": files}, indent=1)
     return path
 
 
@@ -86,21 +86,21 @@ def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
     """Read a model, and give it a place of its own in this machine's cache for what it computes.
 
     Raises:
-        StoreError: it is no folder of a model, or something of it is missing or damaged.
+        StorageError: it is no folder of a model, or something of it is missing or damaged.
     """
     path = local_path(folder).resolve()
     found = _checked(path)
     try:
         content = _content(path, found)
     except (ValidationError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(
-            f"{path / MODEL_FILE}: holds no model that this version can read: {unended(error)}. It was written by "
+        raise StorageError(
+            f"{path / MODEL_FILE}: holds no model that this version can read: {clause(error)}. It was written by "
             "latent_sweep of another version, or is damaged: install the version that its card names, or export "
             "it again"
         ) from error
     storage = Storage(cache_folder() / "models" / file_digest(path / MODEL_FILE)[:16])
     for factors in path.glob("factors/*.safetensors"):
-        if not is_sealed(storage.folder / "factors" / factors.name):
+        if not has_valid_checksum(storage.folder / "factors" / factors.name):
             storage.write(storage.folder / "factors" / factors.name, factors.read_bytes())
     return content, storage
 
@@ -153,7 +153,7 @@ def _without_place(task: TaskSpec) -> dict[str, Any]:
 
 def _content(path: Path, found: Mapping[str, Any]) -> ModelContent:
     tasks = [TaskSpec.model_validate(entry["task"]) for entry in found["tasks"]]
-    store = SnapshotStore(Storage(path))
+    store = SnapshotStorage(Storage(path))
     trial = Trial(
         trial_id=found["origin"]["trial_id"],
         training_id=found["training_id"],
@@ -193,35 +193,35 @@ def _checked(path: Path) -> dict[str, Any]:
     """Read `model.json` and hold every file against it.
 
     Raises:
-        StoreError: it is not there, or a file is missing or another one.
+        StorageError: it is not there, or a file is missing or another one.
     """
     file = path / MODEL_FILE
     if not file.is_file():
-        raise StoreError(
+        raise StorageError(
             f"{path}: found no {MODEL_FILE}; expected the folder of a model, as `latent-sweep export --to model` "
             "writes it. Check the path"
         )
     found = _sealed_content(file)
     if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
-        raise StoreError(f"{file}: does not check against its digest: it is damaged. Copy or export the model again")
+        raise StorageError(f"{file}: does not check against its digest: it is damaged. Copy or export the model again")
     if found.get("format") != FORMAT:
-        raise StoreError(
+        raise StorageError(
             f"{file}: is of format {found.get('format')!r:.20}; this version reads {FORMAT}. Export the model again"
         )
     for name, digest in found["files"].items():
         place = path / name
         if not place.resolve().is_relative_to(path):
-            raise StoreError(f"{file}: names {name!r:.80}, which lies outside of the folder; expected files within")
+            raise StorageError(f"{file}: names {name!r:.80}, which lies outside of the folder; expected files within")
         if not place.is_file():
-            raise StoreError(f"{place}: is missing. Copy or export the model again")
+            raise StorageError(f"{place}: is missing. Copy or export the model again")
         if name != "README.md" and file_digest(place) != digest:  # people write into that
-            raise StoreError(f"{place}: does not check against its digest. Copy or export the model again")
+            raise StorageError(f"{place}: does not check against its digest. Copy or export the model again")
     return found
 
 
 def _sealed_content(file: Path) -> Any:
     """Read a sealed file; None where it is damaged, or holds no JSON of ours."""
     try:
-        return json.loads(file.read_bytes())["content"] if is_sealed(file) else None
+        return json.loads(file.read_bytes())["content"] if has_valid_checksum(file) else None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None

@@ -29,7 +29,7 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
 
     Raises:
         ConfigError: no adapter is meant, the model's snapshots are no LoRA adapters, or the folder holds something.
-        StoreError: it cannot be written.
+        StorageError: it cannot be written.
     """
     backbone = model.context.backbone
     if not backbone.whole:

@@ -97,7 +97,7 @@ class ContinualModel:
         Raises:
             ConfigError: no such trial, or the code, the data or the backbone are not what it was planned with.
             DataError: the benchmark's rows are not at hand.
-            StoreError: there is no sweep, or something of it is missing or damaged.
+            StorageError: there is no sweep, or something of it is missing or damaged.
         """
         sweep = open_sweep(place)
         folder = find_trial(sweep, trial)
@@ -119,7 +119,7 @@ class ContinualModel:
             backbone: the folder that holds the backbone here, where that is another one than the trial's.
 
         Raises:
-            StoreError: it is no folder of a model, or something of it is missing or damaged.
+            StorageError: it is no folder of a model, or something of it is missing or damaged.
         """
         content, storage = folders.opened(folder)
         return cls(replace(content, trial=_on(content.trial, device, backbone)), storage)
@@ -354,7 +354,7 @@ class ContinualModel:
 
         Raises:
             ConfigError: the folder holds something else.
-            StoreError: it cannot be written.
+            StorageError: it cannot be written.
         """
         _ = self.method  # of a factored one its factors, which are there once it has answered
         return folders.save(self.content, self.context, self.method, folder)

@@ -45,7 +45,7 @@ def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
 
     Raises:
         ConfigError: the model's snapshots are no LoRA adapters, or the folder holds something.
-        StoreError: it cannot be written.
+        StorageError: it cannot be written.
     """
     adapters = adapters_of(model)
     path = new_folder(folder)

@@ -16,14 +16,14 @@ from latent_sweep.execution.ray_nodes import check_cluster_answers
 from latent_sweep.memo import memo_scope
 from latent_sweep.security import say
 from latent_sweep.settings import Settings, canonical_json, content_hash, yaml_text
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.files import read_file
 from latent_sweep.storage.folders import SWEEP_FILE, SweepFolder, driving
 from latent_sweep.storage.journal import status
 from latent_sweep.storage.objects import requests
-from latent_sweep.storage.reserve import free_reserve, keep_reserve
+from latent_sweep.storage.reserve import free_reserve, write_reserve
 from latent_sweep.storage.storage import Storage, open_storage
-from latent_sweep.storage.watch import following, forget_the_old, requests_told
+from latent_sweep.storage.watch import remove_stale_heartbeats, reported_requests, watching
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
 from latent_sweep.sweep.forecast import describe_plan, describe_tuning
 from latent_sweep.sweep.plan import Pack, Run, Trial
@@ -97,7 +97,7 @@ def _run_plan(plan: Plan, storage: Storage, options: _Options) -> int:
     say(describe_plan(plan, storage))
     with driving(folder, lambda driver: say(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(folder.path)
-        forget_the_old(storage, folder.path)
+        remove_stale_heartbeats(storage, folder.path)
         if not options.replace:
             if conflict := name_conflict(sweep, trials, folder):
                 raise ConfigError(conflict)
@@ -110,7 +110,7 @@ def _run_plan(plan: Plan, storage: Storage, options: _Options) -> int:
             storage.remove(folder.path / TUNING)
         unfinished = _drive(plan, folder, options)
         if storage.is_remote:
-            sent = Counter(requests()) - sent_before + requests_told(folder.path, began)
+            sent = Counter(requests()) - sent_before + reported_requests(folder.path, began)
             counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
             say(f"requests  {counts} (this run with its workers)")
         return unfinished
@@ -140,14 +140,14 @@ def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
         say(f"{missing} of {trainings} trainings have failed before and are run again")
     elif missing < trainings:
         say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
-    keep_reserve(folder.path)
+    write_reserve(folder.path)
     tracker = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
     with screen_for(folder, log=True) as screen:
         thread = SyncThread(tracker, log_line=screen.tell)
         thread.start()
         try:
             if todo:
-                others = following(storage, folder.path) if not options.local else nullcontext()
+                others = watching(storage, folder.path) if not options.local else nullcontext()
                 with Following(folder, screen), others:
                     if options.local:
                         say_driving(folder, "loading PyTorch")
@@ -279,7 +279,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
     text = yaml_text(resolved).encode()
     if read_file(folder.path / "sweep.yaml") != text:
         storage.write(folder.path / "sweep.yaml", text)
-    storage.write(folder.path / SWEEP_FILE, sealed_json(content, indent=1))
+    storage.write(folder.path / SWEEP_FILE, checksummed_json(content, indent=1))
     return folder
 
 

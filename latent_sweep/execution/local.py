@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from latent_sweep.backbones.architectures import free_memory
-from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError, StoreError
+from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError, StorageError
 from latent_sweep.execution.engines import engine_of
 from latent_sweep.execution.retries import has_failed, journal_lengths, record_loss, still_to_try
 from latent_sweep.monitor.progress import MEASURING, ProgressWriter, say_driving
-from latent_sweep.storage.failures import failure_kind, let_go
+from latent_sweep.storage.failures import failure_kind, free_frames
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.sweep.memory import decided
 from latent_sweep.sweep.plan import Pack
@@ -68,10 +68,10 @@ def run_local(
                     break
                 except LatentSweepError as error:
                     log.error("pack %s failed: %s", p.pack_id, error)
-                    if isinstance(error, StoreError):
-                        with suppress(StoreError):  # the disk may be too full for this, too
+                    if isinstance(error, StorageError):
+                        with suppress(StorageError):  # the disk may be too full for this, too
                             record_loss(left, sweep, "storage", str(error))
-                    let_go(error)
+                    free_frames(error)
                 except Exception as error:
                     log.exception("pack %s failed", p.pack_id)
                     if failure_kind(error) == "device_lost":
@@ -81,7 +81,7 @@ def run_local(
                             "command again to resume. If it happens at the same place, set CUDA_LAUNCH_BLOCKING=1 "
                             "to see which operation fails"
                         ) from None
-                    let_go(error)  # frees the backbone and activations for the next attempt
+                    free_frames(error)  # frees the backbone and activations for the next attempt
                 left, tried = still_to_try(p, sweep, launched, run), left
         if fail_fast and has_failed(p, sweep, launched, run):
             log_line("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")

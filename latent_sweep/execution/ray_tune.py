@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
+from latent_sweep.errors import ConfigError, LatentSweepError, StorageError
 from latent_sweep.execution import ray_private
 from latent_sweep.execution.ray_nodes import check_every_node_sees, connect
 from latent_sweep.execution.retries import (
@@ -29,8 +29,8 @@ from latent_sweep.execution.retries import (
 )
 from latent_sweep.monitor.progress import MEASURING, say_driving
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
-from latent_sweep.storage.failures import failure_facts, failure_kind, let_go
-from latent_sweep.storage.folders import TUNES_OWN, SweepFolder
+from latent_sweep.storage.failures import failure_facts, failure_kind, free_frames
+from latent_sweep.storage.folders import TUNE_FOLDER, SweepFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage, question, sees, unseen_message
 from latent_sweep.sweep.plan import Pack
@@ -104,7 +104,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 reuse_actors=True,  # the next pack of a worker finds its backbone loaded
             ),
             run_config=tune.RunConfig(
-                name=TUNES_OWN,
+                name=TUNE_FOLDER,
                 storage_path=str(sweep.path),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from the journals
                 stop=stopper,
@@ -229,14 +229,14 @@ def _run_work(
     try:
         (run_group if run.resources.workers > 1 else run_part)(left, sweep, run, report)
     except Exception as error:
-        if isinstance(error, (*lost_errors(), StoreError)) or failure_kind(error) == "device_lost":
+        if isinstance(error, (*lost_errors(), StorageError)) or failure_kind(error) == "device_lost":
             redact_error(error)  # Ray prints it
             raise  # worker, GPU or storage lost: retry in a new process
         log.exception("pack %s failed", left.pack_id)  # run_pack has recorded it in the journals
         if run.resources.workers > 1:  # unless a worker failed that does not write them
             _pull_journals(left, sweep)
             record_failure(left, sweep, failure_facts(error))
-        let_go(error)  # frees this pack's backbone and activations for the next pack of this process
+        free_frames(error)  # frees this pack's backbone and activations for the next pack of this process
         if still_to_try(left, sweep, launched, run) is not None:
             redact_error(error)
             raise
@@ -245,7 +245,7 @@ def _run_work(
 def _pull_journals(pack: Pack, sweep: SweepFolder) -> None:
     """Fetch the journals of a pack's trials from the shared storage."""
     for trial in pack.trials:
-        sweep.storage.bring_journal(sweep.journal(trial.trial_id).path)
+        sweep.storage.pull_journal(sweep.journal(trial.trial_id).path)
 
 
 def _pull_trials(pack: Pack, sweep: SweepFolder) -> None:
@@ -384,7 +384,7 @@ def _loss_kind(cause: Exception | None) -> LossKind:
     from ray.exceptions import ActorUnavailableError
 
     text = str(cause)
-    if isinstance(cause, StoreError):
+    if isinstance(cause, StorageError):
         return "storage"
     if getattr(cause, "preempted", False):
         return "preempted"

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from latent_sweep.errors import ConfigError, unended
+from latent_sweep.errors import ConfigError, clause
 from latent_sweep.metrics.numerals import last_number
 from latent_sweep.plugins import code_digest, imported
 
@@ -367,7 +367,7 @@ def _checked(metric: Metric, score: Callable[..., float], row: tuple[Any, ...]) 
         found = float(score(*row))
     except Exception as error:  # whatever it does
         raise ConfigError(
-            f"metric {metric} failed on the answer {row[0]!r:.60}: {type(error).__name__}: {unended(error)}. Correct "
+            f"metric {metric} failed on the answer {row[0]!r:.60}: {type(error).__name__}: {clause(error)}. Correct "
             "it there"
         ) from error
     if not 0 <= found <= 1:  # true for NaN too

@@ -12,13 +12,13 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.monitor.log_lines import duration, news, summary
 from latent_sweep.monitor.state import SweepState, SweepWatch, current
 from latent_sweep.monitor.terminal import draw
 from latent_sweep.security import printable, redact, say
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.watch import FOLLOWING_SECONDS, Follower
+from latent_sweep.storage.watch import POLL_SECONDS, Watcher
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,7 @@ class Following:
             self._look()
 
     def _look(self) -> None:
-        with suppress(StoreError):  # readers that need the journal report the corruption
+        with suppress(StorageError):  # readers that need the journal report the corruption
             self._reel.look()
 
 
@@ -119,15 +119,15 @@ def watch(sweep: SweepFolder) -> None:
             folder = current(sweep)
             if seen is None or folder.name != seen.name:
                 sweep.storage.pull(folder.path)
-                follower = Follower(sweep.storage, folder.path)
+                watcher = Watcher(sweep.storage, folder.path)
                 seen, reel, until = folder, Reel(SweepWatch(folder), screen), time.monotonic()
             state = reel.look()
             if state.driver is not None:
                 until = time.monotonic() + (HANDOVER_SECONDS if folder.name != sweep.name else 0.0)
             elif time.monotonic() >= until:
                 return
-            time.sleep(FOLLOWING_SECONDS if sweep.storage.is_remote else LOOK_SECONDS)
-            follower.follow()
+            time.sleep(POLL_SECONDS if sweep.storage.is_remote else LOOK_SECONDS)
+            watcher.poll()
 
 
 # --- plain lines -----------------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.labels import label, short_names
 from latent_sweep.monitor.progress import DRIVING, WORKING
 from latent_sweep.results.trial_states import ENDED, Tally, TrialState, advanced
 from latent_sweep.storage.files import NO_FILE, FileState, read_json_or_nothing, state_of
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since, driver_of, tuning_name
-from latent_sweep.storage.heartbeat import FOLDER, telling_of, told_journals
+from latent_sweep.storage.heartbeat import FOLDER, heartbeat_of, journal_writes
 from latent_sweep.storage.journal import START, Position, Status
 
 ROUND = 60
@@ -183,7 +183,7 @@ class SweepWatch:
         """Return the sweep's current state.
 
         Raises:
-            StoreError: a journal is corrupt, or the object store is unreachable.
+            StorageError: a journal is corrupt, or the object store is unreachable.
         """
         since = self._began if self._drives else driven_since(self.sweep)  # first: journals end before the lease does
         told = self._read_told()
@@ -232,7 +232,7 @@ class SweepWatch:
 
     def _moved(self, told: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return indices of trials with reported updates, plus the next slice of the round-robin scan."""
-        written = set(telling_of(self.sweep.path).written()).union(*map(told_journals, told))
+        written = set(heartbeat_of(self.sweep.path).written()).union(*map(journal_writes, told))
         self._round = (self._round + 1) % ROUND
         turn = range(self._round, len(self._trials), ROUND)
         return [*(self._numbers[trial_id] for trial_id in written if trial_id in self._numbers), *turn]
@@ -245,9 +245,9 @@ class SweepWatch:
         state = self._tally.trials[number]
         try:
             if version.size < place.offset:
-                raise StoreError(f"{trial.journal.path}: shorter than before")
+                raise StorageError(f"{trial.journal.path}: shorter than before")
             events, place = trial.journal.read_on(place)
-        except StoreError:  # the journal was replaced, or it is corrupt: read it from its start
+        except StorageError:  # the journal was replaced, or it is corrupt: read it from its start
             state = TrialState(state.trial_id, state.training_id, state.name, state.n_tasks)
             events, place = trial.journal.read_on(START)
         self._known[number] = version, place

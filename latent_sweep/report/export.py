@@ -29,7 +29,7 @@ def export_pictures(
 
     Raises:
         ConfigError: the sweep has no such axis, or not exactly one such configuration.
-        StoreError: the sweep or a journal is missing or corrupt.
+        StorageError: the sweep or a journal is missing or corrupt.
     """
     pictures, not_drawn = all_pictures(sweep, summarize(sweep, over, baseline))
     folder.mkdir(parents=True, exist_ok=True)

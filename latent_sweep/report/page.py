@@ -61,7 +61,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
 
     Raises:
         ConfigError: a sweep has no such axis or configuration.
-        StoreError: a sweep or a journal is missing or corrupt.
+        StorageError: a sweep or a journal is missing or corrupt.
     """
     from jinja2 import Environment
 

@@ -18,7 +18,7 @@ from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
 from latent_sweep.results.trial_states import counts_text
-from latent_sweep.security import spelled_out
+from latent_sweep.security import escape_controls
 from latent_sweep.sweep.prices import items_text
 from latent_sweep.sweep.tuning import EXACT
 
@@ -99,7 +99,7 @@ def without_comparison(summary: Summary) -> Summary:
 
 def one_line(text: str) -> str:
     """Join text into one line, with control characters spelled out."""
-    return " ".join(spelled_out(text).split())
+    return " ".join(escape_controls(text).split())
 
 
 def counts(summary: Summary) -> str:

@@ -12,7 +12,7 @@ from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.results.selection import UNREADABLE, FinishedTrial, finished_trial
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import stages
-from latent_sweep.storage.predictions import Answer, Answers, kept_answers
+from latent_sweep.storage.predictions import Answer, Answers, saved_answers
 
 RIGHT = 0.5
 """The score, a fraction, from which an answer counts as right: exact matches have 0 or 1, Rouge-L all between."""
@@ -61,7 +61,7 @@ def _flips(trial: FinishedTrial, per_task: int) -> Iterator[Flip]:
     if predictions is None:
         return
     told = stages(trial.events)
-    kept = {event.tasks_seen: dict(answers) for event, answers in kept_answers(trial.folder.path, told)}
+    kept = {event.tasks_seen: dict(answers) for event, answers in saved_answers(trial.folder.path, told)}
     last, benchmark = len(told), trial.benchmark()
     for position, task in enumerate(trial.tasks[:-1]):
         new = position + 1

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.labels import short_names
 from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.definition import defined_measures, defined_metrics, trial_name
@@ -26,9 +26,9 @@ from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.summaries import ROUTER_MEASURES, end_reason
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import Event, Stage, attempts, final_metrics, mending, stages, status
-from latent_sweep.storage.predictions import Answer, is_kept
-from latent_sweep.storage.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines, told_matrix
+from latent_sweep.storage.journal import Event, Stage, attempts, final_metrics, repair_advice, stages, status
+from latent_sweep.storage.predictions import Answer, saves_answers
+from latent_sweep.storage.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines, recorded_matrix
 from latent_sweep.sweep.plan import values_read
 
 _TIME = "datetime64[ns, UTC]"
@@ -69,7 +69,7 @@ class SweepResults:
 
     Raises:
         ConfigError: no folder is named, or one is named twice.
-        StoreError: there is no sweep in one, or its `sweep.json` is damaged.
+        StorageError: there is no sweep in one, or its `sweep.json` is damaged.
     """
 
     def __init__(self, *folders: SweepFolder):
@@ -131,7 +131,7 @@ class SweepResults:
             reason (string): why it failed or was stopped
 
         Raises:
-            StoreError: a journal is damaged.
+            StorageError: a journal is damaged.
         """
         dtypes = _TRIAL | self._setting_dtypes() | _PROGRESS
         return _frame(dtypes, [self._trial_row(placed) for placed in self._trials()])
@@ -169,7 +169,7 @@ class SweepResults:
         name of another column is called `metrics.<name>`. Terms that a method adds to the loss are among them.
 
         Raises:
-            StoreError: a journal is damaged.
+            StorageError: a journal is damaged.
         """
         told = [(placed, told, event) for placed in self._trials() for told in [placed.stages()] for event in told]
         before = _KEY | self._setting_dtypes() | _STAGE
@@ -195,7 +195,7 @@ class SweepResults:
             is_new (bool): whether it is the task learned last
 
         Raises:
-            StoreError: a journal is damaged.
+            StorageError: a journal is damaged.
         """
         dtypes = _KEY | self._setting_dtypes() | _STAGE | _SCORE
         found = ((placed, event) for placed in self._trials() for event in placed.stages())
@@ -212,9 +212,9 @@ class SweepResults:
 
         Raises:
             ConfigError: no trial fits, or several do.
-            StoreError: the journal is damaged.
+            StorageError: the journal is damaged.
         """
-        matrix = told_matrix(self._find(trial).stages())
+        matrix = recorded_matrix(self._find(trial).stages())
         index, columns = pd.Index(matrix.tasks, name="after_task"), pd.Index(matrix.tasks, name="task")
         rows = [[*row, *[float("nan")] * (len(matrix.tasks) - len(row))] for row in matrix.rows]
         return pd.DataFrame(rows, index=index, columns=columns, dtype="float64")
@@ -257,7 +257,7 @@ class SweepResults:
         Raises:
             ConfigError: no trial has such a task, or not exactly one trial fits.
             DataError: with `inputs`, the benchmark's data is not at hand, or has other rows than those answered.
-            StoreError: a journal or a file that holds answers is damaged.
+            StorageError: a journal or a file that holds answers is damaged.
         """
         trials = self._trials() if trial is None else [self._find(trial)]
         told = [(found, found.trial.events()) for found in trials]
@@ -299,7 +299,7 @@ class SweepResults:
             "n_tasks": trial.n_tasks,
             "tasks_seen": len(told),
             **{name: metrics.get(name) for name in ("AP", "FM", "BWT")},
-            "LA": told_matrix(told).mean_diagonal() if told and "LA" in defined_measures(trial, told) else None,
+            "LA": recorded_matrix(told).mean_diagonal() if told and "LA" in defined_measures(trial, told) else None,
             **seconds,
             "attempts": len(starts),
             "node": starts[-1].node if starts else None,
@@ -395,16 +395,16 @@ def _answer_rows(
     for task, found in lines.items():
         name = f"{PREDICTIONS}/{task}.jsonl"
         if found is None and name in told[-1].files and status(events) == "finished":
-            raise StoreError(
+            raise StorageError(
                 f"{trial.path / name}: is missing, or does not check against its digest in the journal. "
-                f"{mending(trial.path.parent.parent)}."
+                f"{repair_advice(trial.path.parent.parent)}."
             )
     newest = {
         task: [Answer(line["prediction"], line["score"]) for line in found]
         for task, found in lines.items()
         if found is not None
     }
-    unkept = [] if is_kept(told[-1]) else [(told[-1], newest)]
+    unkept = [] if saves_answers(told[-1]) else [(told[-1], newest)]
     last = told if tasks_seen is None else told[:tasks_seen]
     for event, answers in chain(checked_answers(trial.path, last), unkept):
         if tasks_seen in (None, event.tasks_seen):

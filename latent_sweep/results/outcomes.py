@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.definition import Measure, defined_measures
 from latent_sweep.storage.folders import TrialFolder
 from latent_sweep.storage.journal import Stage, final_metrics, stages
-from latent_sweep.storage.trial_files import RowScores, checked_answers, row_scores, told_matrix
+from latent_sweep.storage.trial_files import RowScores, checked_answers, recorded_matrix, row_scores
 
 Scores = npt.NDArray[np.float64]
 """Of the rows of one task, (rows,)."""
@@ -56,11 +56,11 @@ def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:
     need the answers of every stage, which `run.keep_answers: all` keeps.
 
     Raises:
-        StoreError: its journal is damaged.
+        StorageError: its journal is damaged.
     """
     events = trial.events()
     told, metrics = stages(events), final_metrics(events)
-    matrix, last = told_matrix(told), row_scores(trial.path, events)
+    matrix, last = recorded_matrix(told), row_scores(trial.path, events)
     values: dict[Measure, float] = {
         "AP": metrics["AP"],
         "LA": matrix.mean_diagonal(),
@@ -89,7 +89,7 @@ def _by_stage(
             for event, answered in checked_answers(trial.path, told)
             for task, answers in answered.items()
         }
-    except (OSError, StoreError, ValueError):
+    except (OSError, StorageError, ValueError):
         return {}
     expected = {(event.tasks_seen, task): last[task].scores.shape for event in told for task in event.scores}
     return found if {place: scores.shape for place, scores in found.items()} == expected else {}

@@ -21,8 +21,8 @@ from latent_sweep.results.definition import trial_name
 from latent_sweep.results.inputs import benchmark_rows
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Stage, final_metrics, stages, status
-from latent_sweep.storage.predictions import Answer, Answers, kept_answers
-from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, damages
+from latent_sweep.storage.predictions import Answer, Answers, saved_answers
+from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, corrupt_files
 
 MEASURES = ("AP", "FM")
 ROUNDING = 1e4 * EPSILON
@@ -140,7 +140,7 @@ def rescore(sweep: SweepFolder) -> list[Rescored]:
     """Score every trial of a sweep again, from the answers that it has kept.
 
     Raises:
-        StoreError: `sweep.json` or a journal is damaged.
+        StorageError: `sweep.json` or a journal is damaged.
     """
     return [_rescored(sweep, trial) for trial in sweep]
 
@@ -152,7 +152,7 @@ def _rescored(sweep: SweepFolder, trial: TrialFolder) -> Rescored:
         return replace(result, notes=(f"{result.status}, without a finished stage: there is nothing to score again",))
     if result.status == "running":
         return replace(result, left_out=("the trial is running, and its files may be ahead of its journal",))
-    if found := damages(trial.path, events):
+    if found := corrupt_files(trial.path, events):
         faults = tuple(f"{damage.path} {damage.found}" for damage in found)
         return replace(result, faults=faults, left_out=("its files are damaged; see `latent-sweep verify --repair`",))
     notes = []
@@ -216,7 +216,7 @@ class _Rescoring:
 
     def _answers(self) -> Iterator[tuple[Stage, Answers | None]]:
         """Yield every stage with its answers; None where they were not kept. The newest are also the predictions."""
-        kept = {event.tasks_seen: dict(answers) for event, answers in kept_answers(self.trial.path, self.told)}
+        kept = {event.tasks_seen: dict(answers) for event, answers in saved_answers(self.trial.path, self.told)}
         for event in self.told[:-1]:
             yield event, kept.get(event.tasks_seen)
         yield self.told[-1], kept.get(len(self.told), self.newest)

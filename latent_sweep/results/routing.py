@@ -22,7 +22,7 @@ from latent_sweep.backbones.registry import BackboneSettings, family_of
 from latent_sweep.data.chat import Chat, chat_of
 from latent_sweep.data.loaders import WHOLE_PROMPT, data_digest, token_cache_name
 from latent_sweep.data.schema import Split, load_benchmark, target_length, task_sequence
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results.selection import UNREADABLE, FinishedTrial, finished_trials, first_of_each, reason
 from latent_sweep.routing.gaussian import (
@@ -41,7 +41,7 @@ from latent_sweep.routing.gaussian import (
     scatter_name,
 )
 from latent_sweep.routing.metrics import CALIBRATION_BINS, expected_calibration_error
-from latent_sweep.storage.checksummed import is_sealed
+from latent_sweep.storage.checksummed import has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import stages
 
@@ -164,13 +164,13 @@ def routing(sweep: SweepFolder, trial: FinishedTrial) -> Routing:
     """Read where the rows of one trial with a router were routed.
 
     Raises:
-        StoreError: its predictions are missing or damaged.
+        StorageError: its predictions are missing or damaged.
         ConfigError, LookupError, OSError, TypeError, ValueError: its files hold something else.
     """
     settings = RouterSettings.model_validate(trial.settings()["router"])
     predictions = trial.predictions()
     if predictions is None:
-        raise StoreError("its predictions are not those that its journal tells of")
+        raise StorageError("its predictions are not those that its journal tells of")
     kept = tuple(_weights(predictions[task], len(trial.tasks)) for task in trial.tasks)
     if settings.combine not in ROUTED:
         return Routing(trial, settings, kept)
@@ -202,7 +202,7 @@ class StoredRouter:
             kept: the weights that the trial has answered with.
 
         Raises:
-            StoreError: the store does not hold all of it, or does not give the weights that were kept.
+            StorageError: the store does not hold all of it, or does not give the weights that were kept.
             LatentSweepError, LookupError, OSError, TypeError, ValueError: what names it cannot be read.
         """
         router = self._router()
@@ -212,33 +212,35 @@ class StoredRouter:
         told = np.concatenate(list(kept))
         alike = again.shape == told.shape and np.abs(again - told).max(axis=1) <= _SAME_WEIGHT
         if 1 - np.mean(alike) > _MAY_DIFFER:
-            raise StoreError("the router in the store gives other weights than those that its rows were answered with")
+            raise StorageError("the stored router gives other weights than those that its rows were answered with")
         return tuple(router.posterior(found) for found in embeddings)
 
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
         """The pooled embeddings (rows, d) of a task as the router reads them, equation (11).
 
         Raises:
-            StoreError: they are not kept, or the embedding table that scales them is not at hand.
+            StorageError: they are not kept, or the embedding table that scales them is not at hand.
             LatentSweepError, LookupError, OSError, TypeError, ValueError: what names them cannot be read.
         """
         path = pooled_path(self._folder, self._pooled_name(task, split))
-        if not is_sealed(path):
-            raise StoreError(
+        if not has_valid_checksum(path):
+            raise StorageError(
                 f"the pooled embeddings of task {self.trial.tasks[task]} are not in {path.parent} on this machine; a "
                 "trial whose router.combine is soft or hard leaves them there"
             )
         pooled = load_file(path)["pooled"]
         how = self._settings.embed_norm
         if how == "std" and self._table_std is None:
-            raise StoreError("the embedding table of its backbone, which scales what is pooled, is not on this machine")
+            raise StorageError(
+                "the embedding table of its backbone, which scales pooled embeddings, is not on this machine"
+            )
         return normalise_embeddings(pooled, how, self._table_std if how == "std" else None)
 
     def _router(self) -> GaussianRouter:
         """The router over all tasks, from its records; fitted as the last stage of the trial has fitted it.
 
         Raises:
-            StoreError: one is not in the store.
+            StorageError: one is not in the store.
         """
         settings, n_tasks = self._settings, len(self.trial.tasks)
         seed = int(self._groups["seed"])
@@ -304,9 +306,9 @@ class StoredRouter:
 
 
 def _record(kind: type[Record], path: Path) -> Record:
-    found = kind.load(path) if is_sealed(path) else None
+    found = kind.load(path) if has_valid_checksum(path) else None
     if found is None:
-        raise StoreError(f"the records of its router are not in {path.parent} on this machine")
+        raise StorageError(f"the records of its router are not in {path.parent} on this machine")
     return found
 
 
@@ -314,11 +316,11 @@ def backbone_digests(sweep: SweepFolder, lineage: str) -> dict[str, str]:
     """Digests of the weights and the tokenizer that a snapshot was learned with, as its facts tell.
 
     Raises:
-        StoreError: there is no such snapshot.
+        StorageError: there is no such snapshot.
         OSError, ValueError, LookupError, TypeError: its facts cannot be read, or hold something else.
     """
     path = sweep.snapshots.folder / f"{lineage}.json"
     if not path.is_file():
-        raise StoreError(f"snapshot {lineage} is missing")
+        raise StorageError(f"snapshot {lineage} is missing")
     found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["facts"]["backbone"]
     return found

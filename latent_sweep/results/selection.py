@@ -12,7 +12,7 @@ from latent_sweep.errors import LatentSweepError
 from latent_sweep.labels import label, short_names
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, stages, status
-from latent_sweep.storage.trial_files import PREDICTIONS, damages
+from latent_sweep.storage.trial_files import PREDICTIONS, corrupt_files
 
 MOST_DRAWN = 3
 """Configurations that pictures show: more would be read by nobody."""
@@ -71,7 +71,7 @@ class FinishedTrial:
         Raises:
             OSError, ValueError: a file cannot be read.
         """
-        if damages(self.folder.path, self.events):
+        if corrupt_files(self.folder.path, self.events):
             return None
         files = {task: self.folder.path / PREDICTIONS / f"{task}.jsonl" for task in self.tasks}
         return {task: [json.loads(line) for line in path.read_bytes().splitlines()] for task, path in files.items()}

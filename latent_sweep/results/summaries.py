@@ -34,7 +34,7 @@ from latent_sweep.storage.journal import (
     stages,
     status,
 )
-from latent_sweep.storage.trial_files import told_matrix
+from latent_sweep.storage.trial_files import recorded_matrix
 from latent_sweep.sweep.plan import is_read, values_read
 from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
@@ -270,7 +270,7 @@ def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
 
     Raises:
         ConfigError: the sweep has no such axis, or not exactly one such configuration.
-        StoreError: `sweep.json` is missing, or it or a journal is damaged.
+        StorageError: `sweep.json` is missing, or it or a journal is damaged.
     """
     return summarize_all([sweep], over, baseline)[0]
 
@@ -329,7 +329,7 @@ def summarize_all(
 
     Raises:
         ConfigError: a sweep is there twice, lacks such an axis, or has not exactly one such configuration.
-        StoreError: a sweep or a journal is missing or damaged.
+        StorageError: a sweep or a journal is missing or damaged.
     """
     times = Counter(sweep.path.resolve() for sweep in sweeps)
     if twice := [str(path) for path, count in times.items() if count > 1]:
@@ -393,7 +393,7 @@ def summarize_one(sweep: SweepFolder, members: Sequence[TrialFolder]) -> Configu
     """Summarise one of the `repetitions` as `summarize` does it; no other journal is read.
 
     Raises:
-        StoreError: a journal of them is damaged.
+        StorageError: a journal of them is damaged.
     """
     return _configuration([_told(trial, trial.events()) for trial in members], _shown(sweep))
 
@@ -478,7 +478,7 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         known,
         finish=events[-1].time,
         metrics=final_metrics(events),
-        matrix=told_matrix(told),
+        matrix=recorded_matrix(told),
         constants={stage.task: stage.constant for stage in told if stage.constant is not None},
         router=_router_measures(told),
     )

@@ -49,7 +49,7 @@ from latent_sweep.routing.metrics import RoutingMeasures, accuracies, is_posteri
 from latent_sweep.routing.ngram import TaskNgrams, fit_ngrams, nearest
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
-from latent_sweep.storage.checksummed import intact, write_sealed
+from latent_sweep.storage.checksummed import verified, write_checksummed
 
 log = logging.getLogger(__name__)
 
@@ -265,11 +265,11 @@ class Combiner:
         """Return phi(x) of every row, (rows, d): its mean token embedding, equation (11); pooled once and stored."""
         if (task, split) not in self._embedded:
             path = pooled_path(self.storage, self.pooled_name(task, split))
-            if intact(path):
+            if verified(path):
                 pooled = load_file(path)["pooled"]
             else:
                 pooled = pool(self.backbone, self.tokens(task, split), self.settings)
-                write_sealed(path, {"pooled": pooled})
+                write_checksummed(path, {"pooled": pooled})
             std = self._table_std if self.settings.embed_norm == "std" else None
             self._embedded = {(task, split): normalise_embeddings(pooled, self.settings.embed_norm, std)}
         return self._embedded[task, split]

@@ -31,7 +31,7 @@ from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods.protocol import Combination
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings, content_hash
 from latent_sweep.storage import versions
-from latent_sweep.storage.checksummed import intact, write_sealed
+from latent_sweep.storage.checksummed import verified, write_checksummed
 
 ROUTED: tuple[Combination, ...] = ("soft", "hard")
 """Modes whose weights are the router's posterior."""
@@ -153,12 +153,12 @@ class _Record:
 
     def save(self, path: Path) -> None:
         """Write the record to `path`, atomically and with its digest."""
-        write_sealed(path, {field.name: getattr(self, field.name) for field in fields(self)})
+        write_checksummed(path, {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def load(cls: type[R], path: Path) -> R | None:
         """Read what `save` wrote; None where there is nothing, or nothing intact."""
-        if not intact(path):
+        if not verified(path):
             return None
         arrays = load_file(path)
         return cls(**{name: array if array.ndim else array.item() for name, array in arrays.items()})

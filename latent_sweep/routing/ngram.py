@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from latent_sweep.storage.checksummed import intact, write_sealed
+from latent_sweep.storage.checksummed import verified, write_checksummed
 
 SIZES = (3, 4, 5)
 """Characters of an n-gram."""
@@ -38,12 +38,12 @@ class TaskNgrams:
         """Write them to `path`, atomically and with their digest: n-grams as code points, (n-grams, longest)."""
         ordered = sorted(self.shares)
         codes = np.array(ordered, dtype=f"<U{max(SIZES)}").view("<u4").reshape(len(ordered), max(SIZES))
-        write_sealed(path, {"codes": codes, "shares": np.array([self.shares[ngram] for ngram in ordered])})
+        write_checksummed(path, {"codes": codes, "shares": np.array([self.shares[ngram] for ngram in ordered])})
 
     @classmethod
     def load(cls, path: Path) -> TaskNgrams | None:
         """Read what `save` wrote; None where there is nothing, or nothing intact."""
-        if not intact(path):
+        if not verified(path):
             return None
         arrays = load_file(path)
         ngrams = arrays["codes"].view(f"<U{max(SIZES)}").ravel().tolist()

@@ -25,37 +25,37 @@ log = logging.getLogger(__name__)
 
 _SEAL = b'"sha256":"'
 """How a sealed file introduces its digest; quotes inside JSON's texts are escaped, so nothing else looks so."""
-UNSEALED = {"sha256": "0" * 64}
-DAMAGED = ".damaged"
+NO_CHECKSUM = {"sha256": "0" * 64}
+QUARANTINED = ".damaged"
 """Suffix of a sealed file that was set aside."""
 
 
-def write_sealed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
+def write_checksummed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
     """Write arrays as one safetensors file, atomically, sealed in its metadata: a cache of this node."""
     import numpy as np
     from safetensors.numpy import save
 
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    write_file(path, sealed(save(in_order, metadata=UNSEALED)))
+    write_file(path, checksummed(save(in_order, metadata=NO_CHECKSUM)))
 
 
-def write_sealed_json(path: Path, content: Any, indent: int | None = None) -> None:
+def write_checksummed_json(path: Path, content: Any, indent: int | None = None) -> None:
     """Write a JSON value as one sealed file, atomically: a cache of this node."""
-    write_file(path, sealed_json(content, indent))
+    write_file(path, checksummed_json(content, indent))
 
 
-def sealed_json(content: Any, indent: int | None = None) -> bytearray:
+def checksummed_json(content: Any, indent: int | None = None) -> bytearray:
     """Write a JSON value as the bytes of a sealed file; indented where people read it."""
-    text = json.dumps(UNSEALED | {"content": content}, indent=indent, separators=(",", ":"), allow_nan=False)
-    return sealed(text.encode())
+    text = json.dumps(NO_CHECKSUM | {"content": content}, indent=indent, separators=(",", ":"), allow_nan=False)
+    return checksummed(text.encode())
 
 
-def read_sealed_json(path: Path) -> Any:
-    """Read what `write_sealed_json` has written, or None where there is none that is `intact`."""
-    return json.loads(path.read_bytes())["content"] if intact(path) else None
+def read_checksummed_json(path: Path) -> Any:
+    """Read what `write_checksummed_json` has written, or None where there is none that is `intact`."""
+    return json.loads(path.read_bytes())["content"] if verified(path) else None
 
 
-def sealed(content: bytes) -> bytearray:
+def checksummed(content: bytes) -> bytearray:
     """Put the sha256 of all bytes of `content` but its own 64 in the place that is left for it."""
     sealed = bytearray(content)
     start = sealed.index(_SEAL) + len(_SEAL)
@@ -63,28 +63,28 @@ def sealed(content: bytes) -> bytearray:
     return sealed
 
 
-def intact(path: Path) -> bool:
+def verified(path: Path) -> bool:
     """Whether a sealed file is there and checks against its digest, which is computed once a process.
 
     One that does not check is renamed to `*.damaged` and reported, and counts as not there.
     """
     if not path.exists():
         return False
-    if is_sealed(path):
+    if has_valid_checksum(path):
         return True
-    set_aside(path, "does not check against its digest")
+    quarantine(path, "does not check against its digest")
     return False
 
 
-def set_aside(path: Path, found: str) -> None:
+def quarantine(path: Path, found: str) -> None:
     """Rename a damaged file to `*.damaged` and say what was found; it need not be there any more."""
-    damaged = path.with_suffix(DAMAGED)
+    damaged = path.with_suffix(QUARANTINED)
     log.warning("%s %s; it is set aside as %s and made again", path, found, damaged.name)
     with committing(damaged), suppress(FileNotFoundError):  # another process has done so
         os.replace(path, damaged)
 
 
-def is_sealed(path: Path) -> bool:
+def has_valid_checksum(path: Path) -> bool:
     """Whether a sealed file is there and checks against its digest; changes nothing."""
     try:
         status = path.stat()

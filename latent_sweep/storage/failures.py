@@ -99,7 +99,7 @@ def failure_facts(error: BaseException) -> dict[str, str]:
     return facts if phase is None else {**facts, "during": phase}
 
 
-def let_go(error: BaseException) -> None:
+def free_frames(error: BaseException) -> None:
     """Free what the frames of an error and of what led to it hold: a backbone, activations, a GPU's memory.
 
     Its type, its message and the lines of its traceback stay.
@@ -111,10 +111,10 @@ def let_go(error: BaseException) -> None:
         for frame, _ in traceback.walk_tb(one.__traceback__):
             _clear(frame)
         left += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in seen]
-    give_memory_back()
+    free_memory()
 
 
-def give_memory_back() -> None:
+def free_memory() -> None:
     """Free what nobody holds any more, and let other processes have what of a GPU was kept for later."""
     gc.collect()  # models and engines are circles
     torch = sys.modules.get("torch")

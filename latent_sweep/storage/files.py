@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.settings import local_path, read_regular
 
 
@@ -21,7 +21,7 @@ def private_folder(folder: Path) -> None:
     """Make a folder that is its owner's alone; one that is there already stays as it is.
 
     Raises:
-        StoreError: it cannot be made.
+        StorageError: it cannot be made.
     """
     with committing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def private_file(path: Path) -> None:
     """Make an empty file that is its owner's alone; one that is there already stays as it is.
 
     Raises:
-        StoreError: it cannot be made.
+        StorageError: it cannot be made.
     """
     with committing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None =
         modified_ns: the time that the file gets, in nanoseconds since 1970; None is now, and later than the old file's.
 
     Raises:
-        StoreError: it cannot be written; the old file stays.
+        StorageError: it cannot be written; the old file stays.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nodes may share a folder and a process id
     with committing(path):
@@ -84,13 +84,13 @@ def committing(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses within the block into an error that says what to do.
 
     Raises:
-        StoreError: `path` cannot be written.
+        StorageError: `path` cannot be written.
     """
     try:
         yield
     except OSError as error:
         advice = _WHAT_TO_DO.get(error.errno or 0, "Expected a folder that can be written. Correct that")
-        raise StoreError(
+        raise StorageError(
             f"{path}: cannot be written: {error.strerror or error}. {advice}, and run the same command again."
         ) from error
 
@@ -110,14 +110,14 @@ def read_file(path: Path, offset: int = 0) -> bytes:
     """Read the file from a byte on; nothing where there is none.
 
     Raises:
-        StoreError: something else lies there, or it cannot be read.
+        StorageError: something else lies there, or it cannot be read.
     """
     try:
         return read_regular(path, offset=offset)
     except FileNotFoundError:
         return b""
     except OSError as error:
-        raise StoreError(
+        raise StorageError(
             f"{path}: cannot be read: {error.strerror or error}. Move away what is there, or mend it, and run the same "
             "command again."
         ) from error

@@ -15,13 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.labels import distinct_labels, label, short_names
 from latent_sweep.settings import flatten, local_path, read_yaml
-from latent_sweep.storage.checksummed import is_sealed
+from latent_sweep.storage.checksummed import has_valid_checksum
 from latent_sweep.storage.journal import Event, Journal
 from latent_sweep.storage.leases import Lease, held
-from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import (
     DEFAULT_PLACE,
     JOURNAL,
@@ -38,7 +38,7 @@ SWEEP_FILE = "sweep.json"
 """What makes a folder a sweep's: what its driver has planned."""
 LOCKS = "locks"
 """Folder of the leases of a sweep's driver and of its trainings."""
-TUNES_OWN = "ray"
+TUNE_FOLDER = "ray"
 """Folder of what Ray Tune keeps of a run; nothing reads it, for the journals tell all that counts."""
 SETTINGS = "trial.yaml"
 """A trial's settings, among the artifacts of its run; in its folder where an earlier version has written it."""
@@ -84,7 +84,7 @@ class TrialFolder:
         """The content of the trial's file `name`, or None where it is not there.
 
         Raises:
-            StoreError: the file cannot be read as JSON.
+            StorageError: the file cannot be read as JSON.
         """
         return _read_json(self.path / name) if (self.path / name).exists() else None
 
@@ -120,16 +120,16 @@ class SweepFolder:
             candidates = SweepFolder(self.storage, tuning_name(self.name))
             self.storage.pull(candidates.path, only=(SWEEP_FILE,))
             if candidates.exists:
-                raise StoreError(
+                raise StorageError(
                     f"{self.where}: found no {SWEEP_FILE}: its choices are still being made, among the trials of "
                     f"{candidates.where}. Run the sweep to its end, or look at that one."
                 )
-            raise StoreError(
+            raise StorageError(
                 f"{self.where}: found no {SWEEP_FILE}; expected the folder of a sweep, <storage>/<sweep name>. "
                 f"Run the sweep first, or check the path."
             )
-        if not is_sealed(file):
-            raise StoreError(
+        if not has_valid_checksum(file):
+            raise StorageError(
                 f"{file}: does not check against its digest: it is damaged, or was written by an earlier version. "
                 "Run the sweep again: that writes it anew, and repeats nothing that is complete."
             )
@@ -187,9 +187,9 @@ class SweepFolder:
         }
 
     @property
-    def snapshots(self) -> SnapshotStore:
+    def snapshots(self) -> SnapshotStorage:
         """Return the snapshots that its trials have learned, with those of all other sweeps of the storage."""
-        return SnapshotStore(self.storage)
+        return SnapshotStorage(self.storage)
 
     def journal(self, trial_id: str) -> Journal:
         """The journal of one of its trials."""
@@ -234,7 +234,7 @@ def open_sweep(place: str | Path) -> SweepFolder:
     Raises:
         ConfigError: no folder can have this path, or the working directory and the default storage both have such
             a sweep.
-        StoreError: the object store cannot be reached or refuses.
+        StorageError: the object store cannot be reached or refuses.
     """
     text = str(place)
     if "://" not in text:
@@ -326,4 +326,4 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise StoreError(f"{path}: cannot be read as JSON: {error}") from error
+        raise StorageError(f"{path}: cannot be read as JSON: {error}") from error

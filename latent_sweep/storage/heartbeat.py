@@ -21,7 +21,7 @@ from latent_sweep.storage.objects import requests
 
 FOLDER = "progress"
 """Where the files lie, in the sweep's folder."""
-KEPT_SECONDS = 300.0
+ADVERTISED_SECONDS = 300.0
 """For so long it is told that a journal has been written: several times the pause between two looks."""
 
 
@@ -34,7 +34,7 @@ class Written(NamedTuple):
     """What was written last."""
 
 
-class Telling:
+class Heartbeat:
     """What this process tells of one sweep. Safe to use from several threads.
 
     Args:
@@ -56,7 +56,7 @@ class Telling:
         """Tell for a while that the journal of a trial was written."""
         now = time.monotonic()
         with self._lock:
-            old = [trial for trial, (at, _) in self._journals.items() if now - at > KEPT_SECONDS]
+            old = [trial for trial, (at, _) in self._journals.items() if now - at > ADVERTISED_SECONDS]
             for trial in old:
                 del self._journals[trial]
             self._journals[trial_id] = now, Written(size, event)
@@ -75,20 +75,20 @@ class Telling:
         return json.dumps(process | sent | {"journals": self.written()} | parts).encode()
 
 
-_TELLINGS: dict[tuple[int, Path], Telling] = {}
+_TELLINGS: dict[tuple[int, Path], Heartbeat] = {}
 _NAMES: dict[int, str] = {}
 
 
-def telling_of(sweep_folder: Path) -> Telling:
+def heartbeat_of(sweep_folder: Path) -> Heartbeat:
     """What this process tells of the sweep in a folder."""
     mine = pid, _ = os.getpid(), sweep_folder
     if mine not in _TELLINGS:
         name = _NAMES.setdefault(pid, f"{socket.gethostname()}-{pid}-{uuid.uuid4().hex[:8]}.json")
-        _TELLINGS.setdefault(mine, Telling(name))
+        _TELLINGS.setdefault(mine, Heartbeat(name))
     return _TELLINGS[mine]
 
 
-def told_journals(content: Mapping[str, Any]) -> dict[str, Written]:
+def journal_writes(content: Mapping[str, Any]) -> dict[str, Written]:
     """The journals that a process tells of in the content of its file; what is not as we write it is left out."""
     found = content.get("journals")
     if not isinstance(found, dict):

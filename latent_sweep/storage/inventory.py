@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.storage.files import committing
-from latent_sweep.storage.folders import LOCKS, SWEEP_FILE, TUNES_OWN, SweepFolder, driving, training_lock
+from latent_sweep.storage.folders import LOCKS, SWEEP_FILE, TUNE_FOLDER, SweepFolder, driving, training_lock
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import JOURNAL, NODE_LOCAL, PROBES, FileFacts, Storage, open_storage
 
@@ -57,7 +57,7 @@ def lineages_of(sweep: SweepFolder) -> frozenset[str]:
     Those of trials whose data was not at hand when the sweep was planned are as many as their journals tell.
 
     Raises:
-        StoreError: its `sweep.json` or a journal is damaged.
+        StorageError: its `sweep.json` or a journal is damaged.
     """
     found: set[str] = set()
     for trial in sweep:
@@ -85,7 +85,7 @@ class Inventory:
     """The files of a storage, looked at once.
 
     Raises:
-        StoreError: the object store cannot be reached.
+        StorageError: the object store cannot be reached.
     """
 
     def __init__(self, storage: Storage):
@@ -98,7 +98,7 @@ class Inventory:
         """The snapshots that each sweep refers to, by its name.
 
         Raises:
-            StoreError: what a sweep refers to cannot be read.
+            StorageError: what a sweep refers to cannot be read.
         """
         return {sweep.name: lineages_of(sweep) for sweep in self.sweeps}
 
@@ -107,11 +107,11 @@ class Inventory:
         """The same of those sweeps that can be read: enough for whoever deletes nothing."""
         found = {}
         for sweep in self.sweeps:
-            with suppress(StoreError):
+            with suppress(StorageError):
                 found[sweep.name] = lineages_of(sweep)
         return found
 
-    def with_candidates(self, name: str) -> list[SweepFolder]:
+    def with_tuning(self, name: str) -> list[SweepFolder]:
         """Return the sweep of this name, and before it those whose trials are its candidates.
 
         It is not there yet while its choices are being made.
@@ -130,7 +130,7 @@ class Inventory:
         """Add up what a sweep takes; sweeps that cannot be read count as sharing nothing with it.
 
         Raises:
-            StoreError: what it refers to cannot be read.
+            StorageError: what it refers to cannot be read.
         """
         others = [found for name, found in self.readable.items() if name != sweep.name]
         mine = lineages_of(sweep)
@@ -168,7 +168,7 @@ def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> lis
         caches: also what is made again when it is needed: tokens, factors, embeddings, known answers.
 
     Raises:
-        StoreError: what a sweep refers to cannot be read, so that nothing can be said of snapshots.
+        StorageError: what a sweep refers to cannot be read, so that nothing can be said of snapshots.
     """
     referred = frozenset().union(*inventory.references.values())
     found, now = [], inventory.storage.now()
@@ -206,7 +206,7 @@ def collect(inventory: Inventory, found: Sequence[Garbage]) -> list[Garbage]:
     taken, for it may refer to it.
 
     Raises:
-        StoreError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
+        StorageError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
     """
     storage = inventory.storage
     by_lineage: dict[str, list[Garbage]] = {}
@@ -242,14 +242,14 @@ def _check_unwritten(inventory: Inventory) -> None:
     """Check that no sweep was written since the inventory was taken: it may refer to what is to be deleted.
 
     Raises:
-        StoreError: one was.
+        StorageError: one was.
     """
     then, now = (
         {sweep.path: one.files[sweep.path / SWEEP_FILE] for sweep in one.sweeps}
         for one in (inventory, Inventory(inventory.storage))
     )
     if then != now:
-        raise StoreError(
+        raise StorageError(
             f"{inventory.storage.place}: a sweep was written while its files were looked at; nothing was deleted. Run "
             "the same command again"
         )
@@ -285,9 +285,9 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
 
     Raises:
         ConfigError: there is no such sweep, or it is being run.
-        StoreError: what a sweep refers to cannot be read.
+        StorageError: what a sweep refers to cannot be read.
     """
-    sweeps = inventory.with_candidates(name)
+    sweeps = inventory.with_tuning(name)
     going = {sweep.name for sweep in sweeps}
     mine = frozenset().union(*(inventory.references[one] for one in going))
     others = frozenset().union(*(found for other, found in inventory.references.items() if other not in going))
@@ -313,7 +313,7 @@ def delete(inventory: Inventory, going: Deletion) -> None:
 
     Raises:
         ConfigError: it is being run by now.
-        StoreError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
+        StorageError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
     """
     storage = inventory.storage
     locks = {path for path in going.files if path.parent.name == LOCKS}
@@ -391,11 +391,11 @@ def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = Tr
     Raises:
         ConfigError: there is no such sweep; there is another one of this name where it is to go, or the same one,
             which has gone on since; or the place is in a sweep's folder, or named as an archive of another kind.
-        StoreError: one of both places cannot be read or written.
+        StorageError: one of both places cannot be read or written.
     """
     _check_target(place)
     inventory = Inventory(source)
-    sweeps = inventory.with_candidates(name)
+    sweeps = inventory.with_tuning(name)
     for sweep in sweeps:
         source.pull(sweep.path)
     # journals speak of files that were written before them: they are read first and written last
@@ -442,7 +442,7 @@ def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: boo
         for path in sorted(path for path in sweep.path.rglob("*") if path.is_file()):
             name = path.relative_to(sweep.path)
             left = (
-                name.parts[0] in (LOCKS, TUNES_OWN) or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
+                name.parts[0] in (LOCKS, TUNE_FOLDER) or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
             )
             if not left and path.suffix not in (".damaged", ".lock"):
                 yield path

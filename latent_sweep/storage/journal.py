@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, TypeGuard, get_args
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.files import committing, read_file
-from latent_sweep.storage.heartbeat import telling_of
+from latent_sweep.storage.heartbeat import heartbeat_of
 from latent_sweep.storage.reserve import free_reserve, is_full
 from latent_sweep.storage.storage import Storage
 
@@ -190,13 +190,13 @@ class Journal:
             fields: plain JSON values, by their names in the file.
 
         Raises:
-            StoreError: a field is not plain JSON, the journal's last line is corrupt, or it cannot be written.
+            StorageError: a field is not plain JSON, the journal's last line is corrupt, or it cannot be written.
             TypeError: the event lacks a field, or has no such field.
         """
         try:
             content = json.dumps(unnumbered := {"time": time.time(), "event": name, **fields}, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise StoreError(
+            raise StorageError(
                 f"{self.path}: event {name!r} is not plain JSON ({error}). Give finite Python numbers, strings, "
                 f"lists and mappings; convert arrays and tensors first."
             ) from error
@@ -206,7 +206,7 @@ class Journal:
         self._storage.sync(self.path)
         try:
             return self._write(name, content)
-        except StoreError as error:  # record the end of an attempt even on a full disk
+        except StorageError as error:  # record the end of an attempt even on a full disk
             ends = name in ("lost", "failed") and is_full(error)
             if not (ends and free_reserve(self.path.parent.parent.parent)):
                 raise
@@ -235,7 +235,7 @@ class Journal:
                 _sync_folder(self.path.parent)  # the new file's name must survive a power cut, too
             size = self.path.stat().st_size
         self._storage.push(self.path)
-        telling_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, name)
+        heartbeat_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, name)
         return _event(json.loads(line))
 
     def read(self) -> list[Event]:
@@ -244,7 +244,7 @@ class Journal:
         A last line without its line end was cut by a kill and never acknowledged: it does not count.
 
         Raises:
-            StoreError: any other line is not as it was written, or stands elsewhere; the message names file and line.
+            StorageError: any other line is not as it was written, or stands elsewhere; the message names file and line.
         """
         return self.read_on(START)[0]
 
@@ -252,7 +252,7 @@ class Journal:
         """Return the events after a place where reading ended before, and where it ends now.
 
         Raises:
-            StoreError: as `read`.
+            StorageError: as `read`.
         """
         content = self._whole_lines(place.offset)
         events = [self._parse(place.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
@@ -281,9 +281,9 @@ class Journal:
                 return _event(record)
         except (ValueError, RecursionError, TypeError) as error:
             fault = str(error)
-        raise StoreError(
+        raise StorageError(
             f"{self.path}, line {seq + 1}: {fault}; expected one JSON object with seq, time, event and, last, sha256. "
-            f"{mending(self.path.parent.parent.parent)}; stored stages are not learned again."
+            f"{repair_advice(self.path.parent.parent.parent)}; stored stages are not learned again."
         )
 
 
@@ -315,7 +315,7 @@ def _last_line(file: BinaryIO) -> tuple[bytes, int]:
     return tail[tail.rfind(b"\n", 0, end) + 1 : end], start + end + 1
 
 
-def mending(sweep_folder: Path) -> str:
+def repair_advice(sweep_folder: Path) -> str:
     """Return the advice on a corrupt file, for messages."""
     command = f"latent-sweep verify --repair {shlex.quote(str(sweep_folder))}"
     return f"`{command}` quarantines it, and the same run command makes it again"

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 from filelock import FileLock, Timeout
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.files import committing
-from latent_sweep.storage.heartbeat import FOLDER, Telling
+from latent_sweep.storage.heartbeat import FOLDER, Heartbeat
 from latent_sweep.storage.objects import Bucket, elapsed
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class FileLease:
         """Take it if nobody has it, or wait until that is so; whether this process has it now.
 
         Raises:
-            StoreError: the lock's file cannot be written.
+            StorageError: the lock's file cannot be written.
         """
         with committing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class FileLease:
         """When somebody has taken it who still has it; None where nobody has it.
 
         Raises:
-            StoreError: the lock's file is there and cannot be opened.
+            StorageError: the lock's file is there and cannot be opened.
         """
         try:
             with self._path.open("rb") as file:
@@ -120,7 +120,7 @@ class FileLease:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StoreError(f"{self._path}: {error}; expected the file of a lock that can be read") from error
+            raise StorageError(f"{self._path}: {error}; expected the file of a lock that can be read") from error
         return None
 
     def held_until(self) -> float | None:
@@ -137,7 +137,7 @@ class Presence:
         telling: gives what this process tells of the sweep whose folder has this name.
     """
 
-    def __init__(self, bucket: Bucket, telling: Callable[[str], Telling]):
+    def __init__(self, bucket: Bucket, telling: Callable[[str], Heartbeat]):
         self._bucket, self._telling = bucket, telling
         self._folder: str | None = None
         self._holds = 0
@@ -160,7 +160,7 @@ class Presence:
             folder: name of the folder, directly below the storage, that the lease is about.
 
         Raises:
-            StoreError: the object store cannot be reached or refuses.
+            StorageError: the object store cannot be reached or refuses.
         """
         with self._lock:
             if self._thread is None or (self._holds == 0 and folder != self._folder):
@@ -181,7 +181,7 @@ class Presence:
         """Put what this process tells of a sweep: at once, or when its presence is renewed anyway.
 
         Raises:
-            StoreError: the object store cannot be reached or refuses.
+            StorageError: the object store cannot be reached or refuses.
         """
         with self._lock:
             if self._thread is not None and folder == self._folder:
@@ -214,7 +214,7 @@ class Presence:
                     return
                 try:
                     self._put()
-                except StoreError as error:
+                except StorageError as error:
                     log.warning("%s could not be renewed and is tried again: %s", self.key, error)
 
 
@@ -241,7 +241,7 @@ class ObjectLease:
         """Take it if nobody has it, or wait until that is so; whether this process has it now.
 
         Raises:
-            StoreError: the object store cannot be reached or refuses.
+            StorageError: the object store cannot be reached or refuses.
         """
         self._presence.hold(self._folder)
         taken = False
@@ -255,7 +255,7 @@ class ObjectLease:
 
     def release(self) -> None:
         """Give it up. One that cannot be given up now expires."""
-        with suppress(StoreError):
+        with suppress(StorageError):
             if not self._presence.lapsed_since(self._taken) or self._is_mine():
                 self._bucket.delete(self._key)
         self._presence.let_go()
@@ -270,7 +270,7 @@ class ObjectLease:
         The object store's own clock is not asked: that takes writing an object.
 
         Raises:
-            StoreError: the object store cannot be reached or refuses.
+            StorageError: the object store cannot be reached or refuses.
         """
         holder = self._read()
         shown = self._shown(holder)

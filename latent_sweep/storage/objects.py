@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from latent_sweep.errors import StoreError, unended
+from latent_sweep.errors import StorageError, clause
 from latent_sweep.security import has_credentials, quoted
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _count(kind: RequestKind, number: int = 1) -> None:
 class Bucket:
     """The objects below a URI such as `s3://bucket/prefix`; keys are relative to it. A put is atomic.
 
-    Every method raises `StoreError` when the object store cannot be reached or refuses.
+    Every method raises `StorageError` when the object store cannot be reached or refuses.
     """
 
     def __init__(self, uri: str):
@@ -167,8 +167,8 @@ class Bucket:
         try:
             yield
         except OSError as error:
-            raise StoreError(
-                f"object store, {self._path(key)}: {unended(error)}. Check that the bucket exists, that this node "
+            raise StorageError(
+                f"object store, {self._path(key)}: {clause(error)}. Check that the bucket exists, that this node "
                 f"({socket.gethostname()}) can reach it, and that the credentials here may list, read, write and "
                 "delete. Then run the same command again."
             ) from error
@@ -186,8 +186,8 @@ def _connect(uri: str) -> tuple[FileSystem, str]:
         except ArrowInvalid:  # an option that this pyarrow does not know: of ours, or of the URI's
             filesystem, root = FileSystem.from_uri(uri)
     except (ArrowInvalid, OSError, ImportError) as error:
-        raise StoreError(
-            f"{uri}: pyarrow cannot open it: {unended(error)}. Check the URI and its options, and that the environment "
+        raise StorageError(
+            f"{uri}: pyarrow cannot open it: {clause(error)}. Check the URI and its options, and that the environment "
             "has the credentials."
         ) from error
     return filesystem, root.rstrip("/")

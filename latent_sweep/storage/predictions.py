@@ -82,12 +82,12 @@ def changed(before: Answers, content: bytes) -> Answers:
     return answers
 
 
-def note_stage(storage: Path, key: str) -> None:
+def mark_stage_cached(storage: Path, key: str) -> None:
     """Note that all answers of a stage are in the cache of a storage's folder."""
     write_file(storage / GENERATED / STAGES / key, b"", durable=False)
 
 
-def noted_stages(storage: Path) -> frozenset[str]:
+def cached_stages(storage: Path) -> frozenset[str]:
     """Return the keys of the stages all of whose answers are in the cache of a storage's folder."""
     try:
         return frozenset(os.listdir(storage / GENERATED / STAGES))
@@ -95,12 +95,12 @@ def noted_stages(storage: Path) -> frozenset[str]:
         return frozenset()
 
 
-def is_kept(event: Stage) -> bool:
+def saves_answers(event: Stage) -> bool:
     """Whether the answers of a stage, of which this event tells, are kept."""
     return answers_file(event.tasks_seen) in event.files
 
 
-def kept_answers(folder: Path, told: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
+def saved_answers(folder: Path, told: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
     """Yield the stages whose answers are kept, in order, with all answers of each.
 
     Args:
@@ -113,14 +113,16 @@ def kept_answers(folder: Path, told: Sequence[Stage]) -> Iterator[tuple[Stage, A
     """
     answers: Answers = {}
     for event in told:
-        answers = changed(answers, (folder / answers_file(event.tasks_seen)).read_bytes()) if is_kept(event) else {}
-        if is_kept(event):
+        answers = (
+            changed(answers, (folder / answers_file(event.tasks_seen)).read_bytes()) if saves_answers(event) else {}
+        )
+        if saves_answers(event):
             yield event, answers
 
 
 def newest_answers(folder: Path, told: Sequence[Stage]) -> Answers:
     """Read the answers of the last of these stages; none where they are not kept, or there is no stage."""
-    if not told or not is_kept(told[-1]):
+    if not told or not saves_answers(told[-1]):
         return {}
-    *_, (_, answers) = kept_answers(folder, told)
+    *_, (_, answers) = saved_answers(folder, told)
     return answers

@@ -14,7 +14,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the operating system says where a disk, or what a user may have of it, is full."""
 
 
-def keep_reserve(sweep_folder: Path) -> None:
+def write_reserve(sweep_folder: Path) -> None:
     """Write the bytes, as far as the disk has room for them."""
     with suppress(OSError):
         (sweep_folder / NAME).write_bytes(b"\1" * BYTES)

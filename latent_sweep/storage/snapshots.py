@@ -18,8 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.errors import StoreError
-from latent_sweep.storage.checksummed import DAMAGED, UNSEALED, intact, sealed
+from latent_sweep.errors import StorageError
+from latent_sweep.storage.checksummed import NO_CHECKSUM, QUARANTINED, checksummed, verified
 from latent_sweep.storage.files import FileState, committing, state_of
 from latent_sweep.storage.storage import Storage, json_bytes
 
@@ -44,11 +44,11 @@ class Snapshot:
     or an order."""
 
 
-class SnapshotStore:
+class SnapshotStorage:
     """Append-only, content-addressed snapshots of a storage, in its folder `snapshots`, shared by all its sweeps.
 
     Raises:
-        StoreError: the storage cannot be read or written; every method may.
+        StorageError: the storage cannot be read or written; every method may.
     """
 
     def __init__(self, storage: Storage):
@@ -181,7 +181,7 @@ class StoredTensors(Mapping[str, "Tensor"]):
         names: of the tensors.
     """
 
-    def __init__(self, store: SnapshotStore, lineage: str, names: Iterable[str]):
+    def __init__(self, store: SnapshotStorage, lineage: str, names: Iterable[str]):
         self._store, self._lineage, self._names = store, lineage, dict.fromkeys(names)
         self._path = store.path(lineage)
         self._state = state_of(self._path)
@@ -190,13 +190,13 @@ class StoredTensors(Mapping[str, "Tensor"]):
         """Read a tensor.
 
         Raises:
-            StoreError: the file is missing or damaged by now.
+            StorageError: the file is missing or damaged by now.
         """
         if name not in self._names:
             raise KeyError(name)
         if (state := state_of(self._path)) != self._state:
             if self._store.get(self._lineage) is None:
-                raise StoreError(
+                raise StorageError(
                     f"{self._path}: was whole when this run took it up, and is missing or damaged now. Run the same "
                     "command again: the snapshot is learned again, and what is there is not."
                 )
@@ -233,9 +233,9 @@ class TaskCheckpoint:
         """Replace the checkpoint; facts are JSON values.
 
         Raises:
-            StoreError: the storage cannot be written.
+            StorageError: the storage cannot be written.
         """
-        self._storage.write(self.path, sealed(_tensor_bytes(tensors, UNSEALED | {"facts": json.dumps(facts)})))
+        self._storage.write(self.path, checksummed(_tensor_bytes(tensors, NO_CHECKSUM | {"facts": json.dumps(facts)})))
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Read tensors and facts, or None where there is none; a damaged one is set aside, says so, counts as none."""
@@ -243,7 +243,7 @@ class TaskCheckpoint:
 
         if not self._storage.sync(self.path):
             return None
-        if not intact(self.path):
+        if not verified(self.path):
             log.warning("checkpoint %s is damaged; the task starts from its first step", self.path)
             return None
         with safe_open(self.path, framework="pt") as file:
@@ -253,7 +253,7 @@ class TaskCheckpoint:
     def remove(self) -> None:
         """Remove it once the snapshot is committed: nothing to resume, nor to learn from a damaged one set aside."""
         self._storage.remove(self.path)
-        self.path.with_suffix(DAMAGED).unlink(missing_ok=True)
+        self.path.with_suffix(QUARANTINED).unlink(missing_ok=True)
 
 
 def _facts_digest(facts: Mapping[str, Any]) -> str:

@@ -25,10 +25,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.settings import content_hash, local_path
 from latent_sweep.storage.files import cache_folder, committing, modified, private_folder, read_file, stamp, write_file
-from latent_sweep.storage.heartbeat import FOLDER, telling_of
+from latent_sweep.storage.heartbeat import FOLDER, heartbeat_of
 from latent_sweep.storage.leases import FileLease, Lease, ObjectLease, Presence
 from latent_sweep.storage.objects import Bucket, ObjectFacts, uri_faults
 
@@ -87,7 +87,7 @@ class Storage:
         """Make the folder where that is not left to the first file in it.
 
         Raises:
-            StoreError: it cannot be made.
+            StorageError: it cannot be made.
         """
         if self.place == DEFAULT_PLACE:
             private_folder(self.folder)
@@ -96,7 +96,7 @@ class Storage:
         """Commit a file: a reader sees the old one or the whole new one, here and where all nodes read it.
 
         Raises:
-            StoreError: it cannot be written (a full or read-only disk, an object store that is away); the old file
+            StorageError: it cannot be written (a full or read-only disk, an object store that is away); the old file
                 stays.
         """
         write_file(path, content)
@@ -106,7 +106,7 @@ class Storage:
         """Do as `write` for a file that never changes: nobody will ask which of two is newer.
 
         Raises:
-            StoreError: as `write`.
+            StorageError: as `write`.
         """
         self.write(path, content)
 
@@ -114,7 +114,7 @@ class Storage:
         """Do as `write` for files below one folder, in no certain order.
 
         Raises:
-            StoreError: as `write`; some may have been written.
+            StorageError: as `write`; some may have been written.
         """
         for path, content in files.items():
             self.write(path, content)
@@ -170,14 +170,14 @@ class Storage:
         """Seconds since 1970 by the clock that gives files their times. An object store's is asked by writing to it.
 
         Raises:
-            StoreError: the object store cannot be reached or refuses.
+            StorageError: the object store cannot be reached or refuses.
         """
         return time.time()
 
-    def bring_told(self, sweep_folder: Path) -> None:
+    def pull_heartbeats(self, sweep_folder: Path) -> None:
         """Bring here what other processes tell of a sweep (`telling.py`)."""
 
-    def bring_journal(self, path: Path) -> None:
+    def pull_journal(self, path: Path) -> None:
         """Bring a journal here, unless the one here continues it. For those who only read it."""
 
     def lease(self, path: Path) -> Lease:
@@ -191,9 +191,9 @@ class Storage:
             at_once: where files have to be pushed, whether this one is before its time.
 
         Raises:
-            StoreError: as `write`.
+            StorageError: as `write`.
         """
-        telling = telling_of(sweep_folder)
+        telling = heartbeat_of(sweep_folder)
         write_file(sweep_folder / FOLDER / telling.name, telling.content(), durable=False)
 
 
@@ -203,7 +203,7 @@ class ObjectStorage(Storage):
     Whether a file is newer here or there is told by its time: once pushed or fetched it has the object's time, once
     written again a later one. Of two journals, the one that continues the other is newer.
 
-    Every method that talks to the object store raises `StoreError` when it cannot be reached or refuses.
+    Every method that talks to the object store raises `StorageError` when it cannot be reached or refuses.
     """
 
     is_remote = True
@@ -315,14 +315,14 @@ class ObjectStorage(Storage):
         super().tell(sweep_folder, at_once)
         self._presence.tell(self._key(sweep_folder), at_once)
 
-    def bring_told(self, sweep_folder: Path) -> None:
+    def pull_heartbeats(self, sweep_folder: Path) -> None:
         """Bring here what other processes tell of a sweep, as far as it is newer."""
-        mine = telling_of(sweep_folder).name
+        mine = heartbeat_of(sweep_folder).name
         for path in self._newer(sweep_folder / FOLDER, lambda path: path.name != mine):
             if (found := self._bucket.read(self._key(path))) is not None:
                 write_file(path, found[0], found[1].mtime_ns)
 
-    def bring_journal(self, path: Path) -> None:
+    def pull_journal(self, path: Path) -> None:
         """Bring a journal here, unless the one here continues it. For those who only read it."""
         if (found := self._bucket.read(self._key(path))) is not None:
             self._take_journal(path, *found)
@@ -332,7 +332,7 @@ class ObjectStorage(Storage):
         """What shows other nodes that this process lives, one for all storages of this working folder."""
         mine = os.getpid(), self.folder
         if mine not in _PRESENCES:
-            _PRESENCES[mine] = Presence(self._bucket, lambda folder: telling_of(self.folder / folder))
+            _PRESENCES[mine] = Presence(self._bucket, lambda folder: heartbeat_of(self.folder / folder))
         return _PRESENCES[mine]
 
     def _bring(self, path: Path, info: ObjectFacts | None) -> None:
@@ -378,7 +378,7 @@ class ObjectStorage(Storage):
     def _get(self, path: Path) -> bytes:
         content = self._bucket.get(self._key(path))
         if content is None:
-            raise StoreError(f"object store, {self._key(path)}: removed by somebody else while it was being fetched")
+            raise StorageError(f"object store, {self._key(path)}: removed by somebody else while it was being fetched")
         return content
 
     def _newer(self, folder: Path, wanted: Callable[[Path], bool]) -> dict[Path, ObjectFacts]:
@@ -404,7 +404,7 @@ def open_storage(place: str) -> Storage:
 
     Raises:
         ConfigError: no folder can have this path.
-        StoreError: pyarrow cannot open such a URI.
+        StorageError: pyarrow cannot open such a URI.
     """
     if "://" not in place:
         return Storage(local_path(place).resolve(), place if place == DEFAULT_PLACE else None)

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.settings import content_hash
-from latent_sweep.storage.checksummed import set_aside
+from latent_sweep.storage.checksummed import quarantine
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.journal import Event, Finished, Lost, Stage, Started, Stopped, mending, stages, status
+from latent_sweep.storage.journal import Event, Finished, Lost, Stage, Started, Stopped, repair_advice, stages, status
 from latent_sweep.storage.predictions import (
     Answer,
     Answers,
@@ -34,9 +34,9 @@ from latent_sweep.storage.predictions import (
     answers_file,
     changed,
     changes,
-    is_kept,
-    kept_answers,
     newest_answers,
+    saved_answers,
+    saves_answers,
     stage_of,
 )
 from latent_sweep.storage.storage import JOURNAL, json_bytes
@@ -52,20 +52,20 @@ _ROW_FIELDS = ("tasks_seen", "task", "lineage", "scores", "key", "files")
 
 
 @dataclass(frozen=True)
-class Damage:
+class CorruptFile:
     """A file that is not what its trial's journal says."""
 
     path: Path
     found: str
 
 
-def damages(folder: Path, events: Sequence[Event]) -> list[Damage]:
+def corrupt_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
     """The files in a trial's folder that are missing, or others than those that its journal tells."""
-    found = {folder / name: _fault(folder / name, digest) for name, digest in told_files(events).items()}
-    return [Damage(path, fault) for path, fault in found.items() if fault is not None]
+    found = {folder / name: _fault(folder / name, digest) for name, digest in recorded_files(events).items()}
+    return [CorruptFile(path, fault) for path, fault in found.items() if fault is not None]
 
 
-def told_files(events: Sequence[Event]) -> dict[str, str]:
+def recorded_files(events: Sequence[Event]) -> dict[str, str]:
     """The digests of the files that a trial's journal tells of, by name."""
     told: dict[str, str] = {}
     for event in events:
@@ -85,7 +85,7 @@ def _fault(path: Path, digest: str) -> str | None:
     return None if same else "does not check against its digest in the journal"
 
 
-def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
+def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
     """The files whose content does not follow from the rows that the journal tells, whatever their digests say.
 
     The score matrix holds these rows; AP, FM and BWT, there and in the result, are theirs; the scores of the kept
@@ -96,11 +96,11 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
         return []
     tasks = tuple(told[-1].scores)
     try:
-        matrix = told_matrix(told)
+        matrix = recorded_matrix(told)
     except ValueError as error:
-        return [Damage(folder / JOURNAL, f"tells no {error}")]
+        return [CorruptFile(folder / JOURNAL, f"tells no {error}")]
     row = dict(zip(tasks, matrix.rows[-1], strict=True))
-    end = end_of(events)
+    end = final_event(events)
     metrics = [event.metrics for event in (told[-1], end) if isinstance(event, (Stage, Finished))]
     answers: dict[int, Answers] = {}
     """Of each stage that keeps its own, as far as they agree."""
@@ -116,7 +116,7 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
 
     def answers_agree(content: bytes, event: Stage) -> bool:
         seen = event.tasks_seen
-        if seen > 1 and is_kept(told[seen - 2]) and seen - 1 not in answers:
+        if seen > 1 and saves_answers(told[seen - 2]) and seen - 1 not in answers:
             return True  # the stage before is at fault; without it nothing can be said of this one
         found = changed(answers.get(seen - 1, {}), content)
         scores = {task: [answer.score for answer in rows] for task, rows in found.items()}
@@ -134,19 +134,21 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
         return _average_to([line["score"] for line in lines], row[task]) and (kept is None or kept[task] == found)
 
     checks: dict[str, Callable[[bytes], bool]] = {SCORES: scores_agree}
-    checks |= {answers_file(event.tasks_seen): partial(answers_agree, event=event) for event in told if is_kept(event)}
+    checks |= {
+        answers_file(event.tasks_seen): partial(answers_agree, event=event) for event in told if saves_answers(event)
+    }
     checks |= {f"{PREDICTIONS}/{task}.jsonl": partial(predictions_agree, task=task) for task in tasks}
     if isinstance(end, Finished):
         checks[RESULT] = result_agrees
     agree = all(_are_measures(found, matrix) for found in metrics)
-    found = [] if agree else [Damage(folder / JOURNAL, "tells measures that do not follow from its rows")]
+    found = [] if agree else [CorruptFile(folder / JOURNAL, "tells measures that do not follow from its rows")]
     for name, agrees in checks.items():
         try:
             if agrees((folder / name).read_bytes()):
                 continue
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # it holds something else altogether
-        found.append(Damage(folder / name, "does not follow from the rows that the journal tells"))
+        found.append(CorruptFile(folder / name, "does not follow from the rows that the journal tells"))
     return found
 
 
@@ -192,19 +194,19 @@ def prediction_lines(folder: Path, told: Stage, task: str) -> list[dict[str, Any
 
 
 def checked_answers(folder: Path, told: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
-    """Yield the stages whose answers are kept as `kept_answers` does, from files that are as the journal says.
+    """Yield the stages whose answers are kept as `saved_answers` does, from files that are as the journal says.
 
     Raises:
-        StoreError: one of them is missing or damaged.
+        StorageError: one of them is missing or damaged.
     """
-    for event in filter(is_kept, told):
+    for event in filter(saves_answers, told):
         name = answers_file(event.tasks_seen)
         if (fault := _fault(folder / name, event.files[name])) is not None:
-            raise StoreError(f"{folder / name}: {fault}. {mending(folder.parent.parent)}.")
-    yield from kept_answers(folder, told)
+            raise StorageError(f"{folder / name}: {fault}. {repair_advice(folder.parent.parent)}.")
+    yield from saved_answers(folder, told)
 
 
-def told_matrix(told: Sequence[Stage]) -> ScoreMatrix:
+def recorded_matrix(told: Sequence[Stage]) -> ScoreMatrix:
     """The score matrix that a journal's stages tell, of the tasks learned so far.
 
     Raises:
@@ -214,7 +216,7 @@ def told_matrix(told: Sequence[Stage]) -> ScoreMatrix:
     return ScoreMatrix(tasks, tuple(tuple(event.scores.values()) for event in told))
 
 
-def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
+def recorded_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
     """The rows that a journal tells and that were computed from the same snapshots, data and settings as now.
 
     Args:
@@ -228,7 +230,7 @@ def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
     return rows
 
 
-def end_of(events: Sequence[Event]) -> Finished | Stopped | None:
+def final_event(events: Sequence[Event]) -> Finished | Stopped | None:
     """The event that says for good how far the trial goes: a scheduler has stopped it, or it has finished.
 
     What was decided on rows that are outdated is so no more.
@@ -286,28 +288,28 @@ class TrialFiles:
         self.folder = self.journal.path.parent
         self._storage, self._tasks = sweep.storage, tuple(tasks)
         events = self.journal.read()
-        end = end_of(events)
+        end = final_event(events)
         self.stop = end if isinstance(end, Stopped) else None
         """The event with which a scheduler has stopped the trial for good; None where it goes to its last task."""
         self.wanted = self.stop.tasks_seen if self.stop else len(self._tasks)
         """How many rows it is to have."""
-        self.rows = told_rows(events, self.keys)
+        self.rows = recorded_rows(events, self.keys)
         """The rows of the score matrix so far."""
-        self.damages = damages(self.folder, events)
+        self.corrupt = corrupt_files(self.folder, events)
         self._recorded = {
             stage.tasks_seen: content_hash({name: getattr(stage, name) for name in _ROW_FIELDS})
             for stage in stages(events)
         }
         """Hash of what the journal holds of each row, by tasks seen."""
-        damaged = {damage.path for damage in self.damages}
-        self._written = {n: digest for n, digest in told_files(events).items() if self.folder / n not in damaged}
+        damaged = {damage.path for damage in self.corrupt}
+        self._written = {n: digest for n, digest in recorded_files(events).items() if self.folder / n not in damaged}
         """Digests of the files that are there, by name, as far as they are known."""
         self._answers: Answers | None = None
         """Those of the newest row, once they have been read or given."""
         if len(self.rows) < self.wanted:
             # files may be ahead of the journal, and are written again with the next row; the answers of told rows stay
-            self.damages = [damage for damage in self.damages if 0 < self._stage_of(damage) <= len(self.rows)]
-        self.complete = status(events) in ("finished", "stopped") and len(self.rows) >= self.wanted and not self.damages
+            self.corrupt = [damage for damage in self.corrupt if 0 < self._stage_of(damage) <= len(self.rows)]
+        self.complete = status(events) in ("finished", "stopped") and len(self.rows) >= self.wanted and not self.corrupt
         """Whether every row is there, and every file, and the trial has come to its end."""
         self._files: dict[str, str] = {}
         """Digests of the newest row's files, by name."""
@@ -323,13 +325,13 @@ class TrialFiles:
 
     def mend(self) -> None:
         """Set aside what is damaged; write again what the journal tells, and forget the rows whose answers are lost."""
-        for damage in self.damages:
+        for damage in self.corrupt:
             if damage.path.exists():
-                set_aside(damage.path, damage.found)
+                quarantine(damage.path, damage.found)
             else:
                 log.warning("%s is missing and is made again", damage.path)
-        names = {damage.path.relative_to(self.folder).parts[0] for damage in self.damages}
-        lost = [stage for damage in self.damages if (stage := self._stage_of(damage))]
+        names = {damage.path.relative_to(self.folder).parts[0] for damage in self.corrupt}
+        lost = [stage for damage in self.corrupt if (stage := self._stage_of(damage))]
         if PREDICTIONS in names:
             lost.append(len(self.rows))
         if lost:
@@ -337,7 +339,7 @@ class TrialFiles:
         elif SCORES in names:
             self._write({SCORES: self._scores()})
 
-    def _stage_of(self, damage: Damage) -> int:
+    def _stage_of(self, damage: CorruptFile) -> int:
         """Return the tasks seen at the stage whose answers are damaged; 0 for any other file."""
         return stage_of(damage.path.relative_to(self.folder).as_posix()) or 0
 

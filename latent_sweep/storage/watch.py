@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.files import read_json_or_nothing
-from latent_sweep.storage.heartbeat import FOLDER, KEPT_SECONDS, Written, telling_of, told_journals
+from latent_sweep.storage.heartbeat import ADVERTISED_SECONDS, FOLDER, Written, heartbeat_of, journal_writes
 from latent_sweep.storage.storage import CONNECTIONS, JOURNAL, Storage
 
 log = logging.getLogger(__name__)
 
-FOLLOWING_SECONDS = 30.0
+POLL_SECONDS = 30.0
 """How often to look for what other nodes have pushed."""
 ENDS = ("finished", "stopped", "failed")
 """Events after which all files of a trial are wanted."""
@@ -30,7 +30,7 @@ OLD_SECONDS = 3600.0
 """Processes that have told nothing for so long have ended."""
 
 
-class Follower:
+class Watcher:
     """Brings what is new of a sweep from an object store; from a folder there is nothing to bring.
 
     Journals come as they are written, and the files of a trial when it has ended. A journal whose process was lost
@@ -44,18 +44,18 @@ class Follower:
         self._storage, self._folder = storage, folder
         self._followed = time.monotonic()
 
-    def follow(self) -> None:
+    def poll(self) -> None:
         """Bring what is new since the last time.
 
         Raises:
-            StoreError: the object store cannot be reached or refuses.
+            StorageError: the object store cannot be reached or refuses.
         """
         began = time.monotonic()
-        if began - self._followed > KEPT_SECONDS / 2:  # what was told meanwhile may not be told any more
+        if began - self._followed > ADVERTISED_SECONDS / 2:  # what was told meanwhile may not be told any more
             self._storage.pull(self._folder)
         else:
-            self._storage.bring_told(self._folder)
-            moved = [pair for told in told_files(self._folder).values() for pair in told_journals(told).items()]
+            self._storage.pull_heartbeats(self._folder)
+            moved = [pair for told in read_heartbeats(self._folder).values() for pair in journal_writes(told).items()]
             with ThreadPoolExecutor(CONNECTIONS) as pool:
                 list(pool.map(lambda pair: self._bring(*pair), moved))
         self._followed = began
@@ -67,20 +67,20 @@ class Follower:
         if written.event in ENDS:
             self._storage.pull(journal.parent)
         else:
-            self._storage.bring_journal(journal)
+            self._storage.pull_journal(journal)
 
 
-def told_files(sweep_folder: Path) -> dict[Path, dict[str, Any]]:
+def read_heartbeats(sweep_folder: Path) -> dict[Path, dict[str, Any]]:
     """Read what processes tell of a sweep, as far as it is here and can be read."""
     found = {path: read_json_or_nothing(path) for path in sorted((sweep_folder / FOLDER).glob("*.json"))}
     return {path: content for path, content in found.items() if isinstance(content, dict)}
 
 
-def forget_the_old(storage: Storage, folder: Path) -> None:
+def remove_stale_heartbeats(storage: Storage, folder: Path) -> None:
     """Remove what processes have told of a sweep that have told nothing for `OLD_SECONDS`.
 
     Raises:
-        StoreError: the object store cannot be reached or refuses.
+        StorageError: the object store cannot be reached or refuses.
     """
     now = storage.now()
     for path, facts in storage.files(folder / FOLDER).items():
@@ -88,7 +88,7 @@ def forget_the_old(storage: Storage, folder: Path) -> None:
             storage.remove(path)
 
 
-def requests_told(folder: Path, since: float) -> Counter[str]:
+def reported_requests(folder: Path, since: float) -> Counter[str]:
     """Add up the requests to object stores that other processes tell of, by kind.
 
     Args:
@@ -96,9 +96,9 @@ def requests_told(folder: Path, since: float) -> Counter[str]:
         since: leave out processes that have told nothing since then, in Unix seconds.
     """
     found: Counter[str] = Counter()
-    for path, content in told_files(folder).items():
+    for path, content in read_heartbeats(folder).items():
         sent, told_at = content.get("requests"), content.get("time")
-        if path.name == telling_of(folder).name or not isinstance(sent, dict) or not isinstance(told_at, float):
+        if path.name == heartbeat_of(folder).name or not isinstance(sent, dict) or not isinstance(told_at, float):
             continue
         if told_at >= since:
             found.update({kind: count for kind, count in sent.items() if type(count) is int})
@@ -106,25 +106,25 @@ def requests_told(folder: Path, since: float) -> Counter[str]:
 
 
 @contextmanager
-def following(storage: Storage, folder: Path) -> Iterator[None]:
+def watching(storage: Storage, folder: Path) -> Iterator[None]:
     """Have what other nodes push of a sweep arrive here within the block; the rest at its end.
 
     Raises:
-        StoreError: at its end the object store cannot be reached. Before that it is logged and tried again.
+        StorageError: at its end the object store cannot be reached. Before that it is logged and tried again.
     """
     if not storage.is_remote:
         yield
         return
-    follower, stopping = Follower(storage, folder), threading.Event()
+    watcher, stopping = Watcher(storage, folder), threading.Event()
 
-    def follow() -> None:
-        while not stopping.wait(FOLLOWING_SECONDS):
+    def poll() -> None:
+        while not stopping.wait(POLL_SECONDS):
             try:
-                follower.follow()
-            except StoreError as error:
+                watcher.poll()
+            except StorageError as error:
                 log.warning("what workers have done could not be fetched and is tried again: %s", error)
 
-    thread = threading.Thread(target=follow, name="following", daemon=True)
+    thread = threading.Thread(target=poll, name="watching", daemon=True)
     thread.start()
     try:
         yield

@@ -15,7 +15,7 @@ from typing import Any
 
 from latent_sweep.labels import format_value
 from latent_sweep.settings import canonical_json, content_hash, flatten
-from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.forecast import common_values
 from latent_sweep.sweep.plan import Trial
@@ -94,7 +94,7 @@ class Stages:
         MissingData: the benchmark's training data is not at hand.
     """
 
-    def __init__(self, sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore):
+    def __init__(self, sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage):
         # every axis with the settings that it sets; random draws vary all at once, so they are one axis
         self.axes = {axis: _paths(axis, values) for axis, values in sweep.grid.items()}
         if sweep.draws:
@@ -175,7 +175,7 @@ def _paths(axis: str, values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for value in values for path in flatten(axis, value)))
 
 
-def _remembered(store: SnapshotStore) -> list[Stage]:
+def _remembered(store: SnapshotStorage) -> list[Stage]:
     """The stages of the store's snapshots, of those that say what they are made from."""
     found = []
     for path in sorted(store.folder.glob("*.json")):
@@ -196,7 +196,7 @@ def _remembered(store: SnapshotStore) -> list[Stage]:
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
-def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore) -> str:
+def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage) -> str:
     """Write the text of `latent-sweep plan --explain`: a few lines for each group of stages that can be told of alike.
 
     Raises:

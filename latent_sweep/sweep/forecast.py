@@ -19,16 +19,16 @@ from latent_sweep.backbones.registry import describe
 from latent_sweep.data.loaders import count_examples, load_examples
 from latent_sweep.data.prompts import prompt_parts
 from latent_sweep.data.schema import stop_of
-from latent_sweep.errors import MissingData, StoreError
+from latent_sweep.errors import MissingData, StorageError
 from latent_sweep.labels import label, short_names
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.predictions import noted_stages
-from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.predictions import cached_stages
+from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
-from latent_sweep.storage.trial_files import told_rows
+from latent_sweep.storage.trial_files import recorded_rows
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.data_checks import Reader, reader_of
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, shape_of, with_checkpointing
@@ -128,7 +128,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     by_method = {trial.settings.method.name: trial for trial, _ in missing.values()}
     answers = 0
     least, most, known = _Passes(), _Passes(), _Passes()
-    generated = noted_stages(folder.storage.folder)
+    generated = cached_stages(folder.storage.folder)
     written: Counter[str] = Counter()
     for trial, recorded in zip(trials, rows_of, strict=True):
         found = _StagePasses.of(trial, lineages[trial.training_id])
@@ -292,9 +292,9 @@ def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
     def count() -> int:
         try:
             events = folder.journal(trial.trial_id).read()
-        except StoreError:  # a run says why
+        except StorageError:  # a run says why
             return 0
-        return len(told_rows(events, trial.row_keys())) if events else 0
+        return len(recorded_rows(events, trial.row_keys())) if events else 0
 
     return memoized("recorded rows", (trial, folder), count)
 
@@ -656,7 +656,7 @@ def _cost_lines(items: Sequence[Item]) -> list[str]:
     return [f"  estimate: {items_text(items)}{left_out}"]
 
 
-def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reader) -> float:
+def training_tokens(trials: Sequence[Trial], store: SnapshotStorage, reader: Reader) -> float:
     """Count tokens, padding left out, that are still to be trained on: in characters, of which `reader` knows how
     many make a token.
 

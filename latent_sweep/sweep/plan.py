@@ -49,7 +49,7 @@ from latent_sweep.data.schema import (
     target_length,
     task_sequence,
 )
-from latent_sweep.errors import ConfigError, unended
+from latent_sweep.errors import ConfigError, clause
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import method_class, source_of
@@ -202,7 +202,7 @@ class Trial:
                 return [canonical_json(method.stage_identity(position)) for position in range(len(self.tasks))]
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"method {s.method.name}: stage_identity gave what cannot be written as JSON: {unended(error)}. "
+                    f"method {s.method.name}: stage_identity gave what cannot be written as JSON: {clause(error)}. "
                     "Expected numbers that are finite, texts, booleans, None, and lists and dicts of them"
                 ) from error
 

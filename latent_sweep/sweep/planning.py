@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
-from latent_sweep.errors import ConfigError, MissingData, StoreError
+from latent_sweep.errors import ConfigError, MissingData, StorageError
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope
 from latent_sweep.settings import canonical_json, flatten
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage
-from latent_sweep.storage.trial_files import end_of, told_rows
+from latent_sweep.storage.trial_files import final_event, recorded_rows
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep, parse_sweep
 from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.plan import Pack, Trial, expand, pack
@@ -172,7 +172,7 @@ def name_conflict(sweep: Sweep, trials: Sequence[Trial], folder: SweepFolder) ->
     ids = {trial.trial_id for trial in trials}
     try:
         before = list(folder) if folder.exists else []
-    except StoreError as error:  # the run writes it again
+    except StorageError as error:  # the run writes it again
         log.warning("the earlier sweep %s cannot be read: %s", sweep.name, error)
         return None
     lost = [trial for trial in before if trial.trial_id not in ids and _has_scores(trial)]
@@ -206,7 +206,7 @@ def _has_scores(trial: TrialFolder) -> bool:
     """Return whether a trial has scored a task; True if its journal cannot be read."""
     try:
         return bool(stages(trial.events()))
-    except StoreError:
+    except StorageError:
         return True
 
 
@@ -218,10 +218,12 @@ def outdated(trials: Sequence[Trial], folder: SweepFolder) -> list[Trial]:
         try:
             events = folder.journal(trial.trial_id).read()
             # also if the trial is being repaired: its end was decided on the old rows
-            return end_of(events) is not None and len(told_rows(events, trial.row_keys())) < len(stages(events))
+            return final_event(events) is not None and len(recorded_rows(events, trial.row_keys())) < len(
+                stages(events)
+            )
         except MissingData:  # the data is on other nodes
             return False
-        except StoreError:  # reading the journal again reports it
+        except StorageError:  # reading the journal again reports it
             return False
 
     return [trial for trial in trials if is_outdated(trial)]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from latent_sweep.errors import StoreError
-from latent_sweep.storage.checksummed import is_sealed, write_sealed_json
+from latent_sweep.errors import StorageError
+from latent_sweep.storage.checksummed import has_valid_checksum, write_checksummed_json
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ def read_profile(path: Path) -> Profile | None:
     """Read a profile; None if there is no such file.
 
     Raises:
-        StoreError: the file is corrupt.
+        StorageError: the file is corrupt.
     """
     if not path.exists():
         return None
-    if not is_sealed(path):
-        raise StoreError(
+    if not has_valid_checksum(path):
+        raise StorageError(
             f"{path} does not match its checksum; expected a profile. Delete it and run `latent-sweep doctor "
             "SWEEP.yaml --profile` again"
         )
@@ -53,4 +53,4 @@ def read_profile(path: Path) -> Profile | None:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile, with a checksum."""
-    write_sealed_json(path, asdict(profile), indent=1)
+    write_checksummed_json(path, asdict(profile), indent=1)

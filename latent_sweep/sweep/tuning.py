@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from latent_sweep.data.schema import load_benchmark, task_sequence
-from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
+from latent_sweep.errors import ConfigError, LatentSweepError, StorageError
 from latent_sweep.labels import format_value, label, label_paths, short_names
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import Settings, canonical_json, flatten
-from latent_sweep.storage.checksummed import is_sealed, sealed_json
+from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
 from latent_sweep.storage.journal import Failed, stages, status
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
@@ -254,7 +254,7 @@ def previous_results(selections: Sequence[Selection], folder: SweepFolder) -> li
     """Return the results of `select`, or None if some tuning trial has not ended or has no score."""
     try:
         return select(selections, folder)
-    except (NoSelection, StoreError):
+    except (NoSelection, StorageError):
         return None
 
 
@@ -354,13 +354,13 @@ def tuning_content(sweep: Sweep, results: Sequence[SelectionResult]) -> bytearra
     """Return the content of `TUNING`."""
     assert sweep.tune is not None
     content = {"tune": sweep.tune.model_dump(mode="json"), "chosen": [asdict(result) for result in results]}
-    return sealed_json(content, indent=1)
+    return checksummed_json(content, indent=1)
 
 
 def read_tuning(folder: SweepFolder) -> list[SelectionResult] | None:
     """Return the selections recorded for a sweep; None if there are none, or the file is corrupt."""
     path = folder.path / TUNING
-    if not is_sealed(path):
+    if not has_valid_checksum(path):
         return None
     content = json.loads(path.read_bytes())["content"]
     return [

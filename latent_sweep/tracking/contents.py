@@ -22,7 +22,7 @@ from latent_sweep.security import redact
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.storage.folders import SETTINGS, SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Finished, Stage, Status, attempts, restarts, stages, status
-from latent_sweep.storage.predictions import answers_file, is_kept
+from latent_sweep.storage.predictions import answers_file, saves_answers
 from latent_sweep.storage.trial_files import PREDICTIONS
 from latent_sweep.sweep.plan import values_read
 from latent_sweep.sweep.tuning import TUNING
@@ -101,7 +101,7 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
     """Return the run of a trial with these events, at least one.
 
     Raises:
-        StoreError: a file of the trial is corrupt.
+        StorageError: a file of the trial is corrupt.
     """
     starts = attempts(events)
     tags = {
@@ -294,7 +294,7 @@ def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Ev
         artifacts[SETTINGS] = yaml_text(trial.settings())
     artifacts |= {f"{PREDICTIONS}/{path.name}": path for path in sorted((trial.path / PREDICTIONS).glob("*.jsonl"))}
     if stored_stages := stages(events):
-        kept = [answers_file(stage.tasks_seen) for stage in stored_stages if is_kept(stage)]
+        kept = [answers_file(stage.tasks_seen) for stage in stored_stages if saves_answers(stage)]
         artifacts |= {name: trial.path / name for name in kept if (trial.path / name).exists()}
         tasks, rows = list(stored_stages[-1].scores), [list(stage.scores.values()) for stage in stored_stages]
         artifacts["scores.csv"] = report.score_matrix_csv(tasks, rows)

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from latent_sweep.errors import ConfigError, LatentSweepError, StoreError, TrackingError
+from latent_sweep.errors import ConfigError, LatentSweepError, StorageError, TrackingError
 from latent_sweep.results import summaries
 from latent_sweep.results.definition import defined_events
 from latent_sweep.security import has_credentials, redact
@@ -175,7 +175,7 @@ class MlflowTracker:
 
         Raises:
             TrackingError: the tracker cannot be reached or refuses a write.
-            StoreError: `sweep.json` or a journal is corrupt.
+            StorageError: `sweep.json` or a journal is corrupt.
         """
         with self._connected():
             self._parent()
@@ -193,7 +193,7 @@ class MlflowTracker:
 
         Raises:
             TrackingError: the tracker cannot be reached or refuses a write.
-            StoreError: `sweep.json` or a journal is corrupt.
+            StorageError: `sweep.json` or a journal is corrupt.
         """
         changed = self.sync()
         with self._connected():
@@ -216,7 +216,7 @@ class MlflowTracker:
 
         Raises:
             TrackingError: the tracker cannot be reached or refuses a write.
-            StoreError: `sweep.json` or a journal is corrupt.
+            StorageError: `sweep.json` or a journal is corrupt.
         """
         self._client = None  # another process may have changed the runs since they were read
         with self._connected():
@@ -396,7 +396,7 @@ class MlflowTracker:
                 try:
                     action(item)
                 except Exception as error:
-                    if isinstance(error, StoreError) or _is_refusal(error):
+                    if isinstance(error, StorageError) or _is_refusal(error):
                         errors.append(error)
                     else:
                         fatal.append(error)

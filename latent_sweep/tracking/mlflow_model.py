@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.errors import StoreError
-from latent_sweep.plugins import code_places
+from latent_sweep.errors import StorageError
+from latent_sweep.plugins import code_paths
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.versions import declared
@@ -38,7 +38,7 @@ def write_mlflow_model(model: ContinualModel, sweep: SweepFolder) -> Path:
     """Write a model in MLflow's format into its sweep's folder, replacing an earlier one; return the folder.
 
     Raises:
-        StoreError: it cannot be written.
+        StorageError: it cannot be written.
     """
     folder = sweep.path / MODEL_FOLDER
     with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
@@ -74,7 +74,7 @@ def log_best(sweep: SweepFolder) -> None:
     from latent_sweep.deploy.folder import opened
     from latent_sweep.deploy.model import ContinualModel
 
-    with suppress(StoreError):  # missing or corrupt
+    with suppress(StorageError):  # missing or corrupt
         content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)
         best = find_trial(sweep)
         lineages = [task.snapshot.lineage for task in content.learned]
@@ -97,7 +97,7 @@ def requirements() -> list[str]:
 def _code(model: ContinualModel) -> list[str]:
     """Return the folders of this package and of a plugin method's code."""
     name = model.trial.settings.method.name
-    outside = code_places(name) if model.content.outside_module is not None else []
+    outside = code_paths(name) if model.content.outside_module is not None else []
     return [str(place) for place in (Path(__file__).parents[1], *outside)]
 
 

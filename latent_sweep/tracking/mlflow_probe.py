@@ -40,7 +40,7 @@ def probe_tracker(uri: str) -> Probe:
 
     Raises:
         TrackingError: the tracker cannot be reached, refuses, or returns something else than was written.
-        StoreError: no database can be created at this path.
+        StorageError: no database can be created at this path.
     """
     import mlflow
 

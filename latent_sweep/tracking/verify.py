@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.report.tables import PAGE_FILE, mixed_lines
 from latent_sweep.results import summaries
 from latent_sweep.results.definition import trial_name
 from latent_sweep.security import quoted
 from latent_sweep.settings import flatten, parse_yaml
-from latent_sweep.storage.checksummed import is_sealed, set_aside
+from latent_sweep.storage.checksummed import has_valid_checksum, quarantine
 from latent_sweep.storage.folders import SETTINGS, SweepFolder, TrialFolder, driving, writing
 from latent_sweep.storage.journal import Event, Finished, Stage, stages, status
 from latent_sweep.storage.predictions import ANSWERS
 from latent_sweep.storage.storage import JOURNAL
-from latent_sweep.storage.trial_files import PREDICTIONS, RESULT, SCORES, contradictions, damages
+from latent_sweep.storage.trial_files import PREDICTIONS, RESULT, SCORES, contradicting_files, corrupt_files
 from latent_sweep.sweep.tuning import TUNING
 from latent_sweep.tracking.contents import (
     Point,
@@ -95,7 +95,7 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
     fetched first.
 
     Raises:
-        StoreError: `sweep.json` is corrupt, or the storage cannot be read or written.
+        StorageError: `sweep.json` is corrupt, or the storage cannot be read or written.
     """
     store, storage = sweep.snapshots, sweep.storage
     remedies: dict[str, None] = {}
@@ -104,7 +104,7 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
         with writing(sweep, {t.training_id: [other.trial_id for other in fault.trials] for t in fault.trials}):
             if isinstance(fault.item, Path):
                 if fault.item.exists():
-                    set_aside(fault.item, "is damaged")
+                    quarantine(fault.item, "is damaged")
                 restore_or_remove(fault.item)
                 is_repaired = fault.item.exists()
             else:
@@ -131,7 +131,7 @@ def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
     for trial in sweep:
         try:
             events = trial.events()
-        except StoreError as error:
+        except StorageError as error:
             yield _fault(sweep, trial, trial.path / JOURNAL, str(error), _JOURNAL_REMEDY)
             continue
         if not events:
@@ -147,7 +147,7 @@ def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
                 users.setdefault(lineage, []).append(trial)
     if (tuning := sweep.path / TUNING).exists():
         counts["files"] += 1
-        if not is_sealed(tuning):
+        if not has_valid_checksum(tuning):
             text = f"{tuning}: does not match its digest; expected the settings selected by tuning"
             yield _Fault(text, (), tuning, "it is written again from the results of the tuning trials")
     store = sweep.snapshots
@@ -181,7 +181,7 @@ def _file_faults(
         ANSWERS: "its row and those after it are scored again from cached answers",
         RESULT: "it is written again",
     }
-    for damage in damages(trial.path, events) or contradictions(trial.path, events):
+    for damage in corrupt_files(trial.path, events) or contradicting_files(trial.path, events):
         remedy = remedies[damage.path.relative_to(trial.path).parts[0]]
         yield _fault(sweep, trial, damage.path, f"{damage.path} {damage.found}", remedy)
 
@@ -216,7 +216,7 @@ def verify_tracker(sweep: SweepFolder, tracker: MlflowTracker) -> Verdict:
 
     Raises:
         TrackingError: MLflow cannot be reached or refuses.
-        StoreError: a journal or a trial's file is corrupt.
+        StorageError: a journal or a trial's file is corrupt.
     """
     counts: Counter[str] = Counter()
     return Verdict([text for _, text in _tracker_faults(sweep, tracker, counts)], counts)
@@ -227,7 +227,7 @@ def repair_tracker(sweep: SweepFolder, tracker: MlflowTracker) -> None:
 
     Raises:
         TrackingError: MLflow cannot be reached or refuses.
-        StoreError: a journal or a trial's file is corrupt.
+        StorageError: a journal or a trial's file is corrupt.
     """
     tracker.close()
     if differing := {run for run, _ in _tracker_faults(sweep, tracker, Counter())}:

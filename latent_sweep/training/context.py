@@ -32,7 +32,7 @@ from latent_sweep.settings import canonical_json
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.predictions import KeepAnswers
-from latent_sweep.storage.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import SPLITS, Trial
 from latent_sweep.training.engine import Engine
@@ -68,7 +68,7 @@ class Context:
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
         self.keeps_features = keeps_features
-        self.store = SnapshotStore(storage)
+        self.store = SnapshotStorage(storage)
         self._emit, self._begun = emit, list[Begun]()
         self._folds: dict[str, PooledScatter] = {}
         self._gmms: dict[str, TaskGmm] = {}

@@ -32,7 +32,7 @@ from latent_sweep.metrics import Metric, RefsPolicy, score_rows, trimmed
 from latent_sweep.routing.combination import Array
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
-from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
+from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.engine import Engine
 
@@ -301,7 +301,7 @@ class Evaluator:
         """Answers of every batch, and how many of them were generated now."""
         paths = [self._path(batch) for batch in batches]
         recent = {} if recent is None else recent
-        answers = [None if path is None else recent.get(path) or read_sealed_json(path) for path in paths]
+        answers = [None if path is None else recent.get(path) or read_checksummed_json(path) for path in paths]
         missing = [i for i, known in enumerate(answers) if known is None]
         at_once = self.engine.group.size if self.engine.answers_apart else 1
         for start in range(0, len(missing), at_once):
@@ -312,7 +312,7 @@ class Evaluator:
             self.engine.check_frozen()
             for i, texts in zip(now, found, strict=True):
                 if (path := paths[i]) is not None:
-                    write_sealed_json(path, texts)
+                    write_checksummed_json(path, texts)
                 answers[i] = texts
         recent.clear()
         recent.update((path, texts) for path, texts in zip(paths, answers, strict=True) if path and texts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.storage.failures import during, failure_kind
 from latent_sweep.storage.folders import SweepFolder, writing
@@ -96,7 +96,7 @@ def _lead(pack: Pack, members: ActiveRuns, emit: Emit) -> None:
     except Exception as error:  # of all members, such as a backbone that cannot be loaded
         # a fault of the storage cannot be journaled, and may pass; a lost device is no fault of the trials; who has
         # started a group learns which worker failed first, or was lost, and what this one says may only follow from it
-        may_pass = isinstance(error, StoreError) or failure_kind(error) == "device_lost"
+        may_pass = isinstance(error, StorageError) or failure_kind(error) == "device_lost"
         if context.engine.group.size == 1 and not may_pass:
             for member in members.all:
                 if member.failure is None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from latent_sweep.settings import content_hash
-from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
-from latent_sweep.storage.failures import let_go
+from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
+from latent_sweep.storage.failures import free_frames
 from latent_sweep.storage.snapshots import TaskCheckpoint
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import Pack
@@ -64,20 +64,20 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
             timings.append(_time(pack, context, size))
         except Exception as error:  # too large for the GPU, or a member that fails: it will say so when it runs
             log.warning("packs of %s could not be measured (%s); no larger ones are tried", size, error)
-            let_go(error)
+            free_frames(error)
             forget_backbone()
             break
         if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
             break
     context.close()
     if timings:
-        write_sealed_json(path, [vars(timing) for timing in timings], indent=1)
+        write_checksummed_json(path, [vars(timing) for timing in timings], indent=1)
     return timings
 
 
 def _known_timings(path: Path) -> list[PackTiming] | None:
     """Read what has been measured before; None where nothing was, or it is damaged: it is measured again then."""
-    content = read_sealed_json(path)
+    content = read_checksummed_json(path)
     return None if content is None else [PackTiming(**timing) for timing in content]
 
 

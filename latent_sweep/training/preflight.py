@@ -17,7 +17,7 @@ from pathlib import Path
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.data.schema import scoring_metric
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics import score_rows, takes_input
 from latent_sweep.routing.combination import Array
@@ -45,7 +45,7 @@ def try_everything(members: ActiveRuns) -> None:
     """Try what the members' trials will do; trials that fail leave their member, and the others go on.
 
     Raises:
-        StoreError: the storage cannot be written, or is too small for what will be written.
+        StorageError: the storage cannot be written, or is too small for what will be written.
         Exception: the backbone cannot answer; or, in a group of workers, a method cannot learn one of its tasks.
     """
     context, began = members.context, time.monotonic()
@@ -115,7 +115,7 @@ def _leaving(member: ActiveRun, run: ActiveTrial) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, StoreError) or failure_kind(error) == "device_lost":
+        if isinstance(error, StorageError) or failure_kind(error) == "device_lost":
             raise
         member.drop(run, error)
 
@@ -131,7 +131,7 @@ def _try_storage(trained: Mapping[str, int], members: int, context: Context) -> 
         members: that learn at the same time, and have a checkpoint each.
 
     Raises:
-        StoreError: a folder cannot be written, or too little is free.
+        StorageError: a folder cannot be written, or too little is free.
     """
     folder = context.storage.folder
     for place in (context.store.folder, folder / "checkpoints", folder / "predictions"):
@@ -140,7 +140,7 @@ def _try_storage(trained: Mapping[str, int], members: int, context: Context) -> 
     checkpoints = CHECKPOINT_BYTES * members * max(trained.values(), default=0)
     free, needed = shutil.disk_usage(folder).free, SNAPSHOT_BYTES * sum(trained.values()) + checkpoints
     if needed > free:
-        raise StoreError(
+        raise StorageError(
             f"run.storage: {folder} has {free / GIB:.2g} GiB free, and {len(trained)} snapshots with their checkpoints "
             f"take at least {needed / GIB:.2g} GiB. Free disk space (`latent-sweep gc` deletes what no sweep needs), "
             "or use another run.storage, and run the same command again"

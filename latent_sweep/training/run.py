@@ -17,7 +17,7 @@ from latent_sweep.methods import checked, source_of
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.metrics import metric_source
 from latent_sweep.settings import content_hash
-from latent_sweep.storage.failures import failure_kind, let_go
+from latent_sweep.storage.failures import failure_kind, free_frames
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import TrialFiles
@@ -207,7 +207,7 @@ class ActiveRun:
         self.wanted = max((other.files.wanted for other in self.trials), default=0)
         if not self.trials:
             self.failure = error
-        let_go(error)
+        free_frames(error)
 
     def fail(self, error: Exception, task: str | None) -> None:
         """Leave the pack, and say in the journals why."""
@@ -217,7 +217,7 @@ class ActiveRun:
         place = "before its first task" if task is None else f"at task {task}"
         place += "" if self.step is None else f", step {self.step}"
         log.error("%s failed %s: %s", self.member.trials[0].name, place, error)
-        let_go(error)  # the others go on, with what memory it has held
+        free_frames(error)  # the others go on, with what memory it has held
 
 
 class ActiveRuns:

@@ -13,7 +13,7 @@ from latent_sweep.data.schema import scoring_metric, stop_of, target_length
 from latent_sweep.methods import checked
 from latent_sweep.metrics import takes_input
 from latent_sweep.storage.failures import during
-from latent_sweep.storage.predictions import GENERATED, note_stage
+from latent_sweep.storage.predictions import GENERATED, mark_stage_cached
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.evaluation import AnswerEnd, AtHand, Evaluator
 from latent_sweep.training.events import Emit, Step
@@ -185,6 +185,6 @@ def _score(run: ActiveTrial, member: ActiveRun, position: int, emit: Emit) -> di
         measured = evidence.measures()
     run.files.record(row, context.keep_answers)
     if context.passes("answering") == 1:  # a plan forecasts answers of whole batches
-        note_stage(context.storage.folder, trial.answer_keys()[position])
+        mark_stage_cached(context.storage.folder, trial.answer_keys()[position])
     answers = {"answers_asked": float(total), "generated_share": generated / total}
     return {"seconds_eval": time.monotonic() - began} | answers | rouge_1 | measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Pack
@@ -20,7 +20,7 @@ def follow(pack: Pack, context: Context) -> None:
     """Do this worker's share of what the group's first worker orders, until it has no more.
 
     Raises:
-        StoreError: this worker does not see a snapshot that the first one has.
+        StorageError: this worker does not see a snapshot that the first one has.
     """
     by_id = {member.training_id: ActiveRun(member, [], context) for member in pack.runs}
     members = ActiveRuns(list(by_id.values()), context)
@@ -31,7 +31,7 @@ def follow(pack: Pack, context: Context) -> None:
         found = snapshots.get(lineage) or context.store.recall(lineage)
         if found is None:
             group = context.engine.group
-            raise StoreError(
+            raise StorageError(
                 f"worker {group.rank} of {group.size} on {socket.gethostname()} does not find snapshot {lineage} in "
                 f"{context.store.folder}, where the first worker has it; run.storage must be shared by all nodes"
             )

@@ -23,8 +23,7 @@ from latent_sweep.backbones.checkpoint import CheckpointProjection, checkpoint_w
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.errors import ConfigError
-from latent_sweep.storage import checksummed as sealed
-from latent_sweep.storage import versions
+from latent_sweep.storage import checksummed, versions
 
 
 def weight(rows, columns, seed=0, spectrum=None):
@@ -280,8 +279,8 @@ def test_a_damaged_file_of_another_rank_is_left_alone(targets, tmp_path):
 
 def test_a_file_is_hashed_once(targets, tmp_path, monkeypatch):
     load_factors(targets, "digest", 8, tmp_path)
-    digests, plain = [], sealed._digest_without
-    monkeypatch.setattr(sealed, "_digest_without", lambda *a: digests.append(a) or plain(*a))
+    digests, plain = [], checksummed._digest_without
+    monkeypatch.setattr(checksummed, "_digest_without", lambda *a: digests.append(a) or plain(*a))
     for rank in (8, 4, 2):
         load_factors(targets, "digest", rank, tmp_path)
     assert len(digests) == 1

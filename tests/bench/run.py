@@ -32,7 +32,7 @@ from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, task_seq
 from latent_sweep.errors import ConfigError, MissingData
 from latent_sweep.security import printable, traceback_text
 from latent_sweep.settings import as_written
-from latent_sweep.storage.failures import let_go
+from latent_sweep.storage.failures import free_frames
 from latent_sweep.storage.storage import default_place
 from latent_sweep.storage.versions import installed
 from latent_sweep.training.context import hardware
@@ -103,7 +103,7 @@ def _table(bench: Workbench, name: str, dtype: str) -> Table:
     except Exception as error:
         _log(traceback_text(error))
         failure = printable(f"{type(error).__name__}: {error}")
-        let_go(error)
+        free_frames(error)
         bench.free()
     _log("\n".join([*map(line_of, rows), *([f"  FAILED: {failure}"] if failure else [])]))
     return Table(name, dtype, about, rows, failure)

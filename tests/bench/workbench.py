@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from latent_sweep.settings import as_written
-from latent_sweep.storage.failures import give_memory_back
+from latent_sweep.storage.failures import free_memory
 from latent_sweep.storage.storage import DEFAULT_PLACE, Storage
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Workbench:
 
         self.__dict__.pop("context", None)
         forget_backbone()
-        give_memory_back()
+        free_memory()
 
     @property
     def backbone(self) -> Backbone:

@@ -9,7 +9,7 @@ from helpers.sweeps import results, sweep_folder
 
 from latent_sweep.cli.main import main
 from latent_sweep.storage.journal import stages
-from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.training import evaluation
 from latent_sweep.training.context import Context
@@ -70,7 +70,7 @@ def test_routing_keeps_a_real_task_that_another_follows(learned):
     assert last["task1687"] == first["task1687"] > 0, "its adapter alone answers, so its score stays"
     assert routed[-1].metrics["FM"] == 0
     assert routed[-1].metrics["generated_share"] == 0.5, "the first task's answers were known"
-    store = SnapshotStore(Storage(learned / "runs"))
+    store = SnapshotStorage(Storage(learned / "runs"))
     for event in routed:
         facts = store.get(event.lineage).facts
         assert facts["losses"]["task"] < 0.5 * facts["first_losses"]["task"]
@@ -81,7 +81,7 @@ def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(learned, t
     assert generated_shares(learned)["soft"] == [1.0, 0.5], "the second stage knows the first task's answers"
     forgotten = shutil.ignore_patterns("tiny", "predictions")
     shutil.copytree(learned / "runs", tmp_path / "runs", ignore=forgotten)
-    monkeypatch.setattr(evaluation, "read_sealed_json", lambda path: None)
+    monkeypatch.setattr(evaluation, "read_checksummed_json", lambda path: None)
     monkeypatch.setattr(Context, "recent", lambda self, trial, position: {})
     run(tmp_path)
     assert generated_shares(tmp_path) == {"soft": [1.0, 1.0], "sum": [1.0, 1.0]}

@@ -21,9 +21,9 @@ from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import NOVELTY_QUANTILE
-from latent_sweep.errors import ConfigError, DataError, StoreError
+from latent_sweep.errors import ConfigError, DataError, StorageError
 from latent_sweep.methods import METHODS, method_class
-from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
+from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.folders import open_sweep
 
 MODES = ("soft", "hard", "ngram", "sum", "last", "oracle")
@@ -438,10 +438,10 @@ def test_a_damaged_or_missing_file_is_found(saved, tmp_path, pattern):
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StoreError, match=f"{path.name}: does not check against its digest"):
+    with pytest.raises(StorageError, match=f"{path.name}: does not check against its digest"):
         ContinualModel.from_folder(tmp_path / "model")
     path.unlink()
-    with pytest.raises(StoreError, match=r"is missing|found no model.json"):
+    with pytest.raises(StorageError, match=r"is missing|found no model.json"):
         ContinualModel.from_folder(tmp_path / "model")
 
 
@@ -461,10 +461,10 @@ def test_a_damaged_or_missing_file_is_found(saved, tmp_path, pattern):
 def test_what_is_no_model_of_this_version_is_told(saved, tmp_path, spoil):
     shutil.copytree(saved, tmp_path / "model")
     path = tmp_path / "model" / "model.json"
-    content = read_sealed_json(path)
+    content = read_checksummed_json(path)
     spoil(content)
-    write_sealed_json(path, content)
-    with pytest.raises(StoreError, match=r"model\.json: (holds no model|is of format 2|names '../elsewhere')"):
+    write_checksummed_json(path, content)
+    with pytest.raises(StorageError, match=r"model\.json: (holds no model|is of format 2|names '../elsewhere')"):
         ContinualModel.from_folder(tmp_path / "model")
 
 
@@ -496,5 +496,5 @@ def test_it_is_never_written_over_something_else(saved, mixed):
     model = ContinualModel.from_folder(saved)
     with pytest.raises(ConfigError, match="expected a new or an empty folder"):
         model.save(saved)
-    with pytest.raises(StoreError, match=r"found no model.json; expected the folder of a model"):
+    with pytest.raises(StorageError, match=r"found no model.json; expected the folder of a model"):
         ContinualModel.from_folder(mixed)

@@ -21,7 +21,7 @@ from latent_sweep.execution import ray_private, ray_tune
 from latent_sweep.execution import ray_workers as ray_group
 from latent_sweep.execution.ray_tune import _loss_kind, advice_text, fits
 from latent_sweep.execution.ray_workers import limit_to_share
-from latent_sweep.storage.checksummed import read_sealed_json
+from latent_sweep.storage.checksummed import read_checksummed_json
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import stages, status
@@ -340,7 +340,7 @@ def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
     assert code == 0, printed
     assert "sweep tiny: 4 trials (4 finished)" in printed
     (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")
-    sizes = [timing["size"] for timing in read_sealed_json(profile)]
+    sizes = [timing["size"] for timing in read_checksummed_json(profile)]
     assert sizes in ([1, 2], [1, 2, 4], [1, 2, 4, 8]), "larger packs are tried as long as they are faster"
     packs = [path for path in (sweep_folder(tmp_path).path / "ray").iterdir() if path.is_dir()]
     assert len(packs) >= 2, "with two slots, no pack takes more than half of the trainings"

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, open_sweep
 from latent_sweep.storage.journal import Journal
 from latent_sweep.storage.predictions import Answer, answers_file, changes
@@ -74,7 +74,7 @@ def write_sweep(
     folder = storage / name
     folder.mkdir(parents=True, exist_ok=True)
     sweep = open_sweep(folder)
-    sweep.storage.write(folder / "sweep.json", sealed_json(content))
+    sweep.storage.write(folder / "sweep.json", checksummed_json(content))
     for trial in sweep:
         trial.path.mkdir(parents=True, exist_ok=True)
         (trial.path / "trial.yaml").write_text(yaml.safe_dump(dict(trial.params)))
@@ -91,7 +91,7 @@ def as_before(sweep: SweepFolder) -> SweepFolder:
             del entry[name]
         (trial.path / "trial.yaml").write_text(yaml.safe_dump(trial.settings()))
     del content["groups"]
-    path.write_bytes(sealed_json(content))
+    path.write_bytes(checksummed_json(content))
     return open_sweep(sweep.path)
 
 

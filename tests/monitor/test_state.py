@@ -16,7 +16,7 @@ from helpers.sweep_folders import TASKS, PackOf, finish, learn, run_to_end, star
 from rich.console import Console
 
 from latent_sweep.cli.main import main
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.monitor import progress
 from latent_sweep.monitor import state as states
 from latent_sweep.monitor.log_lines import status_lines, summary, time_left_text
@@ -27,7 +27,7 @@ from latent_sweep.monitor.terminal import draw
 from latent_sweep.report.tables import counts
 from latent_sweep.results.summaries import summarize
 from latent_sweep.storage import heartbeat as telling
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import driven_since, driving, open_sweep
 from latent_sweep.storage.journal import Journal
 from latent_sweep.training.events import Begun, Doing, Step
@@ -193,7 +193,7 @@ def test_a_stage_shared_by_trials_counts_once(sweep):
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
     for entry in content["trials"]:
         entry["training_id"] = f"seed{entry['values']['seed']}"
-    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
     sweep = open_sweep(sweep.path)
     watch = SweepWatch(sweep)
     for trial in sweep:
@@ -396,7 +396,7 @@ def test_a_corrupt_journal_is_an_error(sweep, capsys):
     first, *_ = sweep
     start(first)
     first.journal.path.write_bytes(b"nothing\n")
-    with pytest.raises(StoreError, match="line 1"):
+    with pytest.raises(StorageError, match="line 1"):
         look(sweep)
     assert main(["status", str(sweep.path)]) == 2
     assert "line 1" in capsys.readouterr().err

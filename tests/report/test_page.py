@@ -18,7 +18,7 @@ from latent_sweep.report.page import _extreme_trial, _facts, all_pictures, rende
 from latent_sweep.report.pictures import sweep_pictures
 from latent_sweep.report.tables import HELD_OUT, STOPPED, together
 from latent_sweep.results import summaries
-from latent_sweep.storage.checksummed import read_sealed_json, sealed_json, write_sealed_json
+from latent_sweep.storage.checksummed import checksummed_json, read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.folders import open_sweep
 
 
@@ -132,9 +132,9 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
 def test_sweeps_with_other_benchmarks_and_backbones_have_columns_for_them(sweep, tmp_path):
     """Rows of one benchmark are together; an axis of one sweep has a column for both."""
     other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, name="other", sweep_id="0ther0ther0ther0")
-    content = read_sealed_json(other.path / "sweep.json")
+    content = read_checksummed_json(other.path / "sweep.json")
     content["trials"][0]["params"]["benchmark.name"] = "own"
-    write_sealed_json(other.path / "sweep.json", content)
+    write_checksummed_json(other.path / "sweep.json", content)
     other = open_sweep(other.path)
     run_to_end(next(iter(other)), 0.48, 0.0)
     found = summaries.summarize_all([sweep, other])
@@ -175,9 +175,9 @@ def test_sweeps_scored_differently_have_columns_for_it(sweep, tmp_path):
 def test_a_report_of_tuning_trials_notes_what_they_are_scored_on(tmp_path):
     (trial,) = sweep = write_sweep(tmp_path, {"benchmark.score_on": ["validation"], "benchmark.test_per_task": [9]})
     run_to_end(trial, 0.9, 0.0)
-    content = read_sealed_json(sweep.path / "sweep.json")
+    content = read_checksummed_json(sweep.path / "sweep.json")
     content["axes"] = content["trials"][0]["values"] = {}
-    write_sealed_json(sweep.path / "sweep.json", content)
+    write_checksummed_json(sweep.path / "sweep.json", content)
     sweep = open_sweep(sweep.path)
     found = summaries.summarize(sweep)
     for format in ("text", "markdown", "latex"):
@@ -199,7 +199,7 @@ def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
         sweep = write_sweep(tmp_path, axes, name=name)
         tried = {"values": {"training.learning_rate": rate}, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8}
         choice = {"shared": {}, "values": tried["values"], "tried": [tried | {"seconds": 1.0}], "remarks": []}
-        (sweep.path / "tuning.json").write_bytes(sealed_json({"chosen": [choice]}))
+        (sweep.path / "tuning.json").write_bytes(checksummed_json({"chosen": [choice]}))
         for trial, average in zip(sweep, averages.values(), strict=True):
             run_to_end(trial, average, 0.1)
     assert main(["report", *(str(tmp_path / name) for name in found)]) == 0
@@ -321,7 +321,7 @@ def test_ambiguous_labels_have_no_rank(tmp_path):
     values = {"training.learning_rate": 1e-3}
     tried = {"values": values, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8, "seconds": 1.0}
     choice = {"shared": {}, "values": values, "tried": [tried], "remarks": []}
-    (tuned.path / "tuning.json").write_bytes(sealed_json({"chosen": [choice]}))
+    (tuned.path / "tuning.json").write_bytes(checksummed_json({"chosen": [choice]}))
     for number, trial in enumerate(tuned):
         run_to_end(trial, 0.1 + 0.1 * number, 0.0)
     notes = " ".join(together([summaries.summarize(sweep) for sweep in (grid, tuned)]).notes)
@@ -334,7 +334,7 @@ def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
     for entry, epochs in zip(content["trials"], (30, 15), strict=True):
         entry["params"]["training.epochs"] = epochs
-    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
     sweep = open_sweep(sweep.path)
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)

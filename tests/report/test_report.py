@@ -24,7 +24,7 @@ from latent_sweep.report.latex import latex
 from latent_sweep.report.page import render_page
 from latent_sweep.report.tables import FAILED, NOTHING_LEARNED, STOPPED, Cell, Section, Table, sections, together
 from latent_sweep.results import summaries
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import open_sweep
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
@@ -314,7 +314,7 @@ def test_an_axis_that_some_trials_lack_may_repeat_configurations(tmp_path):
     for place in ("values", "params"):
         del content["trials"][0][place]["method.gpm.energy"]
     content["trials"][0]["values"]["method.gpm.energy"] = None
-    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
     sweep = open_sweep(sweep.path)
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)

@@ -18,7 +18,7 @@ from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import encode_prompt, split_prompts
 from latent_sweep.data.schema import load_benchmark
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.report.embedding_map import embedding_figure, embedding_map, layout
 from latent_sweep.report.interference_pictures import (
     bounds_figure,
@@ -200,7 +200,7 @@ def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folde
     kept = [prune(rows, soft.settings.prune_below) for rows in soft.probabilities]
     assert len(stored.posterior(kept)) == len(ORDER)
     others = [np.roll(rows, 1, axis=1) for rows in kept]
-    with pytest.raises(StoreError, match="other weights than those that its rows were answered with"):
+    with pytest.raises(StorageError, match="other weights than those that its rows were answered with"):
         stored.posterior(others)
 
 

@@ -14,17 +14,17 @@ from latent_sweep.report.tables import joint_sections, sections
 from latent_sweep.results.columns import differing
 from latent_sweep.results.summaries import summarize_all
 from latent_sweep.storage import folders
-from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
+from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 
 METHODS = {"seq_lora": 0.4, "o_lora": 0.6}
 
 
 def with_params(sweep, **params):
     """The sweep, with settings that all of its trials have."""
-    content = read_sealed_json(sweep.path / "sweep.json")
+    content = read_checksummed_json(sweep.path / "sweep.json")
     for trial in content["trials"]:
         trial["params"] |= params
-    write_sealed_json(sweep.path / "sweep.json", content)
+    write_checksummed_json(sweep.path / "sweep.json", content)
     return folders.open_sweep(sweep.path)
 
 

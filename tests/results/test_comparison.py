@@ -18,7 +18,7 @@ from latent_sweep.report.tables import ALL_EQUAL, BOOTSTRAP, FEW_PAIRS, ONE_PAIR
 from latent_sweep.results import summaries
 from latent_sweep.results.comparison import Difference
 from latent_sweep.results.frames import SweepResults
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.tracking.contents import trial_content
 
@@ -399,7 +399,7 @@ def resolved(sweep, settings, kept):
         for entry in content["trials"]
         if kept(entry["values"])
     ]
-    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
     return open_sweep(sweep.path)
 
 

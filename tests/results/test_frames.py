@@ -24,11 +24,11 @@ from latent_sweep import open_sweep
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
-from latent_sweep.errors import ConfigError, DataError, StoreError
+from latent_sweep.errors import ConfigError, DataError, StorageError
 from latent_sweep.results.frames import SweepResults
 from latent_sweep.results.inputs import BenchmarkRows
 from latent_sweep.storage import objects
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.predictions import Answer, changes
 from latent_sweep.sweep.config import load_sweep
 
@@ -212,7 +212,7 @@ def test_an_id_that_begins_another_is_meant_itself(tmp_path):
     folder = write_sweep(tmp_path, {"seed": [0, 1]})
     content = json.loads((folder.path / "sweep.json").read_text())["content"]
     content["trials"][1]["trial_id"] = "trial0000b"
-    (folder.path / "sweep.json").write_bytes(sealed_json(content))
+    (folder.path / "sweep.json").write_bytes(checksummed_json(content))
     assert SweepResults(type(folder)(folder.storage, folder.name)).matrix("trial0000").empty
 
 
@@ -224,7 +224,7 @@ def test_a_task_that_nobody_learns_is_refused(sweep):
 
 def test_a_folder_without_a_sweep_is_refused(tmp_path):
     with pytest.raises(
-        StoreError, match=r"nowhere: found no sweep.json; expected the folder of a sweep.*check the path"
+        StorageError, match=r"nowhere: found no sweep.json; expected the folder of a sweep.*check the path"
     ):
         open_sweep(tmp_path / "nowhere")
 
@@ -330,14 +330,14 @@ def test_only_what_is_asked_for_is_read(copy):
     assert len(results.answers("mood", first.trial_id)) == 24
     (first.path / "answers" / "2.jsonl").write_text("damaged\n")
     assert len(results.answers("mood", first.trial_id, tasks_seen=1)) == 12
-    with pytest.raises(StoreError, match=r"answers/2\.jsonl: does not check against its digest"):
+    with pytest.raises(StorageError, match=r"answers/2\.jsonl: does not check against its digest"):
         results.answers("mood", first.trial_id)
-    with pytest.raises(StoreError, match=r"ticket\.jsonl: is missing, or does not check.*verify --repair"):
+    with pytest.raises(StorageError, match=r"ticket\.jsonl: is missing, or does not check.*verify --repair"):
         results.answers(trial=first.trial_id)
-    with pytest.raises(StoreError, match=r"mood\.jsonl: is missing"):
+    with pytest.raises(StorageError, match=r"mood\.jsonl: is missing"):
         results.answers("mood", second.trial_id)
     (first.path / "answers" / "1.jsonl").write_text("damaged\n")
-    with pytest.raises(StoreError, match=r"answers/1\.jsonl: does not check against its digest.*verify --repair"):
+    with pytest.raises(StorageError, match=r"answers/1\.jsonl: does not check against its digest.*verify --repair"):
         results.answers("mood", first.trial_id)
 
 
@@ -395,7 +395,7 @@ def test_the_same_from_an_object_store(finished, tmp_path, monkeypatch):
     here, there = open_sweep(finished / "runs" / "tiny"), open_sweep("s3://bucket/runs/tiny")
     for kind in ("trials", "stages", "scores", "answers"):
         pd.testing.assert_frame_equal(getattr(there, kind)(), getattr(here, kind)())
-    with pytest.raises(StoreError, match=r"s3://bucket/runs, sweep tinny: found no sweep\.json"):
+    with pytest.raises(StorageError, match=r"s3://bucket/runs, sweep tinny: found no sweep\.json"):
         open_sweep("s3://bucket/runs/tinny")
 
 

@@ -14,7 +14,7 @@ from scipy.linalg import solve_triangular
 from scipy.special import logsumexp, softmax
 from scipy.stats import multivariate_normal
 
-from latent_sweep.errors import LatentSweepError, StoreError
+from latent_sweep.errors import LatentSweepError, StorageError
 from latent_sweep.routing.gaussian import (
     GaussianRouter,
     PooledScatter,
@@ -29,7 +29,7 @@ from latent_sweep.routing.gaussian import (
     prune,
     scatter_of,
 )
-from latent_sweep.storage import checksummed as sealed
+from latent_sweep.storage import checksummed
 
 D = 6
 
@@ -612,7 +612,7 @@ def test_failed_save_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("no space left on device")
 
     monkeypatch.setattr("latent_sweep.storage.snapshots.os.fsync", full_disk)
-    with pytest.raises(StoreError, match="no space left"):
+    with pytest.raises(StorageError, match="no space left"):
         scatter_of(TASKS[1]).save(path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
@@ -633,7 +633,7 @@ def test_every_flipped_bit_of_a_record_is_seen(tmp_path: Path, caplog: pytest.Lo
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         path.write_bytes(changed)
-        sealed._checks.cache_clear()  # the clock of a file system may be too coarse for a test
+        checksummed._checks.cache_clear()  # the clock of a file system may be too coarse for a test
         assert TaskGmm.load(path) is None, f"byte {position}"
         assert [file.name for file in tmp_path.iterdir()] == ["task.damaged"]
     assert "task.safetensors does not check against its digest; it is set aside as task.damaged" in caplog.text
@@ -651,8 +651,8 @@ def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "task.safetensors"
     scatter_of(TASKS[0]).save(path)
     digests = []
-    plain = sealed._digest_without
-    monkeypatch.setattr(sealed, "_digest_without", lambda *a: digests.append(a) or plain(*a))
+    plain = checksummed._digest_without
+    monkeypatch.setattr(checksummed, "_digest_without", lambda *a: digests.append(a) or plain(*a))
     assert all(TaskScatter.load(path) is not None for _ in range(3))
     assert len(digests) == 1
     scatter_of(TASKS[0][:-1]).save(path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from latent_sweep.errors import ConfigError, NonFiniteLoss
-from latent_sweep.storage.failures import during, failure_facts, failure_kind, let_go
+from latent_sweep.storage.failures import during, failure_facts, failure_kind, free_frames
 
 CUDA = "CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call."
 
@@ -92,6 +92,6 @@ def test_what_an_error_held_is_given_back_to_the_gpu(monkeypatch):
     held = None
     with pytest.raises(MemoryError) as found:
         fails()
-    let_go(found.value)
+    free_frames(found.value)
     assert emptied == [None], "freed before"
     assert "in fails" in failure_facts(found.value)["traceback"], "where it was is still told"

@@ -13,7 +13,7 @@ from helpers.sweep_folders import run_to_end, write_sweep
 from helpers.sweeps import results, tiny, write
 
 from latent_sweep.cli.main import main
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.storage.folders import driving, open_sweep, training_lock
 from latent_sweep.storage.inventory import Inventory, collect, delete, deletion, garbage, lineages_of
 from latent_sweep.storage.journal import stages
@@ -203,7 +203,7 @@ def test_gc_deletes_nothing_where_a_sweep_was_written_meanwhile(ran, place):
     found = garbage(inventory, 7)
     shutil.copytree(ran / "one", place / "one")
     before = snapshots(place)
-    with pytest.raises(StoreError, match="nothing was deleted"):
+    with pytest.raises(StorageError, match="nothing was deleted"):
         collect(inventory, found)
     assert snapshots(place) == before
 
@@ -300,7 +300,7 @@ def test_nothing_is_deleted_where_another_sweep_was_written_meanwhile(ran, place
     going = deletion(inventory, "one")
     shutil.copytree(ran / "two", place / "two")
     before = snapshots(place)
-    with pytest.raises(StoreError, match="nothing was deleted"):
+    with pytest.raises(StorageError, match="nothing was deleted"):
         delete(inventory, going)
     assert snapshots(place) == before and open_sweep(place / "one").exists
 

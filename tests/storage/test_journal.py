@@ -7,7 +7,7 @@ from helpers.events import an_event
 from helpers.sweep_folders import learn, start, write_sweep
 from helpers.tiny import journal_at
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import START, attempts, stages, status
 
@@ -51,9 +51,9 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path, line):
     journal.append("started", attempt=1)
     with journal.path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(StoreError, match=r"journal\.jsonl, line 2"):
+    with pytest.raises(StorageError, match=r"journal\.jsonl, line 2"):
         journal.read()
-    with pytest.raises(StoreError, match="line 2"):
+    with pytest.raises(StorageError, match="line 2"):
         journal.append("started", attempt=2)
 
 
@@ -101,7 +101,7 @@ def test_any_byte_of_a_journal_that_changes_is_noticed_with_its_line(tmp_path):
         changed[place] ^= 1
         journal.path.write_bytes(changed)
         line = content[:place].count(b"\n") + 1
-        with pytest.raises(StoreError, match=f"journal.jsonl, line {line}: .*latent-sweep verify --repair .*tiny`"):
+        with pytest.raises(StorageError, match=f"journal.jsonl, line {line}: .*latent-sweep verify --repair .*tiny`"):
             journal.read()
 
 
@@ -112,7 +112,7 @@ def test_lines_that_are_missing_or_in_another_order_are_noticed(tmp_path, lines)
     journal = three_events(tmp_path)
     whole = journal.path.read_bytes().splitlines(keepends=True)
     journal.path.write_bytes(b"".join(whole[line] for line in lines))
-    with pytest.raises(StoreError, match="lines are missing or repeated"):
+    with pytest.raises(StorageError, match="lines are missing or repeated"):
         journal.read()
 
 
@@ -130,7 +130,7 @@ def test_a_line_that_lacks_a_field_is_named_and_an_unknown_field_ignored(tmp_pat
     (event,) = journal.read()
     assert (event.seq, event.attempt) == (0, 1)
     journal.path.write_bytes(sealed_line('{"seq": 0, "time": 1.0, "event": "started"}'))
-    with pytest.raises(StoreError, match=r"line 1: .*attempt"):
+    with pytest.raises(StorageError, match=r"line 1: .*attempt"):
         journal.read()
 
 
@@ -144,7 +144,7 @@ def test_what_json_cannot_hold_is_refused_and_leaves_no_trace(tmp_path, value):
     journal = journal_at(tmp_path / "journal.jsonl")
     journal.append("started", attempt=1)
     before = journal.path.read_bytes()
-    with pytest.raises(StoreError, match="'finished' is not plain JSON"):
+    with pytest.raises(StorageError, match="'finished' is not plain JSON"):
         journal.append("finished", metrics={"AP": value})
     assert journal.path.read_bytes() == before
 
@@ -201,11 +201,13 @@ def test_a_sweep_folder_gives_its_trials_with_their_journals(tmp_path):
 
 
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
-    with pytest.raises(StoreError, match=r"no sweep\.json"):
+    with pytest.raises(StorageError, match=r"no sweep\.json"):
         list(open_sweep(tmp_path))
     for content in ("", "{", "[]", '{"name": "tiny", "trials": []}', '{"sha256":"%s","content":{}}' % ("0" * 64)):
         (tmp_path / "sweep.json").write_text(content)
-        with pytest.raises(StoreError, match=r"sweep\.json: does not check against its digest: .*Run the sweep again"):
+        with pytest.raises(
+            StorageError, match=r"sweep\.json: does not check against its digest: .*Run the sweep again"
+        ):
             list(open_sweep(tmp_path))
 
 

@@ -10,8 +10,8 @@ from latent_sweep.storage.predictions import (
     answers_file,
     changed,
     changes,
-    kept_answers,
     newest_answers,
+    saved_answers,
     stage_of,
 )
 
@@ -41,7 +41,7 @@ def test_the_files_of_all_stages_give_the_answers_of_each(tmp_path):
         (tmp_path / answers_file(seen)).write_bytes(changes(answers, before))
         before = answers
     events = [told(1), told(2), told(3)]
-    found = [(event.tasks_seen, answers) for event, answers in kept_answers(tmp_path, events)]
+    found = [(event.tasks_seen, answers) for event, answers in saved_answers(tmp_path, events)]
     assert found == [(1, FIRST), (2, SECOND), (3, THIRD)]
     assert newest_answers(tmp_path, events[:2]) == SECOND
     assert newest_answers(tmp_path, []) == {}
@@ -52,7 +52,7 @@ def test_after_a_stage_that_was_not_kept_a_file_stands_by_itself(tmp_path):
     (tmp_path / answers_file(1)).write_bytes(changes(FIRST, {}))
     (tmp_path / answers_file(3)).write_bytes(changes(THIRD, {}))
     events = [told(1), told(2, kept=False), told(3)]
-    assert [(event.tasks_seen, answers) for event, answers in kept_answers(tmp_path, events)] == [
+    assert [(event.tasks_seen, answers) for event, answers in saved_answers(tmp_path, events)] == [
         (1, FIRST),
         (3, THIRD),
     ]
@@ -70,7 +70,7 @@ def test_nothing_is_taken_over_a_gap(tmp_path):
     (tmp_path / "answers").mkdir()
     (tmp_path / answers_file(1)).write_bytes(changes(FIRST, {}))
     (tmp_path / answers_file(3)).write_bytes(b"")
-    found = {event.tasks_seen: a for event, a in kept_answers(tmp_path, [told(1), told(2, kept=False), told(3)])}
+    found = {event.tasks_seen: a for event, a in saved_answers(tmp_path, [told(1), told(2, kept=False), told(3)])}
     assert found == {1: FIRST, 3: {}}
 
 

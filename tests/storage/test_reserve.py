@@ -8,9 +8,9 @@ import pytest
 from helpers.sweeps import sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.folders import open_sweep
-from latent_sweep.storage.reserve import NAME, free_reserve, is_full, keep_reserve
+from latent_sweep.storage.reserve import NAME, free_reserve, is_full, write_reserve
 from latent_sweep.storage.snapshots import committing
 from latent_sweep.training import pack as running
 
@@ -34,17 +34,17 @@ def test_what_has_ended_an_attempt_is_written_into_the_reserve(tmp_path, full):
     sweep = open_sweep(tmp_path / "tiny")
     journal = sweep.journal("abc")
     journal.append("started", attempt=1)
-    keep_reserve(sweep.path)
+    write_reserve(sweep.path)
     assert (sweep.path / NAME).stat().st_size > 10_000
     full(sweep.path / NAME)
-    with pytest.raises(StoreError) as refused:
+    with pytest.raises(StorageError) as refused:
         journal.append("stopped", tasks_seen=1, reason="a")
     assert is_full(refused.value) and (sweep.path / NAME).exists(), "it is kept for the end"
     journal.append("lost", kind="storage", message="full")
     assert [event.name for event in journal.read()] == ["started", "lost"]
     assert not free_reserve(sweep.path)
     full(None)
-    with pytest.raises(StoreError, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         journal.append("failed", kind="error", message="full", task=None, step=None)
 
 

@@ -19,7 +19,7 @@ from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.inventory import Inventory, garbage
 from latent_sweep.storage.journal import status
 from latent_sweep.storage.storage import PROBES
-from latent_sweep.storage.watch import forget_the_old
+from latent_sweep.storage.watch import remove_stale_heartbeats
 
 ONE = tiny(name="one", search={"seed": [0]})
 BOTH = tiny(name="both", search={"seed": [0, 1]})
@@ -112,7 +112,7 @@ def test_a_lost_clock_forgets_nobody_who_is_at_work(ran, monkeypatch, hours):
     os.utime(old, (time.time() - 7200,) * 2)
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
-    forget_the_old(sweep.storage, sweep.path)
+    remove_stale_heartbeats(sweep.storage, sweep.path)
     assert live.exists()
     assert not old.exists()
 

@@ -10,11 +10,11 @@ import torch
 from helpers.patience import PATIENCE
 from helpers.tiny import checkpoint_at
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage import snapshots
-from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
+from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.files import write_file
-from latent_sweep.storage.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage, json_bytes
 
 
@@ -25,7 +25,7 @@ def snapshot(value=1.0, lineage="abc", **facts):
 
 @pytest.fixture
 def store(tmp_path):
-    return SnapshotStore(Storage(tmp_path))
+    return SnapshotStorage(Storage(tmp_path))
 
 
 def assert_same(found, expected):
@@ -70,7 +70,9 @@ def test_what_is_recalled_is_held_against_its_digest_where_the_file_is_another(s
     write_file(path, whole)
     assert_same(found, snapshot())
     path.write_bytes(whole[:-1] + b"x")
-    with pytest.raises(StoreError, match=r"abc\.safetensors: was whole when this run took it up.* same command again"):
+    with pytest.raises(
+        StorageError, match=r"abc\.safetensors: was whole when this run took it up.* same command again"
+    ):
         found.tensors["R"]
     assert "it is moved to" in caplog.text
 
@@ -92,7 +94,7 @@ def test_one_look_tells_of_all_snapshots_what_asking_for_each_does(store):
 def test_equal_snapshots_have_equal_bytes(store, tmp_path):
     """Whatever the order of the names in memory."""
     store.append(snapshot())
-    other = SnapshotStore(Storage(tmp_path / "other"))
+    other = SnapshotStorage(Storage(tmp_path / "other"))
     turned = Snapshot("abc", dict(reversed(snapshot().tensors.items())), dict(reversed(snapshot().facts.items())))
     other.append(turned)
     assert content(store.folder) == content(other.folder)
@@ -160,7 +162,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, mon
         raise OSError("no space left")
 
     monkeypatch.setattr(snapshots.os, "fsync", full)
-    with pytest.raises(StoreError, match=r"file\.json: cannot be written: no space left"):
+    with pytest.raises(StorageError, match=r"file\.json: cannot be written: no space left"):
         write_file(path, b"new")
     assert json.loads(path.read_text()) == {"a": [2], "b": 1}
     assert [p.name for p in path.parent.iterdir()] == ["file.json"]
@@ -180,7 +182,7 @@ def test_writers_of_one_file_do_not_meet(tmp_path):
         while not stop.is_set():
             try:
                 write_file(path, byte * 4096)
-            except StoreError as error:
+            except StorageError as error:
                 torn.append(error)
 
     writers = [threading.Thread(target=write, args=(byte,)) for byte in (b"a", b"b")]
@@ -236,9 +238,9 @@ def test_what_does_not_check_is_set_aside_and_made_again(store, damage, caplog):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
-with SnapshotStore(Storage(Path(sys.argv[1]))).leases(["abc"], print):
+with SnapshotStorage(Storage(Path(sys.argv[1]))).leases(["abc"], print):
     print("held", flush=True)
     sys.stdin.readline()
 print("released", flush=True)
@@ -351,13 +353,13 @@ def test_a_damaged_checkpoint_is_set_aside_counts_as_none_and_says_so(tmp_path, 
 
 def test_sealed_json_comes_back_and_only_whole(tmp_path, caplog):
     path = tmp_path / "answers.json"
-    assert read_sealed_json(path) is None
+    assert read_checksummed_json(path) is None
     texts = ['"sha256":"' + "f" * 64 + '"', "täglich", ""]
-    write_sealed_json(path, texts)
-    assert read_sealed_json(path) == texts
+    write_checksummed_json(path, texts)
+    assert read_checksummed_json(path) == texts
     assert caplog.text == ""
     path.write_bytes(path.read_bytes().replace(b"glich", b"glicH"))
-    assert read_sealed_json(path) is None
+    assert read_checksummed_json(path) is None
     assert "answers.json does not check against its digest" in caplog.text
     assert not path.exists()
 

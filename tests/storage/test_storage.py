@@ -30,16 +30,16 @@ from pyarrow.fs import FileSystem, FSSpecHandler
 
 import latent_sweep
 from latent_sweep.cli.main import main
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.monitor.progress import ProgressWriter
 from latent_sweep.storage import leases, storage
-from latent_sweep.storage.checksummed import sealed_json, write_sealed
+from latent_sweep.storage.checksummed import checksummed_json, write_checksummed
 from latent_sweep.storage.files import stamp, write_file
 from latent_sweep.storage.folders import SweepFolder, driving, open_sweep, writing
 from latent_sweep.storage.journal import Journal, stages, status
 from latent_sweep.storage.leases import FileLease, ObjectLease, held
 from latent_sweep.storage.objects import Bucket
-from latent_sweep.storage.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import (
     Storage,
     has_answer,
@@ -58,7 +58,7 @@ def snapshot(value=1.0):
 
 
 def store(place):
-    return SnapshotStore(place)
+    return SnapshotStorage(place)
 
 
 def journal(place):
@@ -122,7 +122,7 @@ def test_a_copy_of_a_working_folder_is_a_plain_folder(node, tmp_path, bucket):
 
 def test_a_sweep_is_opened_by_its_path_or_its_uri(node, tmp_path, monkeypatch):
     here = node("a")
-    here.write(here.folder / "tiny" / "sweep.json", sealed_json({"sweep_id": "5eed"}))
+    here.write(here.folder / "tiny" / "sweep.json", checksummed_json({"sweep_id": "5eed"}))
     node("b")
     assert open_sweep(f"{URI}/tiny").sweep_id == "5eed"
     monkeypatch.chdir(tmp_path)
@@ -151,12 +151,12 @@ def test_a_snapshot_whose_facts_were_not_pushed_is_none_elsewhere(node, monkeypa
 
     def cut(self, key, content):
         if key.endswith(".json"):
-            raise StoreError("connection reset")
+            raise StorageError("connection reset")
         real(self, key, content)
 
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "put", cut)
-        with pytest.raises(StoreError, match="connection reset"):
+        with pytest.raises(StorageError, match="connection reset"):
             store(here).append(snapshot())
     assert store(node("b")).get("abc") is None
     assert store(node("a")).get("abc") is not None  # which pushes the rest
@@ -195,7 +195,7 @@ def test_a_checkpoint_goes_on_on_another_node(node, tmp_path):
 
 def test_caches_stay_on_their_node(node, bucket):
     for name in storage.NODE_LOCAL:
-        write_sealed(node("a").folder / name / "x.safetensors", {"x": [1.0]})
+        write_checksummed(node("a").folder / name / "x.safetensors", {"x": [1.0]})
     assert bucket == []
 
 
@@ -203,8 +203,8 @@ def test_an_object_store_that_is_away_is_named_and_nothing_is_lost(node, monkeyp
     here = node("a")
     with monkeypatch.context() as patch:
         away(patch)
-        with pytest.raises(StoreError, match=r"object store, .*tiny/sweep\.json: curlCode: 7.*credentials"):
-            here.write(here.folder / "tiny" / "sweep.json", sealed_json({"sweep_id": "5eed"}))
+        with pytest.raises(StorageError, match=r"object store, .*tiny/sweep\.json: curlCode: 7.*credentials"):
+            here.write(here.folder / "tiny" / "sweep.json", checksummed_json({"sweep_id": "5eed"}))
     here.sync_folder(here.folder / "tiny")
     assert open_sweep(f"{URI}/tiny").sweep_id == "5eed"
 
@@ -247,7 +247,7 @@ def test_an_event_that_was_not_pushed_is_pushed_when_its_node_goes_on(node, monk
     journal(here).append("started", attempt=1)
     with monkeypatch.context() as patch:
         away(patch)
-        with pytest.raises(StoreError, match="Could not connect"):
+        with pytest.raises(StorageError, match="Could not connect"):
             journal(here).append("finished", metrics={})
     with writing(SweepFolder(here, "tiny"), {"training": ["t"]}):
         pass
@@ -262,7 +262,7 @@ def test_an_event_that_was_not_pushed_gives_way_to_a_journal_that_went_on_elsewh
     journal(here).append("started", attempt=1)
     with monkeypatch.context() as patch:
         away(patch)
-        with pytest.raises(StoreError, match="Could not connect"):
+        with pytest.raises(StorageError, match="Could not connect"):
             journal(here).append("failed", kind="error", message="")
     journal(node("b")).append("started", attempt=2)
     assert journal(node("a")).append("stage", **fields_of(an_event("stage"))).seq == 2
@@ -500,7 +500,7 @@ def test_workers_of_one_trial_write_one_after_the_other(tmp_path, caplog):
 FULL = """
 import resource, sys
 from pathlib import Path
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.journal import Journal
 from latent_sweep.storage.storage import Storage
 folder = Path(sys.argv[1])
@@ -517,7 +517,7 @@ for tries in range(2):
         try:
             what()
             print("written")
-        except StoreError as error:
+        except StorageError as error:
             print(error)
 """
 
@@ -546,7 +546,7 @@ def test_a_storage_that_is_a_file_is_named(tmp_path):
         lambda: journal_at(tmp_path / "runs" / "tiny" / "journal.jsonl").append("started", attempt=1),
         lambda: FileLease(tmp_path / "runs" / "tiny" / "driver.lock").take(),
     ):
-        with pytest.raises(StoreError, match=r"runs/tiny/.*: cannot be written: (Not a directory|File exists)"):
+        with pytest.raises(StorageError, match=r"runs/tiny/.*: cannot be written: (Not a directory|File exists)"):
             write_there()
 
 
@@ -776,7 +776,7 @@ def test_data_frames_on_another_node_are_those_of_a_folder(s3, tmp_path, on_node
     assert len(there.scores()) == 6
     for kind in ("scores", "answers"):
         assert getattr(there, kind)().equals(getattr(here, kind)())
-    with pytest.raises(StoreError, match=r"found no sweep\.json"):
+    with pytest.raises(StorageError, match=r"found no sweep\.json"):
         latent_sweep.open_sweep(s3("frames/tinny"))
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage
-from latent_sweep.storage.trial_files import TrialFiles, damages
+from latent_sweep.storage.trial_files import TrialFiles, corrupt_files
 
 TASKS = ("mood", "ticket", "past")
 
@@ -22,7 +22,7 @@ class Written(Storage):
 
     def push(self, path):
         if self.away:
-            raise StoreError("the object store is away")
+            raise StorageError("the object store is away")
         self.names.append(f"{path.parent.name}/{path.name}")
 
 
@@ -64,7 +64,7 @@ def test_predictions_are_written_where_an_answer_has_changed(storage):
     ]
     assert predicted(files) == {"mood": "other", "ticket": "two", "past": "three"}
     events = files.journal.read()
-    assert damages(files.folder, events) == []
+    assert corrupt_files(files.folder, events) == []
     assert [len(event.files) for event in stages(events)] == [3, 4, 5], "each tells of all that is there"
 
 
@@ -94,7 +94,7 @@ def test_after_a_write_that_failed_nothing_is_taken_to_be_there(storage):
     files = files_of(storage)
     record(files, "one")
     storage.away = True
-    with pytest.raises(StoreError):
+    with pytest.raises(StorageError):
         files._write({"predictions/mood.jsonl": b"other"})
     storage.away = False
     assert "predictions/mood.jsonl" in record(files, "one", "two")

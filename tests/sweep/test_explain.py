@@ -7,7 +7,7 @@ from helpers.sweeps import tiny, write, write_benchmark
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import DATA_VARIABLE
 from latent_sweep.settings import content_hash
-from latent_sweep.storage.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.explain import explain_plan
@@ -29,7 +29,7 @@ def no_data(monkeypatch):
 def explained(storage=NOWHERE, search=None, **changes):
     """The explanation of a sweep over three tasks, blocks of lines without their alignment."""
     sweep = parse_sweep(tiny(**THREE | changes, search=search or {}), "sweep.yaml")
-    text = explain_plan(sweep, expand(sweep), SnapshotStore(Storage(storage)))
+    text = explain_plan(sweep, expand(sweep), SnapshotStorage(Storage(storage)))
     return [[" ".join(line.split()) for line in block.splitlines()] for block in text.split("\n\n")]
 
 
@@ -38,7 +38,7 @@ def keep(storage, which, **changes):
     (trial,) = expand(parse_sweep(tiny(**THREE | changes, search={}), "sweep.yaml"))
     for content in [trial.stage_contents()[position] for position in which]:
         facts = {"task": content["tasks"][0], "stage": content}
-        SnapshotStore(Storage(storage)).append(Snapshot(content_hash(content), {"R": torch.zeros(1)}, facts))
+        SnapshotStorage(Storage(storage)).append(Snapshot(content_hash(content), {"R": torch.zeros(1)}, facts))
 
 
 def test_a_grid_in_three_groups():
@@ -168,7 +168,7 @@ def test_an_earlier_stage_with_other_settings_is_looked_into(tmp_path):
 
 
 def test_a_snapshot_that_does_not_say_what_it_is_made_from_is_passed_over(tmp_path):
-    store = SnapshotStore(Storage(tmp_path))
+    store = SnapshotStorage(Storage(tmp_path))
     store.append(Snapshot("0" * 16, {"R": torch.zeros(1)}, {"task": "mood"}))
     (store.folder / "1.json").write_text("{")
     assert explained(tmp_path) == explained(NOWHERE)

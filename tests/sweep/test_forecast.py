@@ -13,11 +13,11 @@ from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import DATA_VARIABLE
 from latent_sweep.data.schema import load_benchmark
-from latent_sweep.errors import StoreError
-from latent_sweep.storage.checksummed import write_sealed_json
+from latent_sweep.errors import StorageError
+from latent_sweep.storage.checksummed import write_checksummed_json
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import stages
-from latent_sweep.storage.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.data_checks import Reader
@@ -67,7 +67,7 @@ def test_stored_snapshots_are_counted(tmp_path):
     import torch
 
     trials = trials_of(search={"seed": [0, 1]})
-    store = SnapshotStore(Storage(tmp_path))
+    store = SnapshotStorage(Storage(tmp_path))
     store.append(Snapshot(trials[0].lineages()[0], {"R": torch.zeros(1)}, {}))
     found = estimate(trials, open_sweep(tmp_path / "tiny"))
     assert (found.reuse.distinct, found.reuse.stored, found.reuse.steps) == (4, 1, 3 * 40)
@@ -193,7 +193,7 @@ def write_profile(storage, **changes):
         "measured_at": "2030-01-02T03:04:05+00:00",
         "versions": {},
     }
-    write_sealed_json(profile_path(storage, "tiny-llama", "float32"), content | changes)
+    write_checksummed_json(profile_path(storage, "tiny-llama", "float32"), content | changes)
 
 
 def own_benchmark(folder, **training):
@@ -212,11 +212,11 @@ def test_tokens_are_the_rows_in_characters(tmp_path):
     for task in ("left", "right"):
         for row in json.loads((tmp_path / "own" / task / "train.json").read_text()):
             characters += len(f"{row['input']}\nOutput: ") + len(row["output"])
-    assert training_tokens(trials, SnapshotStore(Storage(tmp_path)), BYTES) == pytest.approx(3 * characters)
-    assert training_tokens(trials, SnapshotStore(Storage(tmp_path)), UNREAD) == pytest.approx(3 * characters / 4)
+    assert training_tokens(trials, SnapshotStorage(Storage(tmp_path)), BYTES) == pytest.approx(3 * characters)
+    assert training_tokens(trials, SnapshotStorage(Storage(tmp_path)), UNREAD) == pytest.approx(3 * characters / 4)
     # four of the five steps of an epoch
     limited = own_benchmark(tmp_path / "again", max_steps=4, epochs=3, batch_size=5, learning_rate=0.1)
-    assert training_tokens(limited, SnapshotStore(Storage(tmp_path)), BYTES) == pytest.approx(4 / 5 * characters)
+    assert training_tokens(limited, SnapshotStorage(Storage(tmp_path)), BYTES) == pytest.approx(4 / 5 * characters)
 
 
 def test_characters_of_several_bytes_are_several_tokens(tmp_path):
@@ -231,14 +231,14 @@ def test_characters_of_several_bytes_are_several_tokens(tmp_path):
         for row in json.loads(path.read_text())
     )
     # the prompts of a task differ by a digit, and its targets count as if they were like them
-    assert training_tokens([trial], SnapshotStore(Storage(tmp_path)), BYTES) == pytest.approx(tokens, rel=0.05)
+    assert training_tokens([trial], SnapshotStorage(Storage(tmp_path)), BYTES) == pytest.approx(tokens, rel=0.05)
 
 
 def test_a_long_prompt_counts_as_far_as_it_is_read(tmp_path):
     trials = own_benchmark(tmp_path / "own", epochs=1, batch_size=8, learning_rate=0.1)
     shortest = trials[0].settings.benchmark.model_copy(update={"max_source_length": 2})
     cut = [type(t)(**vars(t) | {"settings": t.settings.model_copy(update={"benchmark": shortest})}) for t in trials]
-    assert training_tokens(cut, SnapshotStore(Storage(tmp_path)), BYTES) == pytest.approx(48 * (2 + 2))
+    assert training_tokens(cut, SnapshotStorage(Storage(tmp_path)), BYTES) == pytest.approx(48 * (2 + 2))
 
 
 def plan_of(storage, **changes):
@@ -253,7 +253,7 @@ def test_a_profile_turns_work_into_hours(tmp_path):
     write_profile(tmp_path)
     text, _ = plan_of(tmp_path)
     (line,) = [line for line in text.splitlines() if "one worker" in line]
-    hours = training_tokens(trials, SnapshotStore(Storage(tmp_path)), BYTES) / 0.5 / 3600
+    hours = training_tokens(trials, SnapshotStorage(Storage(tmp_path)), BYTES) / 0.5 / 3600
     # per seed: two passes with certainty, 12 rows each at four seconds; at most one more for each K
     least, most = 2 * 2 * 12 * 4 / 60, 2 * (1 + 2 * 2) * 12 * 4 / 60
     assert line.strip() == (
@@ -277,7 +277,7 @@ def test_a_profile_of_another_precision_says_nothing(tmp_path):
 def test_a_damaged_profile_is_named(tmp_path):
     write_profile(tmp_path)
     profile_path(tmp_path, "tiny-llama", "float32").write_text("{")
-    with pytest.raises(StoreError, match=r"tiny-llama-float32-cpu\.json"):
+    with pytest.raises(StorageError, match=r"tiny-llama-float32-cpu\.json"):
         plan_of(tmp_path)
 
 

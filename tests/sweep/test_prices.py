@@ -15,7 +15,7 @@ from latent_sweep.report.report import FORMATS, render
 from latent_sweep.results.compute_used import covered
 from latent_sweep.results.summaries import summarize
 from latent_sweep.storage import objects
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.objects import Bucket
 from latent_sweep.storage.storage import Storage, open_storage
@@ -243,7 +243,7 @@ def told(tmp_path):
 def with_run(sweep, **run):
     path = sweep.path / "sweep.json"
     content = json.loads(path.read_bytes())["content"] | {"run": run}
-    path.write_bytes(sealed_json(content))
+    path.write_bytes(checksummed_json(content))
     return open_sweep(sweep.path)
 
 

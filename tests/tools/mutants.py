@@ -405,8 +405,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "execution/driver.py",
         "results of other rows stay beside new ones",
-        "return end_of(events) is not None and len(told_rows(",
-        "return end_of(events) is None and len(told_rows(",
+        "return final_event(events) is not None and len(recorded_rows(",
+        "return final_event(events) is None and len(recorded_rows(",
         "run::test_a_changed_row_repeats_exactly_what_it_touches",
     ),
     _mutant(
@@ -601,8 +601,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "storage/predictions.py",
         "a gap is not noticed",
-        ".read_bytes()) if is_kept(event) else {}",
-        ".read_bytes()) if is_kept(event) else answers",
+        ".read_bytes()) if saves_answers(event) else {}",
+        ".read_bytes()) if saves_answers(event) else answers",
         "predictions::test_nothing_is_taken_over_a_gap",
     ),
     _mutant(
@@ -1248,7 +1248,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "storage/checksummed.py",
-        "a sealed file that was changed is used",
+        "a checksummed file that was changed is used",
         "return content[start : start + 64] == _digest_without(content, start)",
         "return True",
         "snapshots::test_sealed_json_comes_back_and_only_whole",
@@ -1256,7 +1256,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "storage/snapshots.py",
         "a damaged checkpoint is used",
-        "if not intact(self.path):",
+        "if not verified(self.path):",
         "if False:",
         "snapshots::test_a_damaged_checkpoint_is_set_aside_counts_as_none_and_says_so",
     ),

@@ -6,7 +6,7 @@ import pytest
 from helpers.sweep_folders import finish, learn, run_to_end, start, write_sweep
 from tools import chaos
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 
 
 @pytest.mark.slow
@@ -76,5 +76,5 @@ def test_a_journal_that_lacks_something_is_named(tmp_path):
     journal.write_text(
         "".join(line for line in journal.read_text().splitlines(keepends=True) if '"seq": 1,' not in line)
     )
-    with pytest.raises(StoreError, match="lines are missing, or there twice"):
+    with pytest.raises(StorageError, match="lines are missing, or there twice"):
         chaos.journal_faults(sweep)

@@ -20,9 +20,9 @@ from helpers.patience import PATIENCE
 from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, run_to_end, start, write_sweep
 
 from latent_sweep.cli.main import main
-from latent_sweep.errors import StoreError, TrackingError
+from latent_sweep.errors import StorageError, TrackingError
 from latent_sweep.report import figures
-from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.sweep.tuning import TUNING
 from latent_sweep.tracking import mlflow as mlflow_tracker
 from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker, tracker_for
@@ -337,7 +337,7 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
 
 
 def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sweep, client, tmp_path, plain_pictures):
-    (sweep.path / TUNING).write_bytes(sealed_json({"tune": {}, "chosen": []}))
+    (sweep.path / TUNING).write_bytes(checksummed_json({"tune": {}, "chosen": []}))
     candidates = write_sweep(tmp_path / "runs", AXES, name="lambda-tuning", sweep_id="f00d" * 4, tuning_of="lambda")
     for folder in (sweep, candidates):
         for trial in folder:
@@ -405,7 +405,7 @@ def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client, plain
     with journal_of(damaged).path.open("a") as file:
         file.write("oops\n")
     run_to_end(sound, 0.5, 0.1)
-    with pytest.raises(StoreError, match="line 2"):
+    with pytest.raises(StorageError, match="line 2"):
         MlflowTracker(uri, sweep).sync()
     assert [run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")] == [sound.trial_id]
 

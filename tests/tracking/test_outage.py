@@ -66,7 +66,7 @@ def run_behind(folder, server):
     process = launch(folder, server, **halted.environment)
     try:
         seen = wait_for_line("tracking is behind since 20", process)
-        halted.let_go()
+        halted.free_frames()
         code, printed = finish(process)
     finally:
         end(process)
@@ -110,7 +110,7 @@ def test_a_tracker_that_comes_during_the_run_is_taken_up(tmp_path, server, undis
     try:
         halted.wait(process)
         server.start()
-        halted.let_go()
+        halted.free_frames()
         code, printed = finish(process)
     finally:
         end(process)
@@ -127,7 +127,7 @@ def test_a_tracker_killed_in_the_middle(tmp_path, server, undisturbed, capsys):
         halted.wait(process)
         wait_until(lambda: server.runs("trial"), process)  # the first trial's run is there, or all that is known of it
         server.kill()
-        halted.let_go()  # only now, for certain, is there more to tell
+        halted.free_frames()  # only now, for certain, is there more to tell
         code, printed = finish(process)
     finally:
         end(process)

@@ -12,10 +12,10 @@ from helpers.sweeps import SMALL, events, results, rewrite_line, sweep_folder, t
 from helpers.tiny import journal_at
 
 from latent_sweep.cli.main import main
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StorageError
 from latent_sweep.monitor.log_lines import summary
 from latent_sweep.monitor.state import SweepWatch
-from latent_sweep.storage.checksummed import is_sealed, read_sealed_json, write_sealed_json
+from latent_sweep.storage.checksummed import has_valid_checksum, read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import Journal, stages, status
 from latent_sweep.storage.leases import FileLease
@@ -253,8 +253,8 @@ def test_a_result_without_a_journal_is_noticed(copy, tmp_path):
 def test_a_relative_address_that_means_nothing_here_is_refused(copy, tmp_path, monkeypatch, capsys, uri, place):
     """Elsewhere than the sweep ran: everything would be missing, and a repair would make another store."""
     path, elsewhere = copy.path.absolute(), tmp_path / "elsewhere"
-    content = read_sealed_json(path / "sweep.json")
-    write_sealed_json(path / "sweep.json", content | {"tracking_uri": uri})
+    content = read_checksummed_json(path / "sweep.json")
+    write_checksummed_json(path / "sweep.json", content | {"tracking_uri": uri})
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -530,7 +530,7 @@ def points_of(sweep):
     """What a tracker would be told of the sweep's trials; for a damaged file the error."""
     try:
         return [content.points for content in verify._contents(sweep) if content.kind == "trial"]
-    except StoreError as error:
+    except StorageError as error:
         return str(error)
 
 
@@ -591,4 +591,4 @@ def test_any_bit_of_a_sealed_sweep_is_noticed(copy, tmp_path):
         changed[source.randrange(len(content))] ^= 1 << source.randrange(8)
         one = tmp_path / f"{number}.json"
         one.write_bytes(changed)
-        assert not is_sealed(one)
+        assert not has_valid_checksum(one)

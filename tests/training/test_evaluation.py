@@ -14,7 +14,7 @@ from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.routing.gaussian import prune
 from latent_sweep.settings import content_hash
-from latent_sweep.storage.checksummed import read_sealed_json
+from latent_sweep.storage.checksummed import read_checksummed_json
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.versions import DECODING, library
 from latent_sweep.training import evaluation
@@ -418,7 +418,7 @@ def test_a_damaged_answer_file_is_made_again(history, rows, evaluator, tmp_path,
     paths = sorted((tmp_path / "predictions").rglob("*.json"))
     before = [path.read_bytes() for path in paths]
     assert len(paths) == 3
-    largest = max(paths, key=lambda path: len(read_sealed_json(path)))
+    largest = max(paths, key=lambda path: len(read_checksummed_json(path)))
     largest.write_text(damage)
     again = evaluator().score(history, soft(), rows, "accuracy")
     assert again.generated == 3

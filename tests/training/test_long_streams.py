@@ -13,7 +13,7 @@ from helpers.tiny import Runs, learns
 from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Journal
-from latent_sweep.storage.snapshots import Snapshot, SnapshotStore, StoredTensors
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage, StoredTensors
 from latent_sweep.storage.storage import Storage
 from latent_sweep.training import context, evaluation
 from latent_sweep.training.context import backbone_facts
@@ -66,11 +66,11 @@ def counts(monkeypatch):
         monkeypatch.setattr(owner, name, counted)
 
     counting(Journal, "_parse", "events parsed")
-    counting(SnapshotStore, "_read", "snapshots checked")
+    counting(SnapshotStorage, "_read", "snapshots checked")
     counting(StoredTensors, "__getitem__", "tensors read")
     counting(TaskGmm, "load", "mixtures looked for")
     counting(TaskScatter, "load", "scatters looked for")
-    counting(evaluation, "read_sealed_json", "answers looked for")
+    counting(evaluation, "read_checksummed_json", "answers looked for")
     counting(context, "tokenized", "files tokenized")
     return counts
 

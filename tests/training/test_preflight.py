@@ -7,7 +7,7 @@ import pytest
 from helpers.outside import outside_module
 from helpers.tiny import learns
 
-from latent_sweep.errors import ConfigError, DataError, StoreError
+from latent_sweep.errors import ConfigError, DataError, StorageError
 from latent_sweep.routing import combination
 from latent_sweep.routing.gaussian import RouterError
 from latent_sweep.storage.journal import status
@@ -135,7 +135,7 @@ def test_a_backbone_that_cannot_answer_ends_all_trials(runs, events, monkeypatch
 def test_a_disk_without_space_for_all_snapshots_is_told_before_the_first(runs, events, monkeypatch):
     (pack,) = runs.packs(**small())
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
-    runs.fails(pack, StoreError)
+    runs.fails(pack, StorageError)
     assert ends(runs, pack) == ["running"], "space may be there at the next try"
 
 
@@ -146,11 +146,11 @@ def test_a_folder_of_snapshots_that_cannot_be_written_is_found_before_the_first(
 
     def write_file(path, *content, **how):
         if path.parent.name == "snapshots":
-            raise StoreError(f"{path} cannot be written")
+            raise StorageError(f"{path} cannot be written")
         written(path, *content, **how)
 
     monkeypatch.setattr(preflight, "write_file", write_file)
-    runs.fails(pack, StoreError)
+    runs.fails(pack, StorageError)
 
 
 def test_what_is_fitted_before_the_first_task_is_not_fitted_again(runs, monkeypatch):
