@@ -22,7 +22,7 @@ from latent_sweep.cli.main import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
 from latent_sweep.doctor.findings import examined, fault, ok
 from latent_sweep.doctor.methods import ABSOLUTE, Outcome
-from latent_sweep.doctor.storage import look_at_storage
+from latent_sweep.doctor.storage import check_storage
 from latent_sweep.execution import driver
 from latent_sweep.execution.ray_nodes import Answer, Node
 from latent_sweep.execution.ray_private import detected_resources
@@ -113,7 +113,7 @@ def test_an_error_in_one_check_hides_no_other_and_tells_no_secret(tmp_path, caps
         yield ok("CPU", "seen before the error")
         raise RuntimeError("cannot open https://bob:geheim77@host/x")
 
-    monkeypatch.setattr(examination, "look_at_cpu", broken)
+    monkeypatch.setattr(examination, "check_cpu", broken)
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 1
     assert "seen before the error" in printed
@@ -150,19 +150,19 @@ def installed(monkeypatch):
 
 def test_a_version_out_of_range_is_a_fault(installed):
     installed["transformers"] = "4.57.1"
-    (found,) = faults(packages.look_at_packages())
+    (found,) = faults(packages.check_packages())
     assert (found.what, found.found) == ("transformers", "4.57.1")
     assert "<5.25" in found.expected and "pip install 'transformers" in found.advice
 
 
 def test_a_missing_package_is_a_warning_where_sweeps_do_without_it(installed):
     installed["deepspeed"] = None
-    (found,) = (finding for finding in packages.look_at_packages() if finding.mark != "ok")
+    (found,) = (finding for finding in packages.check_packages() if finding.mark != "ok")
     assert found.mark == "warning"
     assert "run.engine.name: deepspeed" in found.advice
-    assert [finding.what for finding in faults(packages.look_at_packages(needed=["deepspeed"]))] == ["deepspeed"]
+    assert [finding.what for finding in faults(packages.check_packages(needed=["deepspeed"]))] == ["deepspeed"]
     installed["scipy"] = None
-    assert [finding.what for finding in faults(packages.look_at_packages())] == ["scipy"]
+    assert [finding.what for finding in faults(packages.check_packages())] == ["scipy"]
 
 
 def test_nodes_compare_their_code_too():
@@ -248,14 +248,14 @@ def bucket(tmp_path, monkeypatch):
 
 
 def test_an_object_store_is_written_read_and_left_empty(bucket):
-    (found,) = look_at_storage(open_storage("s3://doctor/sweeps"))
+    (found,) = check_storage(open_storage("s3://doctor/sweeps"))
     assert found.mark == "ok"
     assert [path for path in bucket.rglob("*") if path.is_file()] == []
 
 
 def test_an_object_store_that_forgets_is_a_fault(bucket, monkeypatch):
     monkeypatch.setattr(Bucket, "list", lambda self, prefix: {})
-    (found,) = look_at_storage(open_storage("s3://doctor/sweeps"))
+    (found,) = check_storage(open_storage("s3://doctor/sweeps"))
     assert found.mark == "fault"
     assert "in no list" in found.found
     assert [path for path in bucket.rglob("*") if path.is_file()] == []
@@ -307,24 +307,24 @@ def test_what_to_do_about_a_tracker_is_no_secret(said):
 
 
 def test_a_database_that_is_not_there_is_tried_and_not_made(tmp_path):
-    (found,) = tracker.look_at_tracker(f"sqlite:///{tmp_path}/new/mlflow.db", False)
+    (found,) = tracker.check_tracker(f"sqlite:///{tmp_path}/new/mlflow.db", False)
     assert found.mark == "ok"
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
 
 
 def test_a_database_that_cannot_be_made_is_a_fault(tmp_path):
     (tmp_path / "file").touch()
-    (found,) = examined("tracker", lambda: tracker.look_at_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
+    (found,) = examined("tracker", lambda: tracker.check_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
     assert found.mark == "fault"
 
 
 def test_packages_that_a_sweep_does_without_are_no_faults(monkeypatch):
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     monkeypatch.setattr(nodes, "find_spec", lambda name: None)
-    assert [found.mark for found in tracker.look_at_tracker("none", False)] == ["ok"]
-    assert [found.mark for found in tracker.look_at_tracker(None, False, needed=False)] == ["warning"]
-    assert [found.mark for found in tracker.look_at_tracker(None, False)] == ["fault"]
-    assert [found.mark for found in nodes.look_at_room(ResourceSettings())] == ["warning"]
+    assert [found.mark for found in tracker.check_tracker("none", False)] == ["ok"]
+    assert [found.mark for found in tracker.check_tracker(None, False, needed=False)] == ["warning"]
+    assert [found.mark for found in tracker.check_tracker(None, False)] == ["fault"]
+    assert [found.mark for found in nodes.check_resources(ResourceSettings())] == ["warning"]
 
 
 @pytest.mark.parametrize(("arguments", "missing"), [([], ["ray", "mlflow"]), (["--local"], ["mlflow"])])
@@ -340,10 +340,10 @@ def test_a_run_names_the_packages_that_it_lacks(tmp_path, capsys, monkeypatch, a
 def test_nothing_is_sent_without_tls_unless_that_is_allowed(monkeypatch):
     sent = []
     monkeypatch.setattr(tracker, "probe_tracker", lambda uri: sent.append(uri) or tracker.Probe(0.1, "3.17.2", "3.9.1"))
-    (found,) = tracker.look_at_tracker("http://10.0.0.1:5000", False)
+    (found,) = tracker.check_tracker("http://10.0.0.1:5000", False)
     assert (found.mark, sent) == ("fault", [])
     assert "TLS" in found.found
-    marks = [(found.what, found.mark) for found in tracker.look_at_tracker("http://10.0.0.1:5000", True)]
+    marks = [(found.what, found.mark) for found in tracker.check_tracker("http://10.0.0.1:5000", True)]
     assert marks == [("tracker", "warning"), ("tracker", "ok"), ("MLflow", "warning")]
 
 
@@ -372,7 +372,7 @@ def test_other_answers_the_second_time_are_a_fault(monkeypatch):
         return real(*what)
 
     monkeypatch.setattr(methods, "outcome", outcome)
-    (found,) = methods.look_at_method("inc_lora", "tiny-t5", "cpu")
+    (found,) = methods.check_method("inc_lora", "tiny-t5", "cpu")
     assert found.mark == "fault"
     assert "8 of 8 answers" in found.found
 
@@ -386,7 +386,7 @@ def test_other_losses_the_second_time_are_a_fault(monkeypatch):
         return {name: term + shift for name, term in real(self, outputs).items()}
 
     monkeypatch.setattr(Learner, "loss", loss)
-    (found,) = methods.look_at_method("seq_lora", "tiny-llama", "cpu")
+    (found,) = methods.check_method("seq_lora", "tiny-llama", "cpu")
     assert found.mark == "fault"
     assert "losses from step 5 on" in found.found
 
@@ -394,14 +394,14 @@ def test_other_losses_the_second_time_are_a_fault(monkeypatch):
 @pytest.mark.parametrize(("name", "family"), [*zip(METHODS, itertools.cycle(methods.FAMILIES))])
 def test_every_method_can_be_compared(name, family):
     """On one of the families each; the command looks at both, and does so on a cluster below."""
-    (found,) = methods.look_at_method(name, family, "cpu")
+    (found,) = methods.check_method(name, family, "cpu")
     assert found.mark == "ok"
 
 
 def against_cpu(monkeypatch, there, here):
     found = {"cuda": there, "cpu": here}
     monkeypatch.setattr(methods, "outcome", lambda name, family, device: found[device])
-    return list(methods.look_at_method("seq_lora", "tiny-t5", "cuda"))
+    return list(methods.check_method("seq_lora", "tiny-t5", "cuda"))
 
 
 def test_a_gpu_is_compared_with_the_cpu_to_rounding(monkeypatch):
@@ -442,7 +442,7 @@ TWO_BENCHMARKS = [
 def test_data_that_is_not_here_is_told(cluster, tmp_path, capsys, monkeypatch):
     """Also of a benchmark that the first trial does not read."""
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
-    monkeypatch.setattr(examination, "look_at_nodes", lambda *given: [])
+    monkeypatch.setattr(examination, "check_nodes", lambda *given: [])
     if cluster:
         monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     code, printed = examine(capsys, sweep(tmp_path, search={"benchmark": TWO_BENCHMARKS}))
@@ -455,7 +455,7 @@ def test_data_that_is_not_here_is_told(cluster, tmp_path, capsys, monkeypatch):
 
 def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
-    monkeypatch.setattr(examination, "look_at_nodes", lambda *given: [])
+    monkeypatch.setattr(examination, "check_nodes", lambda *given: [])
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     code, printed = examine(capsys, sweep(tmp_path, trial__benchmark=TWO_BENCHMARKS[1]))
     assert code == 0
@@ -495,7 +495,7 @@ def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
 def test_what_a_trial_asks_for_is_held_against_this_machine(asked, mark, said, monkeypatch):
     here = {"CPU": 2, "GPU": 1, "accelerator_type:A100": 1}
     monkeypatch.setattr(nodes, "detected_resources", lambda: here)
-    (found,) = nodes.look_at_room(ResourceSettings(**asked))
+    (found,) = nodes.check_resources(ResourceSettings(**asked))
     assert found.mark == mark
     assert found.found == f"run.resources: {said}; this machine has 2 CPU, 1 GPU, A100"
 
@@ -608,7 +608,7 @@ def test_a_real_server_takes_a_run_and_shows_none_of_it(tmp_path):
     server = Server(tmp_path / "server", empty_database(tmp_path))
     try:
         server.start()
-        marks = [(found.what, found.mark) for found in tracker.look_at_tracker(server.uri, False)]
+        marks = [(found.what, found.mark) for found in tracker.check_tracker(server.uri, False)]
         assert marks == [("tracker", "ok"), ("MLflow", "ok")]
         assert [experiment.name for experiment in server.client().search_experiments()] == ["Default"]
     finally:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from latent_sweep.doctor.findings import Check, Finding, counted, examined, fault
-from latent_sweep.doctor.machine import chosen_device, has_device, look_at_cpu, look_at_disk, look_at_gpus
+from latent_sweep.doctor.machine import check_cpu, check_disk, check_gpus, chosen_device, has_device
 from latent_sweep.doctor.methods import method_checks
-from latent_sweep.doctor.nodes import look_at_nodes, look_at_room
-from latent_sweep.doctor.packages import look_at_imports, look_at_packages
-from latent_sweep.doctor.speed import measure_speed
-from latent_sweep.doctor.storage import hostname, look_at_caches, look_at_storage
-from latent_sweep.doctor.subject import Subject, look_at_first_step, look_at_sweep
-from latent_sweep.doctor.tracker import look_at_tracker
+from latent_sweep.doctor.nodes import check_nodes, check_resources
+from latent_sweep.doctor.packages import check_imports, check_packages
+from latent_sweep.doctor.storage import check_caches, check_storage, hostname
+from latent_sweep.doctor.subject import Subject, check_first_step, check_plan
+from latent_sweep.doctor.tracker import check_tracker
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.storage.files import cache_folder
 from latent_sweep.storage.storage import Storage, default_place, open_storage
@@ -39,12 +38,7 @@ class Part:
 
 
 def examine(
-    path: str | None,
-    overrides: Sequence[str],
-    device: str,
-    address: str | None,
-    tell: Callable[[str], None],
-    profile: bool = False,
+    path: str | None, overrides: Sequence[str], device: str, address: str | None, tell: Callable[[str], None]
 ) -> list[Finding]:
     """Look at this machine, at the cluster where there is one, and at the sweep where one is given.
 
@@ -54,7 +48,6 @@ def examine(
         device: `auto`, `cpu` or `cuda`.
         address: of a Ray cluster; None is RAY_ADDRESS, and without that there is none.
         tell: prints a text.
-        profile: whether to measure the speed of the sweep's backbones.
 
     Returns:
         All findings.
@@ -67,7 +60,7 @@ def examine(
         os.environ["RAY_ADDRESS"] = address
     tell(f"latent-sweep doctor on {hostname()}")
     found: list[Finding] = []
-    for part in _parts(read, device, profile):
+    for part in _parts(read, device):
         tell(f"\n{part.title}")
         for what, check in part.checks:
             findings = examined(what, check)
@@ -87,24 +80,22 @@ def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[T
     return plan.sweep, plan.trials
 
 
-def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str, profile: bool) -> Iterator[Part]:
+def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[Part]:
     run = read[0].run if read else RunSettings(storage=default_place())
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     yield Part("packages", _packages(needed))
     device, storage = _device(asked), _opened(run.storage)
     alone = read is not None and ray_address() is None  # then `run` has this machine, and no other
-    room = [("resources", partial(look_at_room, run.resources))] if alone else []
+    room = [("resources", partial(check_resources, run.resources))] if alone else []
     yield Part(f"this machine (device {device})", [*_machine(device, storage), *room])
-    yield Part("storage", [("storage", partial(_storage, run.storage)), ("caches", look_at_caches)])
+    yield Part("storage", [("storage", partial(_storage, run.storage)), ("caches", check_caches)])
     if storage is not None and ray_address() is not None:
         asked_for = (storage, needed, run.allow_insecure, run.resources)
-        yield Part("cluster", [("cluster", partial(look_at_nodes, *asked_for))])
-    yield Part(
-        "tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure, read is not None))]
-    )
+        yield Part("cluster", [("cluster", partial(check_nodes, *asked_for))])
+    yield Part("tracker", [("tracker", partial(check_tracker, run.tracking.uri, run.allow_insecure, read is not None))])
     yield Part(f"methods, on {device}", _methods(device))
     if read is not None and storage is not None:
-        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked, profile), in_turn=True)
+        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked), in_turn=True)
 
 
 def _opened(place: str) -> Storage | None:
@@ -115,17 +106,17 @@ def _opened(place: str) -> Storage | None:
 
 
 def _storage(place: str) -> Iterator[Finding]:
-    yield from look_at_storage(open_storage(place))
+    yield from check_storage(open_storage(place))
 
 
 def _packages(needed: Sequence[str]) -> list[tuple[str, Check]]:
-    return [("packages", partial(look_at_packages, needed)), ("imports", partial(look_at_imports, needed))]
+    return [("packages", partial(check_packages, needed)), ("imports", partial(check_imports, needed))]
 
 
 def _machine(device: str, storage: Storage | None) -> list[tuple[str, Check]]:
     folders = {"caches": cache_folder()} | ({"storage": storage.folder} if storage else {})
-    disks = [("disk", partial(look_at_disk, what, folder)) for what, folder in folders.items()]
-    return [("GPU", partial(look_at_gpus, device)), ("CPU", look_at_cpu), *disks]
+    disks = [("disk", partial(check_disk, what, folder)) for what, folder in folders.items()]
+    return [("GPU", partial(check_gpus, device)), ("CPU", check_cpu), *disks]
 
 
 def _device(asked: str) -> str:
@@ -147,12 +138,11 @@ def _no_device() -> Iterator[Finding]:
     yield fault("methods", "not tried: there is no GPU", advice="`--device cpu` tries them on the CPU")
 
 
-def _of_sweep(subject: Subject, asked: str, profile: bool) -> list[tuple[str, Check]]:
+def _of_sweep(subject: Subject, asked: str) -> list[tuple[str, Check]]:
     gpus = subject.sweep.run.resources.gpus
     device = subject.trials[0].settings.backbone.device if asked == "auto" else asked
     device = _device(device) if gpus or asked != "auto" else "cpu"  # a trial without a GPU sees none
-    checks: list[tuple[str, Check]] = [
-        ("sweep", lambda: look_at_sweep(subject)),
-        ("first step", lambda: look_at_first_step(subject, device)),
+    return [
+        ("sweep", lambda: check_plan(subject)),
+        ("first step", lambda: check_first_step(subject, device)),
     ]
-    return checks + [("speed", lambda: measure_speed(subject, device))] * profile

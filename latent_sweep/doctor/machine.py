@@ -41,7 +41,7 @@ def has_device(device: str) -> bool:
 # --- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-def look_at_gpus(device: str) -> Iterator[Finding]:
+def check_gpus(device: str) -> Iterator[Finding]:
     """Find the GPUs that torch sees, and have each compute something; that there are none is a fault for `cuda`."""
     import torch
 
@@ -141,7 +141,7 @@ def _version(text: str) -> tuple[int, int]:
 # --- cores and memory ------------------------------------------------------------------------------------------------
 
 
-def look_at_cpu() -> Iterator[Finding]:
+def check_cpu() -> Iterator[Finding]:
     """Find cores and memory, and what a container may have of them."""
     import torch
 
@@ -223,7 +223,7 @@ def _read(name: str) -> str:
 # --- disk ------------------------------------------------------------------------------------------------------------
 
 
-def look_at_disk(what: str, folder: Path) -> Iterator[Finding]:
+def check_disk(what: str, folder: Path) -> Iterator[Finding]:
     """Find how much is free where a folder is, or will be."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free

@@ -66,10 +66,10 @@ class Outcome:
 
 def method_checks(device: str, methods: Sequence[str] = tuple(METHODS)) -> list[tuple[str, Check]]:
     """Return a check for each method on each family: on the device and on the CPU, or twice on the CPU."""
-    return [(f"{name} on {f}", partial(look_at_method, name, f, device)) for f in FAMILIES for name in methods]
+    return [(f"{name} on {f}", partial(check_method, name, f, device)) for f in FAMILIES for name in methods]
 
 
-def look_at_method(name: str, family: str, device: str) -> Iterator[Finding]:
+def check_method(name: str, family: str, device: str) -> Iterator[Finding]:
     """Learn and score two tasks on the device, and again on the CPU, and compare."""
     what = f"{name} on {family}"
     there, here = (outcome(name, family, place) for place in (device, "cpu"))

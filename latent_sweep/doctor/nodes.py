@@ -9,9 +9,9 @@ from itertools import chain
 from typing import Any
 
 from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
-from latent_sweep.doctor.machine import look_at_cpu, look_at_disk, look_at_gpus
-from latent_sweep.doctor.packages import look_at_imports, look_at_packages, versions
-from latent_sweep.doctor.storage import look_at_caches, look_at_storage, missing_folders, remove_empty
+from latent_sweep.doctor.machine import check_cpu, check_disk, check_gpus
+from latent_sweep.doctor.packages import check_imports, check_packages, versions
+from latent_sweep.doctor.storage import check_caches, check_storage, missing_folders, remove_empty
 from latent_sweep.execution.ray_nodes import (
     Answer,
     Node,
@@ -42,7 +42,7 @@ class NodeReport:
     """Whether it sees the driver's storage."""
 
 
-def look_at_room(resources: ResourceSettings) -> Iterator[Finding]:
+def check_resources(resources: ResourceSettings) -> Iterator[Finding]:
     """Compare what a trial asks for with this machine, on which `run` would start a cluster."""
     if find_spec("ray") is None:
         advice = "`pip install ray` in the version above, or run with --local, which reserves nothing"
@@ -57,7 +57,7 @@ def look_at_room(resources: ResourceSettings) -> Iterator[Finding]:
     yield fault("resources", f"{request_text(resources)}; this machine has {shape_of(here)}", advice=advice)
 
 
-def look_at_nodes(
+def check_nodes(
     storage: Storage, needed: Sequence[str], allow_insecure: bool, resources: ResourceSettings
 ) -> Iterator[Finding]:
     """Let every node of the cluster check itself; compare nodes with this machine, and a trial with their resources.
@@ -108,13 +108,13 @@ def examine_node(
     log_without_secrets()
     device = "cuda" if node_id in with_gpus else "cpu"
     checks = {
-        "packages": lambda: look_at_packages(needed),
-        "imports": lambda: look_at_imports(needed),
-        "GPU": lambda: look_at_gpus(device),
-        "CPU": look_at_cpu,
-        "disk": lambda: look_at_disk("storage", storage.folder),
-        "storage": lambda: look_at_storage(storage),
-        "caches": look_at_caches,
+        "packages": lambda: check_packages(needed),
+        "imports": lambda: check_imports(needed),
+        "GPU": lambda: check_gpus(device),
+        "CPU": check_cpu,
+        "disk": lambda: check_disk("storage", storage.folder),
+        "storage": lambda: check_storage(storage),
+        "caches": check_caches,
     }
     findings = chain.from_iterable(examined(subject, check) for subject, check in checks.items())
     # redacted here, as only this node has its secrets in the environment

@@ -37,7 +37,7 @@ IMPORTED: Mapping[str, str] = {"torch": "torch", "transformers": "transformers",
 """Packages that every sweep imports, by the name that they are imported by."""
 
 
-def look_at_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
+def check_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
     """Find python and all packages in the versions that are asked for.
 
     Args:
@@ -55,7 +55,7 @@ def look_at_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
         yield from examined(asked.name, partial(_package, asked.name, str(asked.specifier), needed))
 
 
-def look_at_imports(needed: Sequence[str] = ()) -> Iterator[Finding]:
+def check_imports(needed: Sequence[str] = ()) -> Iterator[Finding]:
     """Import what every sweep imports, and what this one needs: an installed package may still be a broken one."""
     for name in [*IMPORTED, *needed]:
         if _installed(name) is not None:

@@ -18,7 +18,7 @@ CONTENT = b"latent-sweep doctor wrote this and removes it\n" * 1024
 """Some 45 KB: about a trial's files, and more than a network keeps back."""
 
 
-def look_at_storage(storage: Storage) -> Iterator[Finding]:
+def check_storage(storage: Storage) -> Iterator[Finding]:
     """Write a file, find it in a list, read it, remove it; a folder that was not there is gone again afterwards."""
     made = missing_folders(storage.folder)
     folder = storage.folder / f".doctor-{uuid.uuid4().hex}"
@@ -54,7 +54,7 @@ def _round_trip(storage: Storage, probe: Path) -> str:
     return "a file that was just removed is still there" if storage.holds(probe) else ""
 
 
-def look_at_caches() -> Iterator[Finding]:
+def check_caches() -> Iterator[Finding]:
     """Write to the folder where backbones are kept."""
     folder = cache_folder()
     made, probe = missing_folders(folder), folder / f".doctor-{uuid.uuid4().hex}"

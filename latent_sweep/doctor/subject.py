@@ -30,7 +30,7 @@ class Subject:
     storage: Storage
 
 
-def look_at_sweep(subject: Subject) -> Iterator[Finding]:
+def check_plan(subject: Subject) -> Iterator[Finding]:
     """Do what `run` does before it starts anything: engine, pinned backbones, data, tokens, steps.
 
     That rows are not here is a fault; with a cluster, whose nodes may have them, a warning.
@@ -56,7 +56,7 @@ def look_at_sweep(subject: Subject) -> Iterator[Finding]:
     yield ok("sweep", f"{sweep.source}: {len(trials)} trials, {looked_at} as `run` wants them")
 
 
-def look_at_first_step(subject: Subject, device: str) -> Iterator[Finding]:
+def check_first_step(subject: Subject, device: str) -> Iterator[Finding]:
     """Load the backbone of the first trial, and take one optimizer step on the longest rows of its first task."""
     resources, engine = subject.sweep.run.resources, subject.sweep.run.engine
     trial = subject.trials[0]

@@ -15,7 +15,7 @@ from latent_sweep.tracking.mlflow_probe import Probe, probe_tracker
 WHERE = "run.tracking.uri, or MLFLOW_TRACKING_URI"
 
 
-def look_at_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) -> Iterator[Finding]:
+def check_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) -> Iterator[Finding]:
     """Write a run into MLflow and delete it; nothing is sent to an address that a run would refuse.
 
     Args:
