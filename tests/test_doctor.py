@@ -20,7 +20,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep.cli.main import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
-from latent_sweep.doctor.findings import examined, fault, ok
+from latent_sweep.doctor.findings import fault, ok, run_check
 from latent_sweep.doctor.methods import ABSOLUTE, Outcome
 from latent_sweep.doctor.storage import check_storage
 from latent_sweep.execution import driver
@@ -77,7 +77,7 @@ def test_a_healthy_machine_has_no_fault(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 0, printed
     assert "\n0 faults, " in printed
-    for said in ("torch: ", "CPU: ", "storage: ", "seq_lora on tiny-t5: ", "first step: 4 rows of mood on cpu"):
+    for said in ("torch: ", "CPU: ", "storage: ", "seq_lora on tiny-t5: ", "first step: 4 examples of mood on cpu"):
         assert f"  ok       {said}" in printed
     assert "twice the same bits" in printed
 
@@ -120,7 +120,7 @@ def test_an_error_in_one_check_hides_no_other_and_tells_no_secret(tmp_path, caps
     assert "fault    CPU: the check itself failed with RuntimeError: cannot open https://***@host/x" in printed
     assert "geheim77" not in printed
     assert "\n1 fault, " in printed
-    assert "first step: 4 rows" in printed
+    assert "first step: 4 examples" in printed
 
 
 def test_without_torch_it_still_says_so(tmp_path, capsys, monkeypatch):
@@ -151,7 +151,7 @@ def installed(monkeypatch):
 def test_a_version_out_of_range_is_a_fault(installed):
     installed["transformers"] = "4.57.1"
     (found,) = faults(packages.check_packages())
-    assert (found.what, found.found) == ("transformers", "4.57.1")
+    assert (found.subject, found.found) == ("transformers", "4.57.1")
     assert "<5.25" in found.expected and "pip install 'transformers" in found.advice
 
 
@@ -160,9 +160,9 @@ def test_a_missing_package_is_a_warning_where_sweeps_do_without_it(installed):
     (found,) = (finding for finding in packages.check_packages() if finding.mark != "ok")
     assert found.mark == "warning"
     assert "run.engine.name: deepspeed" in found.advice
-    assert [finding.what for finding in faults(packages.check_packages(needed=["deepspeed"]))] == ["deepspeed"]
+    assert [finding.subject for finding in faults(packages.check_packages(needed=["deepspeed"]))] == ["deepspeed"]
     installed["scipy"] = None
-    assert [finding.what for finding in faults(packages.check_packages())] == ["scipy"]
+    assert [finding.subject for finding in faults(packages.check_packages())] == ["scipy"]
 
 
 def test_nodes_compare_their_code_too():
@@ -180,7 +180,7 @@ def test_no_gpu_where_one_was_asked_for_says_why(tmp_path, capsys, monkeypatch):
     assert main(["doctor", "--device", "cuda", sweep(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert "fault    GPU: torch sees none: torch" in printed and "is built without CUDA" in printed
-    assert "fault    methods: not tried: there is no GPU" in printed
+    assert "fault    methods: not checked: there is no GPU" in printed
     assert "storage: " in printed
 
 
@@ -195,7 +195,7 @@ def test_why_there_is_no_gpu(tmp_path, monkeypatch):
     assert machine.why_no_gpu() == "there is no NVIDIA driver here"
     (tmp_path / "none").touch()
     monkeypatch.setattr(machine, "_driver_cuda", lambda: (12, 2))
-    assert machine.why_no_gpu() == "the driver knows CUDA 12.2, torch is built for 12.9"
+    assert machine.why_no_gpu() == "the driver supports CUDA 12.2, torch is built for 12.9"
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -257,7 +257,7 @@ def test_an_object_store_that_forgets_is_a_fault(bucket, monkeypatch):
     monkeypatch.setattr(Bucket, "list", lambda self, prefix: {})
     (found,) = check_storage(open_storage("s3://doctor/sweeps"))
     assert found.mark == "fault"
-    assert "in no list" in found.found
+    assert "not listed" in found.found
     assert [path for path in bucket.rglob("*") if path.is_file()] == []
 
 
@@ -314,7 +314,7 @@ def test_a_database_that_is_not_there_is_tried_and_not_made(tmp_path):
 
 def test_a_database_that_cannot_be_made_is_a_fault(tmp_path):
     (tmp_path / "file").touch()
-    (found,) = examined("tracker", lambda: tracker.check_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
+    (found,) = run_check("tracker", lambda: tracker.check_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
     assert found.mark == "fault"
 
 
@@ -343,7 +343,7 @@ def test_nothing_is_sent_without_tls_unless_that_is_allowed(monkeypatch):
     (found,) = tracker.check_tracker("http://10.0.0.1:5000", False)
     assert (found.mark, sent) == ("fault", [])
     assert "TLS" in found.found
-    marks = [(found.what, found.mark) for found in tracker.check_tracker("http://10.0.0.1:5000", True)]
+    marks = [(found.subject, found.mark) for found in tracker.check_tracker("http://10.0.0.1:5000", True)]
     assert marks == [("tracker", "warning"), ("tracker", "ok"), ("MLflow", "warning")]
 
 
@@ -448,9 +448,9 @@ def test_data_that_is_not_here_is_told(cluster, tmp_path, capsys, monkeypatch):
     code, printed = examine(capsys, sweep(tmp_path, search={"benchmark": TWO_BENCHMARKS}))
     assert code == (not cluster)
     mark = "warning" if cluster else "fault  "
-    assert f"{mark}  data: 2 tasks have rows that are not here: superni task1510, superni task591. " in printed
+    assert f"{mark}  data: no data for 2 tasks: superni task1510, superni task591. " in printed
     assert "LATENT_SWEEP_DATA" in printed
-    assert "2 trials, engine and backbones as `run` wants them" in printed
+    assert "2 trials; engine and backbones are" in printed
 
 
 def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, monkeypatch):
@@ -478,8 +478,8 @@ def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
     assert (
         "fault    resources: run.resources: a trial asks for 1 CPU and 1 GPU on one node; this machine has" in printed
     )
-    assert "warning  first step: the sweep asks for 1 GPU, and this was looked at on the CPU" in printed
-    assert "first step: 4 rows of mood on cpu" in printed
+    assert "warning  first step: the sweep asks for 1 GPU, but only the CPU was checked" in printed
+    assert "first step: 4 examples of mood on cpu" in printed
 
 
 @pytest.mark.parametrize(
@@ -509,7 +509,7 @@ def test_what_ray_takes_this_machine_to_have():
 def test_what_is_decided_when_a_pack_runs_is_decided_for_the_first_step(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, trial__training__gradient_checkpointing="auto"))
     assert code == 0, printed
-    assert "first step: 4 rows of mood on cpu" in printed
+    assert "first step: 4 examples of mood on cpu" in printed
 
 
 def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypatch):
@@ -576,7 +576,7 @@ def test_a_node_is_told_by_what_differs():
 
 
 @pytest.mark.slow
-def test_every_node_of_a_cluster_is_examined(tmp_path):
+def test_every_node_of_a_cluster_is_run_check(tmp_path):
     from helpers.ray_heads import node
     from helpers.ray_heads import nodes as cluster_of
 
@@ -598,7 +598,7 @@ def test_every_node_of_a_cluster_is_examined(tmp_path):
     assert "transformers: 4.0.0; expected" in wrong[0]
     assert "versions: transformers 4.0.0 there" in wrong[1]
     assert done.stdout.count("node: ") == 2
-    assert "warning  resources: run.resources: a trial asks for 64 CPU and 0 GPU on one node; no such" in done.stdout
+    assert "warning  resources: run.resources: a trial asks for 64 CPU and 0 GPU on one node; these" in done.stdout
 
 
 @pytest.mark.slow
@@ -608,7 +608,7 @@ def test_a_real_server_takes_a_run_and_shows_none_of_it(tmp_path):
     server = Server(tmp_path / "server", empty_database(tmp_path))
     try:
         server.start()
-        marks = [(found.what, found.mark) for found in tracker.check_tracker(server.uri, False)]
+        marks = [(found.subject, found.mark) for found in tracker.check_tracker(server.uri, False)]
         assert marks == [("tracker", "ok"), ("MLflow", "ok")]
         assert [experiment.name for experiment in server.client().search_experiments()] == ["Default"]
     finally:

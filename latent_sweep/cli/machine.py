@@ -41,13 +41,17 @@ def _doctor(options: argparse.Namespace) -> int:
     from latent_sweep.doctor.examination import examine
     from latent_sweep.errors import ConfigError
 
-    def tell(text: str) -> None:
+    def log_line(text: str) -> None:
         if not options.json:
             print(text, flush=True)
 
+<<<<<<< HEAD
     if options.profile and options.sweep is None:
         raise ConfigError("--profile: found no sweep file; name the sweep whose backbones are to be measured")
     found = examine(options.sweep, options.overrides, options.device, options.address, tell, options.profile)
+=======
+    found = examine(options.sweep, options.overrides, options.device, options.address, log_line)
+>>>>>>> 0eda378 (Rewrite doctor in plain words)
     if options.json:
         print_json([asdict(finding) for finding in found])
     return 1 if any(finding.mark == "fault" for finding in found) else 0

@@ -1,1 +1,1 @@
-"""`latent-sweep doctor`: what a user runs on a new machine or cluster before trusting it with a sweep."""
+"""`latent-sweep doctor`: checks a machine or cluster before a sweep runs on it."""

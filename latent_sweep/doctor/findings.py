@@ -1,4 +1,4 @@
-"""What a check has found, and how checks are kept apart: what goes wrong in one of them hides nothing of another."""
+"""Findings of checks. An error in one check does not hide the findings of another."""
 
 from __future__ import annotations
 
@@ -12,72 +12,70 @@ from latent_sweep.security import printable
 Mark = Literal["ok", "warning", "fault"]
 
 Check = Callable[[], Iterable["Finding"]]
-"""Looks at one thing; may yield findings one after another, and those before an error stay."""
+"""Yields findings; those before an error are kept."""
 
 WIDTH = max(map(len, ("ok", "warning", "fault")))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of checking one thing."""
 
     mark: Mark
-    what: str
-    """What was looked at, in a word or two."""
+    subject: str
+    """What was checked, in a word or two."""
     found: str
     expected: str = ""
-    """Empty where it need not be said, as nothing was expected in particular."""
+    """Empty if nothing particular was expected."""
     advice: str = ""
-    """What to do about it; empty where nothing is wrong."""
+    """What to do; empty if nothing is wrong."""
     node: str = ""
-    """Where, if that is another machine."""
+    """The node's name if it is another machine."""
 
     def text(self) -> str:
-        """Return a line, and below it what to do."""
+        """Return the finding as a line, with the advice below it."""
         where = f"{self.node}: " if self.node else ""
         expected = f"; expected {self.expected}" if self.expected else ""
-        lines = [f"{self.mark:{WIDTH}}  {where}{self.what}: {self.found}{expected}"]
+        lines = [f"{self.mark:{WIDTH}}  {where}{self.subject}: {self.found}{expected}"]
         lines += [f"-> {self.advice}"] * bool(self.advice)
         indent = "\n" + " " * (WIDTH + 4)
         return "  " + printable(indent.join(line for part in lines for line in part.splitlines()))
 
     def on(self, node: str) -> Finding:
-        """Return the same, found on this node."""
+        """Return the finding as one of a node."""
         return replace(self, node=node)
 
 
-def ok(what: str, found: str, expected: str = "") -> Finding:
-    """Return the finding that all is as it should be."""
-    return Finding("ok", what, found, expected)
+def ok(subject: str, found: str, expected: str = "") -> Finding:
+    """Return a finding without a problem."""
+    return Finding("ok", subject, found, expected)
 
 
-def warning(what: str, found: str, expected: str = "", advice: str = "") -> Finding:
-    """Return the finding that something may be wrong, or keeps some sweeps from running."""
-    return Finding("warning", what, found, expected, advice)
+def warning(subject: str, found: str, expected: str = "", advice: str = "") -> Finding:
+    """Return a finding that may be a problem, or is one for some sweeps."""
+    return Finding("warning", subject, found, expected, advice)
 
 
-def fault(what: str, found: str, expected: str = "", advice: str = "") -> Finding:
-    """Return the finding that no sweep, or not this one, may be trusted to this machine."""
-    return Finding("fault", what, found, expected, advice)
+def fault(subject: str, found: str, expected: str = "", advice: str = "") -> Finding:
+    """Return a finding that prevents sweeps, or this sweep, on this machine."""
+    return Finding("fault", subject, found, expected, advice)
 
 
-def examined(what: str, check: Check) -> list[Finding]:
-    """Return what a check finds; an error that ends it is a finding of its own, after those that it has made."""
-    found: list[Finding] = []
+def run_check(subject: str, check: Check) -> list[Finding]:
+    """Return the findings of a check; an error that ends it is the last finding."""
+    findings: list[Finding] = []
     try:
-        found.extend(check())
-    except LatentSweepError as error:  # says what was found, what was expected and what to do
-        found.append(fault(what, str(error)))
+        findings.extend(check())
+    except LatentSweepError as error:  # its message says what to do
+        findings.append(fault(subject, str(error)))
     except Exception as error:
-        said = f"the check itself failed with {type(error).__name__}: {error}"
-        found.append(
-            fault(what, said, advice="what it was to find out is not known; if the message is no help, report it")
-        )
-    return found
+        message = f"the check itself failed with {type(error).__name__}: {error}"
+        findings.append(fault(subject, message, advice="if the message does not help, report it as a bug"))
+    return findings
 
 
-def counted(findings: Sequence[Finding]) -> str:
-    """Say in a line how many faults and warnings there are."""
+def count_findings(findings: Sequence[Finding]) -> str:
+    """Return the number of faults, warnings and ok findings as a line."""
     numbers = {mark: sum(finding.mark == mark for finding in findings) for mark in ("fault", "warning", "ok")}
     words = {"fault": "faults", "warning": "warnings", "ok": "ok"}
     return ", ".join(f"{count} {mark if count == 1 else words[mark]}" for mark, count in numbers.items())

@@ -1,6 +1,6 @@
-"""Every registered method, on a tiny backbone of each family: two tasks, learned and scored as a sweep does it.
+"""Checks every registered method on a tiny backbone of each family: two tasks are learned and scored as in a sweep.
 
-On a GPU beside the same on the CPU: rounding aside, they must agree. On a CPU beside itself: bit for bit.
+A GPU must agree with the CPU up to rounding, and two runs on a CPU bit by bit.
 """
 
 from __future__ import annotations
@@ -35,81 +35,78 @@ FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket")
 
 SMALL: Mapping[str, Mapping[str, Any]] = {"lfpt5": {"prompt_length": 4, "sample_length": 16, "tries": 2}}
-"""Settings that fit the tiny backbones, of methods without a rank."""
+"""Settings that fit the tiny backbones, for methods without a rank."""
 RANK = 4
-"""Of all others."""
+"""For all other methods."""
 
 RELATIVE, ABSOLUTE = 2e-3, 1e-4
-"""How far losses in float32 may be apart on two devices: Adam takes a whole step where a gradient is nearly zero."""
+"""Tolerances for float32 losses on two devices: Adam amplifies rounding of gradients near zero."""
 FEW_ANSWERS = 0.25
-"""Share of answers that may differ by a near tie of two tokens, where all losses agree; the weights are random."""
+"""Fraction of answers that may differ although all losses agree: random weights produce near ties of tokens."""
 
 TROUBLE = (
-    "do not trust results of this machine: run it again; if it stays, try `--device cpu`, other versions of torch and "
-    "of the driver, and another card"
+    "do not trust results of this machine: run doctor again; if the fault persists, try `--device cpu`, other versions "
+    "of torch and of the driver, and another card"
 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one method's run has left behind."""
+    """The results of one run of a method."""
 
     losses: Sequence[Mapping[str, float]]
-    """Terms of every optimizer step, in order."""
+    """Loss terms of every optimizer step."""
     answers: Sequence[str]
     snapshots: Mapping[str, str]
-    """Digest of the tensors by lineage."""
+    """Digests of snapshot files by lineage."""
     peak: int = 0
-    """Bytes of GPU memory, at most; 0 on a CPU."""
+    """Peak GPU memory in bytes; 0 on a CPU."""
     forecast: int = 0
+    """Forecast of the peak in bytes."""
 
 
 def method_checks(device: str, methods: Sequence[str] = tuple(METHODS)) -> list[tuple[str, Check]]:
-    """Return a check for each method on each family: on the device and on the CPU, or twice on the CPU."""
+    """Return a check for each method on each family."""
     return [(f"{name} on {f}", partial(check_method, name, f, device)) for f in FAMILIES for name in methods]
 
 
 def check_method(name: str, family: str, device: str) -> Iterator[Finding]:
-    """Learn and score two tasks on the device, and again on the CPU, and compare."""
-    what = f"{name} on {family}"
-    there, here = (outcome(name, family, place) for place in (device, "cpu"))
-    steps = f"{len(here.losses)} steps, {len(here.answers)} answers"
+    """Run a method on the device and on the CPU, or twice on the CPU, and compare the results."""
+    subject = f"{name} on {family}"
+    result, on_cpu = (outcome(name, family, each) for each in (device, "cpu"))
+    steps = f"{len(on_cpu.losses)} steps, {len(on_cpu.answers)} answers"
     if device == "cpu":
-        if said := differs(there, here):
-            yield fault(what, f"two runs on the CPU differ: {said}", "the same bits", TROUBLE)
+        if difference := bit_difference(result, on_cpu):
+            yield fault(subject, f"two runs on the CPU differ: {difference}", "the same bits", TROUBLE)
         else:
-            yield ok(what, f"{steps}: twice the same bits")
+            yield ok(subject, f"{steps}: twice the same bits")
         return
-    yield from _against_cpu(what, steps, there, here)
-    if there.forecast and there.peak > there.forecast + RESERVE:
-        said = f"took {there.peak / 2**20:,.0f} MiB of the GPU"
-        yield warning(
-            what,
-            said,
-            f"{there.forecast / 2**20:,.0f} MiB as forecast",
-            "give larger backbones more room than `plan` says",
-        )
+    yield from _compare_with_cpu(subject, steps, result, on_cpu)
+    if result.forecast and result.peak > result.forecast + RESERVE:
+        used, forecast = (f"{size / 2**20:,.0f} MiB" for size in (result.peak, result.forecast))
+        advice = "allow more GPU memory for larger backbones than `plan` forecasts"
+        yield warning(subject, f"used {used} of the GPU", f"{forecast} as forecast", advice)
 
 
-def _against_cpu(what: str, steps: str, there: Outcome, here: Outcome) -> Iterator[Finding]:
-    if said := apart(there.losses, here.losses):
-        yield fault(what, f"the GPU computes other losses than the CPU: {said}", "the same to rounding", TROUBLE)
+def _compare_with_cpu(subject: str, steps: str, result: Outcome, on_cpu: Outcome) -> Iterator[Finding]:
+    if difference := loss_difference(result.losses, on_cpu.losses):
+        yield fault(subject, f"losses differ from the CPU: {difference}", "equal up to rounding", TROUBLE)
         return
-    other = sum(a != b for a, b in zip(there.answers, here.answers, strict=True))
-    said = f"losses as on the CPU to rounding, {other} of {len(here.answers)} answers differ"
-    if other > FEW_ANSWERS * len(here.answers):
-        yield fault(what, said, "the same answers", TROUBLE)
-    elif other:
-        yield warning(what, said, "the same answers", "random weights have near ties; more than a few would be a fault")
+    n_different = sum(a != b for a, b in zip(result.answers, on_cpu.answers, strict=True))
+    message = f"losses equal up to rounding, but {n_different} of {len(on_cpu.answers)} answers differ from the CPU"
+    if n_different > FEW_ANSWERS * len(on_cpu.answers):
+        yield fault(subject, message, "the same answers", TROUBLE)
+    elif n_different:
+        yield warning(subject, message, "the same answers", "random weights produce near ties; a few are harmless")
     else:
-        yield ok(what, f"{steps}: as on the CPU")
+        yield ok(subject, f"{steps}: as on the CPU")
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def apart(found: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]]) -> str:
-    """Say where losses are further apart than rounding explains; nothing where they are not."""
+def loss_difference(found: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]]) -> str:
+    """Describe the first difference of losses beyond rounding; empty if there is none."""
     if len(found) != len(expected):
         return f"{len(found)} steps instead of {len(expected)}"
     for step, (mine, other) in enumerate(zip(found, expected, strict=True), start=1):
@@ -121,15 +118,15 @@ def apart(found: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, 
     return ""
 
 
-def differs(one: Outcome, other: Outcome) -> str:
-    """Say where two runs are not the same to the bit; nothing where they are."""
+def bit_difference(one: Outcome, other: Outcome) -> str:
+    """Describe the first difference between two runs, bit by bit; empty if there is none."""
     for step, (mine, its) in enumerate(zip(one.losses, other.losses, strict=False), start=1):
         if mine != its:
             return f"losses from step {step} on, {dict(mine)} and {dict(its)}"
     if len(one.losses) != len(other.losses):
         return f"{len(one.losses)} steps and {len(other.losses)}"
     if one.snapshots != other.snapshots:
-        return "equal losses, but other bytes in a snapshot"
+        return "equal losses, but different snapshots"
     if number := sum(a != b for a, b in zip(one.answers, other.answers, strict=True)):
         return f"{number} of {len(one.answers)} answers"
     return ""
@@ -140,7 +137,7 @@ def differs(one: Outcome, other: Outcome) -> str:
 
 @cache
 def loaded(family: str, device: str) -> Engine:
-    """Return an engine that holds a tiny backbone and gives it to every run."""
+    """Return an engine that shares one tiny backbone between all runs."""
     from latent_sweep.backbones.loading import Backbone, load_backbone
     from latent_sweep.backbones.registry import BackboneSettings
     from latent_sweep.training.engine import Engine
@@ -154,7 +151,7 @@ def loaded(family: str, device: str) -> Engine:
 
 
 def outcome(name: str, family: str, device: str) -> Outcome:
-    """Learn and score two tasks with a method, from nothing, and return what came of it."""
+    """Learn and score two tasks with a method in a temporary storage."""
     import torch
 
     from latent_sweep.training.pack import run_pack
@@ -206,11 +203,11 @@ def _forecast(trial: Trial) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep from standing among findings what a tiny trial logs, such as that nothing of it can be replayed."""
-    ours = logging.getLogger("latent_sweep")
-    before = ours.level
-    ours.setLevel(logging.CRITICAL)
+    """Suppress log messages of tiny trials."""
+    logger = logging.getLogger("latent_sweep")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        ours.setLevel(before)
+        logger.setLevel(level)

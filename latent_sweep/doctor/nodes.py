@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
-from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
+from latent_sweep.doctor.findings import Finding, fault, ok, run_check, warning
 from latent_sweep.doctor.machine import check_cpu, check_disk, check_gpus
 from latent_sweep.doctor.packages import check_imports, check_packages, versions
 from latent_sweep.doctor.storage import check_caches, check_storage, missing_folders, remove_empty
@@ -116,7 +116,7 @@ def examine_node(
         "storage": lambda: check_storage(storage),
         "caches": check_caches,
     }
-    findings = chain.from_iterable(examined(subject, check) for subject, check in checks.items())
+    findings = chain.from_iterable(run_check(subject, check) for subject, check in checks.items())
     # redacted here, as only this node has its secrets in the environment
     clean = [replace(f, found=redact(f.found), expected=redact(f.expected), advice=redact(f.advice)) for f in findings]
     return NodeReport(clean, versions(), _sees(storage, asked, node_id))
@@ -147,7 +147,7 @@ def _of_node(
     others = [f"{name} {report.versions.get(name, 'unknown')} there, {here[name]} here" for name in here]
     different = [text for name, text in zip(here, others, strict=True) if report.versions.get(name) != here[name]]
     for finding in report.findings:
-        if finding.mark != "ok" or (first and finding.what.startswith((*SHOWN, "GPU"))):
+        if finding.mark != "ok" or (first and finding.subject.startswith((*SHOWN, "GPU"))):
             yield finding.on(node.name)
     if different:
         advice = "install the same versions on all nodes and ship the code with `ray job submit`"

@@ -1,4 +1,4 @@
-"""The packages that are installed, against what the metadata of latent-sweep asks for."""
+"""Checks the installed packages against the requirements of latent-sweep."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import importlib
 import importlib.metadata
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import latent_sweep
-from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
+from latent_sweep.doctor.findings import Finding, fault, ok, run_check, warning
 from latent_sweep.storage.versions import OURS, Declared, declared
 
 if TYPE_CHECKING:
@@ -21,49 +21,49 @@ if TYPE_CHECKING:
 
 NEEDED_FOR: Mapping[str, str] = {
     "ray": "runs without --local",
-    "mlflow": "tracking; `--set run.tracking.uri=none` does without",
+    "mlflow": "tracking, which `--set run.tracking.uri=none` disables",
     "deepspeed": "`run.engine.name: deepspeed`",
     "accelerate": "the embedded backbone",
     "gguf": "the embedded backbone",
-    "sentencepiece": "tokenizers that are published without a tokenizer.json",
-    "matplotlib": "reports as a page, pictures",
-    "jinja2": "reports as a page",
-    "rich": "the screen of a run on a terminal",
+    "sentencepiece": "tokenizers without a tokenizer.json",
+    "matplotlib": "HTML reports and figures",
+    "jinja2": "HTML reports",
+    "rich": "the live display in a terminal",
     "pandas": "`latent_sweep.open_sweep`",
 }
-"""Packages that some sweeps do without, and what for they are needed."""
+"""Optional packages and what needs them."""
 
-IMPORTED: Mapping[str, str] = {"torch": "torch", "transformers": "transformers", "datasets": "datasets"}
-"""Packages that every sweep imports, by the name that they are imported by."""
+IMPORTED = ("torch", "transformers", "datasets")
+"""Packages that every sweep imports."""
 
 
 def check_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
-    """Find python and all packages in the versions that are asked for.
+    """Check the versions of Python and all packages.
 
     Args:
-        needed: packages that the sweep cannot do without, whatever others can, e.g. `deepspeed`.
+        needed: optional packages that the sweep requires, e.g. `deepspeed`.
     """
     try:
-        asked_for = declared()
+        requirements = declared()
     except importlib.metadata.PackageNotFoundError:
         advice = "`make setup`, or `pip install`"
-        yield fault(OURS, "not installed, so nothing says which versions it needs", advice=advice)
+        yield fault(OURS, "not installed, so the versions that it needs are unknown", advice=advice)
         return
-    yield from examined("python", partial(_python, asked_for.python))
-    yield _ours(asked_for.version)
-    for asked in _requirements(asked_for):
-        yield from examined(asked.name, partial(_package, asked.name, str(asked.specifier), needed))
+    yield from run_check("python", partial(_python, requirements.python))
+    yield _ours(requirements.version)
+    for each in _requirements(requirements):
+        yield from run_check(each.name, partial(_package, each.name, str(each.specifier), needed))
 
 
 def check_imports(needed: Sequence[str] = ()) -> Iterator[Finding]:
-    """Import what every sweep imports, and what this one needs: an installed package may still be a broken one."""
+    """Import the packages that every sweep or this one imports; an installed package may be broken."""
     for name in [*IMPORTED, *needed]:
         if _installed(name) is not None:
             yield from _import(name)
 
 
 def code_digest() -> str:
-    """Content hash of the package's own files: nodes with two checkouts of one version do not run the same code."""
+    """Return a content hash of this package's files; two checkouts of one version may differ."""
     digest, folder = hashlib.sha256(), Path(latent_sweep.__file__).parent
     for path in sorted(path for kind in ("*.py", "*.yaml") for path in folder.rglob(kind)):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
@@ -72,24 +72,24 @@ def code_digest() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return all that nodes of one cluster must agree on, by name."""
-    found = {"python": platform.python_version(), f"{OURS} (code)": code_digest()}
+    """Return the versions that all nodes of a cluster must share, by name."""
+    names = {"python": platform.python_version(), f"{OURS} (code)": code_digest()}
     try:
-        return found | {asked.name: _installed(asked.name) or "not installed" for asked in _requirements(declared())}
+        return names | {each.name: _installed(each.name) or "not installed" for each in _requirements(declared())}
     except importlib.metadata.PackageNotFoundError:
-        return found
+        return names
 
 
-def _requirements(asked_for: Declared) -> list[Requirement]:
-    """What latent-sweep needs on this system, its extras left out."""
+def _requirements(package: Declared) -> list[Requirement]:
+    """Return the requirements of latent-sweep on this system, without extras."""
     from packaging.requirements import Requirement
 
-    asked = map(Requirement, asked_for.requirements)
-    return [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
+    requirements = map(Requirement, package.requirements)
+    return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
-def _python(asked: str) -> Iterator[Finding]:
-    yield _compared("python", platform.python_version(), asked, "make the environment anew with such a Python")
+def _python(allowed: str) -> Iterator[Finding]:
+    yield _compare("python", platform.python_version(), allowed, "recreate the environment with such a Python")
 
 
 def _ours(version: str) -> Finding:
@@ -99,27 +99,26 @@ def _ours(version: str) -> Finding:
     return warning(
         OURS,
         f"the metadata says {version}, but the code in {folder} is {latent_sweep.__version__}",
-        advice="install it again (`make setup`): the ranges below are those of the other version",
+        advice="install it again (`make setup`): the version ranges below are outdated",
     )
 
 
-def _package(name: str, asked: str, needed: Sequence[str]) -> Iterator[Finding]:
-    version, remedy = _installed(name), f"`pip install '{name}{asked}'`, or `make setup` for all of them"
+def _package(name: str, allowed: str, needed: Sequence[str]) -> Iterator[Finding]:
+    version, remedy = _installed(name), f"`pip install '{name}{allowed}'`, or `make setup` for all packages"
     if version is not None:
-        yield _compared(name, version, asked, remedy, _torch_build if name == "torch" else None)
+        yield _compare(name, version, allowed, remedy, _torch_build() if name == "torch" else "")
     elif name in NEEDED_FOR and name not in needed:
-        yield warning(name, "not installed", asked, f"needed only for {NEEDED_FOR[name]}; {remedy}")
+        yield warning(name, "not installed", allowed, f"needed only for {NEEDED_FOR[name]}; {remedy}")
     else:
-        yield fault(name, "not installed", asked, remedy)
+        yield fault(name, "not installed", allowed, remedy)
 
 
-def _compared(name: str, version: str, asked: str, remedy: str, more: Callable[[], str] | None = None) -> Finding:
+def _compare(name: str, version: str, allowed: str, remedy: str, build: str = "") -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    shown = f"{version}{more() if more else ''}"
-    if SpecifierSet(asked).contains(version, prereleases=True):
-        return ok(name, shown, asked)
-    return fault(name, shown, asked, remedy)
+    if SpecifierSet(allowed).contains(version, prereleases=True):
+        return ok(name, f"{version}{build}", allowed)
+    return fault(name, f"{version}{build}", allowed, remedy)
 
 
 def _torch_build() -> str:
@@ -139,7 +138,7 @@ def _import(name: str) -> Iterator[Finding]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importlib.import_module(IMPORTED.get(name, name))
-    except Exception as error:  # whatever a broken installation raises
-        said = f"installed, but importing it fails with {type(error).__name__}: {error}"
-        yield fault(name, said, advice=f"install it again: `pip install --force-reinstall {name}`")
+            importlib.import_module(name)
+    except Exception as error:  # a broken installation may raise anything
+        message = f"installed, but importing it fails with {type(error).__name__}: {error}"
+        yield fault(name, message, advice=f"install it again: `pip install --force-reinstall {name}`")

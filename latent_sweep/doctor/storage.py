@@ -1,4 +1,4 @@
-"""The storage: written, read back, listed and deleted through what sweeps write with, and the folder of caches."""
+"""Checks the storage and the cache folder by writing, listing, reading and deleting a file."""
 
 from __future__ import annotations
 
@@ -15,71 +15,71 @@ from latent_sweep.storage.files import cache_folder, read_file, write_file
 from latent_sweep.storage.storage import Storage
 
 CONTENT = b"latent-sweep doctor wrote this and removes it\n" * 1024
-"""Some 45 KB: about a trial's files, and more than a network keeps back."""
+"""About 45 KB, the size of a trial's files."""
 
 
 def check_storage(storage: Storage) -> Iterator[Finding]:
-    """Write a file, find it in a list, read it, remove it; a folder that was not there is gone again afterwards."""
-    made = missing_folders(storage.folder)
+    """Write, list, read and delete a file; leave no new folder behind."""
+    created = missing_folders(storage.folder)
     folder = storage.folder / f".doctor-{uuid.uuid4().hex}"
     began = time.monotonic()
     try:
         if fault_text := _round_trip(storage, folder / "probe"):
-            advice = "have all nodes see one folder that keeps what is written, or use an object store"
+            advice = "use a consistent folder that all nodes share, or an object store"
             yield fault("storage", f"{storage.place}: {fault_text}", "what was written", advice)
         else:
-            took = time.monotonic() - began
+            seconds = time.monotonic() - began
             yield ok(
-                "storage", f"{storage.place}: {len(CONTENT):,} bytes written, listed, read, deleted in {took:.2f} s"
+                "storage", f"{storage.place}: {len(CONTENT):,} bytes written, listed, read, deleted in {seconds:.2f} s"
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        remove_empty(made)
+        remove_empty(created)
 
 
 def _round_trip(storage: Storage, probe: Path) -> str:
-    """Send a file there and back; returns what is wrong, or nothing."""
+    """Write, list and read a file; return what is wrong, or an empty string."""
     try:
         storage.write(probe, CONTENT)
         if storage.is_remote:
-            probe.unlink()  # what is read now comes from the object store
+            probe.unlink()  # so that it is read from the object store
         storage.pull(probe.parent)
         if [path.name for path in probe.parent.iterdir()] != [probe.name]:
-            return "a file that was just written is in no list"
+            return "a file that was just written is not listed"
         if read_file(probe) != CONTENT:
-            return "a file that was just written reads otherwise"
+            return "a file that was just written reads back differently"
     finally:
         if storage.holds(probe):
             storage.remove(probe)
-    return "a file that was just removed is still there" if storage.holds(probe) else ""
+    return "a file that was just deleted still exists" if storage.holds(probe) else ""
 
 
 def check_caches() -> Iterator[Finding]:
-    """Write to the folder where backbones are kept."""
+    """Write to the cache folder."""
     folder = cache_folder()
-    made, probe = missing_folders(folder), folder / f".doctor-{uuid.uuid4().hex}"
+    created, probe = missing_folders(folder), folder / f".doctor-{uuid.uuid4().hex}"
     try:
         write_file(probe, CONTENT)
         yield ok("caches", f"{folder} can be written")
     finally:
         probe.unlink(missing_ok=True)
-        remove_empty(made)
+        remove_empty(created)
 
 
 def hostname() -> str:
-    """Return this machine's name, as messages call it."""
+    """Return this machine's name."""
     return socket.gethostname()
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Return the folders that have to be made for this one, itself first."""
+    """Return the folders that must be created for this one, itself first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
-def remove_empty(made: list[Path]) -> None:
-    """Remove folders that were made for a check, as far as nothing else is in them."""
-    for path in made:
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders in this order until one is not empty or missing."""
+    for path in folders:
         try:
             os.rmdir(path)
-        except OSError:  # somebody else has something there, or nothing was made
+        except OSError:
             return

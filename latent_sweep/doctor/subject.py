@@ -1,4 +1,4 @@
-"""The sweep itself: what `run` would refuse, its backbone on this device, and one real step of its first trial."""
+"""Checks a sweep: everything that `run` checks, its backbone on this device, and one step of its first trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A sweep that this machine is to be trusted with."""
+    """The sweep to check."""
 
     sweep: Sweep
     trials: Sequence[Trial]
@@ -31,9 +31,9 @@ class Subject:
 
 
 def check_plan(subject: Subject) -> Iterator[Finding]:
-    """Do what `run` does before it starts anything: engine, pinned backbones, data, tokens, steps.
+    """Do all checks of `run`: engine, pinned backbones, data, tokens, steps.
 
-    That rows are not here is a fault; with a cluster, whose nodes may have them, a warning.
+    Missing data is a fault, or a warning with a cluster, whose nodes may have it.
     """
     from latent_sweep.execution.driver import check_engine
     from latent_sweep.sweep.data_checks import check_sweep, missing_rows
@@ -44,41 +44,44 @@ def check_plan(subject: Subject) -> Iterator[Finding]:
     check_devices(sweep, trials)
     check_pinned(sweep, trials)
     for remark in check_sweep(sweep, trials):
-        kind, _, said = remark.partition(": ")
-        yield warning("sweep", said) if kind == "warning" else ok("sweep", said)
+        kind, _, message = remark.partition(": ")
+        yield warning("sweep", message) if kind == "warning" else ok("sweep", message)
     if missing := missing_rows(trials):
-        said = f"{len(missing)} tasks have rows that are not here: {', '.join(missing)}. {next(iter(missing.values()))}"
+        message = f"no data for {len(missing)} tasks: {', '.join(missing)}. {next(iter(missing.values()))}"
         if ray_address() is not None:
-            yield warning("data", said, advice="see that every node of the cluster has them")
+            yield warning("data", message, advice="make sure that every node of the cluster has it")
         else:
-            yield fault("data", said)
-    looked_at = "engine and backbones" if missing else "engine, data and backbones"
-    yield ok("sweep", f"{sweep.source}: {len(trials)} trials, {looked_at} as `run` wants them")
+            yield fault("data", message)
+    checked = "engine and backbones" if missing else "engine, data and backbones"
+    yield ok("sweep", f"{sweep.source}: {len(trials)} trials; {checked} are as `run` needs them")
 
 
 def check_first_step(subject: Subject, device: str) -> Iterator[Finding]:
-    """Load the backbone of the first trial, and take one optimizer step on the longest rows of its first task."""
+    """Take one optimizer step of the first trial, on the longest examples of its first task."""
     resources, engine = subject.sweep.run.resources, subject.sweep.run.engine
     trial = subject.trials[0]
     name = trial.settings.backbone.name
     if engine.name != "torch" or resources.workers > 1:
-        said = f"{name} is to be run by {resources.workers} workers with {engine.name}, which one process cannot try"
-        yield warning("first step", said, advice="run a trial of it: --set trial.training.max_steps=1, one task")
+        message = f"not taken: {name} needs {resources.workers} workers with {engine.name}, and this is one process"
+        yield warning("first step", message, advice="run one task with --set trial.training.max_steps=1 instead")
         return
     if device == "cpu" and resources.gpus:
-        said = f"the sweep asks for {resources.gpus:g} GPU, and this was looked at on the CPU"
-        yield warning(
-            "first step", said, advice="run the same on a machine with such a GPU; here only the CPU was tried"
-        )
+        message = f"the sweep asks for {resources.gpus:g} GPU, but only the CPU was checked"
+        yield warning("first step", message, advice="run doctor on a machine with such a GPU")
     forecast, free = predict(trial, subject.sweep.run), free_ram()
     if device == "cpu" and forecast is not None and free is not None and forecast.learning + forecast.besides > free:
         needed = _gib(forecast.learning + forecast.besides)
-        said = f"not taken: {name} is forecast to need {needed}, and {_gib(free)} of RAM are free"
-        yield warning("first step", said, advice="run the same on a machine that has the memory")
+        message = f"not taken: {name} is forecast to need {needed}, and {_gib(free)} of RAM are free"
+        yield warning("first step", message, advice="run doctor on a machine with enough memory")
         return
     try:
+<<<<<<< HEAD
         yield from _step(on_device(trial, device), subject, device)
     except MissingData as error:  # the check of the sweep has said whether it is one
+=======
+        yield from _step(_on(trial, device), subject, device)
+    except MissingData as error:  # the sweep check reports it
+>>>>>>> 0eda378 (Rewrite doctor in plain words)
         yield warning("first step", f"not taken: {error}")
 
 
@@ -100,18 +103,18 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
     decided_pack = decided(alone, subject.sweep.run, free_memory)
     trial = decided_pack.trials[0]
     name, on_gpu, began = trial.settings.backbone.name, device == "cuda", time.monotonic()
-    context, told = Context(trial, subject.storage), list[Mapping[str, float]]()
+    context, losses = Context(trial, subject.storage), list[Mapping[str, float]]()
     _ = context.backbone
     loaded = f"{name} ({trial.settings.backbone.dtype}) loaded on {device} in {_since(began)}"
     slow = slow_bfloat16(trial.settings.backbone)
     yield warning("backbone", loaded, advice=slow) if slow else ok("backbone", loaded)
     began = time.monotonic()
     if on_gpu:
-        torch.cuda.reset_peak_memory_stats()  # what lies there is counted
+        torch.cuda.reset_peak_memory_stats()  # the backbone still counts
     reader = Reader(context.backbone.traits.protocol, context.backbone.tokenizer.backend_tokenizer, context.chat)
     try:
         check_pack(decided_pack, reader, subject.storage.folder)
-        training = one_step(trial, context, told)
+        training = one_step(trial, context, losses)
         if training is None:
             yield ok("first step", f"{trial.settings.method.name} learns nothing at its first task")
             return
@@ -120,24 +123,24 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
         context.bank.remove()
     if isinstance(outcome, Exception):
         raise outcome
-    losses = ", ".join(f"{term} {value:.4g}" for term, value in told[0].items())
-    rows = f"{len(training.examples)} rows of {trial.tasks[0].name}"
-    yield ok("first step", f"{rows} on {device} in {_since(began)}, preparation included; loss {losses}")
+    terms = ", ".join(f"{term} {value:.4g}" for term, value in losses[0].items())
+    examples = f"{len(training.examples)} examples of {trial.tasks[0].name}"
+    yield ok("first step", f"{examples} on {device} in {_since(began)}, preparation included; loss {terms}")
     if on_gpu:
         yield _memory(trial, subject, torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1])
 
 
-def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) -> Trainer | None:
-    """Make the training of one step on the longest rows of the first task; None where nothing is learned there.
+def one_step(trial: Trial, context: Context, losses: list[Mapping[str, float]]) -> Trainer | None:
+    """Return a trainer for one step on the longest examples of the first task; None if nothing is learned there.
 
-    Nothing is resumed and nothing is saved.
+    It resumes and saves nothing, and appends its loss terms to `losses`.
     """
     from latent_sweep.storage.snapshots import TaskCheckpoint
     from latent_sweep.training.run import ActiveRun
 
     largest = max(trial.method().rank(), 1)
     training = ActiveRun(Run((trial,), largest), (), context).trainer(
-        0, lambda step, steps, losses: told.append(losses)
+        0, lambda step, steps, terms: losses.append(terms)
     )
     if not training.examples:
         return None
@@ -145,23 +148,23 @@ def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) ->
         update={"max_steps": 1, "epochs": 1, "checkpoint_every": 2, "warmup_steps": 0}
     )
     rows = sorted(training.examples, key=lambda row: -len(row["prompt_ids"]) - len(row["target_ids"]))
-    nowhere = TaskCheckpoint(context.storage, context.storage.folder / "profiles" / "none.safetensors")
-    return replace(training, examples=rows[: settings.batch_size], settings=settings, checkpoint=nowhere, validation=())
+    unused = TaskCheckpoint(context.storage, context.storage.folder / "profiles" / "none.safetensors")
+    return replace(training, examples=rows[: settings.batch_size], settings=settings, checkpoint=unused, validation=())
 
 
 def _memory(trial: Trial, subject: Subject, peak: int, total: int) -> Finding:
     forecast = predict(trial, subject.sweep.run)
-    said = f"{_gib(peak)} of {_gib(total)} of the GPU at most in this step"
+    message = f"this step used up to {_gib(peak)} of {_gib(total)} GPU memory"
     if forecast is None:
-        return ok("memory", f"{said}; the shapes are not known without the hub or the model, so nothing was forecast")
+        return ok("memory", f"{message}; no forecast, as the model's shapes are unknown")
     expected = f"up to {_gib(forecast.learning)} as forecast, {_gib(forecast.answering)} to answer"
     if peak > forecast.learning + RESERVE:
-        advice = "the forecast is too low here: have `training.micro_batch_size` smaller than it says would do"
-        return warning("memory", said, expected, advice)
+        advice = "the forecast is too low: choose a smaller training.micro_batch_size than it suggests"
+        return warning("memory", message, expected, advice)
     if forecast.peak + RESERVE > total:
-        advice = "training.micro_batch_size, training.gradient_checkpointing, evaluation.batch_size, or run.engine"
-        return fault("memory", said, expected, f"the longest rows will not fit into this GPU: see {advice}")
-    return ok("memory", said, expected)
+        settings = "training.micro_batch_size, training.gradient_checkpointing, evaluation.batch_size, or run.engine"
+        return fault("memory", message, expected, f"the longest examples will not fit on this GPU: change {settings}")
+    return ok("memory", message, expected)
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""The tracker: whether it may be talked to, can be reached, and takes what a sweep writes."""
+"""Checks that the tracker is secure, can be reached, and accepts runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ WHERE = "run.tracking.uri, or MLFLOW_TRACKING_URI"
 
 
 def check_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) -> Iterator[Finding]:
-    """Write a run into MLflow and delete it; nothing is sent to an address that a run would refuse.
+    """Write a run into MLflow and delete it, unless `run` would refuse the address.
 
     Args:
         uri: as in a sweep file.
-        allow_insecure: as `run.allow_insecure`: what is not safe is then a warning.
-        needed: whether a sweep was given, which is tracked; without one, a missing MLflow is a warning.
+        allow_insecure: `run.allow_insecure`, which turns an insecure server into a warning.
+        needed: whether a missing MLflow is a fault instead of a warning.
     """
     address = tracking_uri(uri)
     if uri == "none":
-        yield ok("tracker", "none: this sweep is not tracked")
+        yield ok("tracker", "none")
         return
     if faults := address_faults(address) or place_faults(address):
-        yield fault("tracker", "; ".join(faults), f"an MLflow that takes runs ({WHERE})")
+        yield fault("tracker", "; ".join(faults), f"an MLflow that accepts runs ({WHERE})")
         return
     if find_spec("mlflow") is None:
         finding = fault if needed else warning
-        advice = "`pip install mlflow` in the version above, or do without: run.tracking.uri: none"
-        yield finding("tracker", "not tried: MLflow is not installed", f"an MLflow that takes runs ({WHERE})", advice)
+        advice = "`pip install mlflow` in the version above, or disable tracking: run.tracking.uri: none"
+        yield finding(
+            "tracker", "not checked: MLflow is not installed", f"an MLflow that accepts runs ({WHERE})", advice
+        )
         return
     try:
         check_tracking_address(address, allow_insecure=False)
@@ -42,41 +44,38 @@ def check_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) ->
             yield fault("tracker", str(error))
             return
         yield warning(
-            "tracker", str(error), advice="run.allow_insecure lets it pass; see that nobody else is on the way"
+            "tracker", str(error), advice="run.allow_insecure permits it; make sure that the network is protected"
         )
     try:
-        found = probe_tracker(address)
+        probe = probe_tracker(address)
     except TrackingError as error:
-        yield fault("tracker", f"{address}: {error}", f"an MLflow that takes runs ({WHERE})", advice_for(str(error)))
+        yield fault("tracker", f"{address}: {error}", f"an MLflow that accepts runs ({WHERE})", advice_for(str(error)))
         return
-    yield ok("tracker", f"{address}: a run written, read, deleted in {found.seconds:.2f} s")
-    yield from _versions(found)
+    yield ok("tracker", f"{address}: a run written, read, deleted in {probe.seconds:.2f} s")
+    yield from _versions(probe)
 
 
-def advice_for(said: str) -> str:
-    """Say what to do about an error of MLflow's, by what it says."""
-    lower = said.lower()
-    if any(mark in lower for mark in ("certificate", "ssl")):
-        return "the server's certificate is not trusted here: name its authority by MLFLOW_TRACKING_SERVER_CERT_PATH"
-    if any(mark in lower for mark in ("401", "403", "unauthorized", "forbidden", "permission_denied")):
+def advice_for(message: str) -> str:
+    """Return what to do about an error of MLflow, by its message."""
+    lower = message.lower()
+    if any(word in lower for word in ("certificate", "ssl")):
+        return "the server's certificate is not trusted: set MLFLOW_TRACKING_SERVER_CERT_PATH to its authority"
+    if any(word in lower for word in ("401", "403", "unauthorized", "forbidden", "permission_denied")):
         return (
-            "it answers, but refuses who asks: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-            "MLFLOW_TRACKING_TOKEN, of somebody who may create experiments"
+            "the server refuses this user: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+            "MLFLOW_TRACKING_TOKEN, of one who may create experiments"
         )
     if "out of date" in lower or "upgrade" in lower or "revision" in lower:
-        return "the database is of another version of MLflow: back it up, then `mlflow db upgrade URI`, or use another"
-    return (
-        f"check that the server runs and that this machine reaches it; or name another by {WHERE}; `none` does without"
-    )
+        return "the database belongs to another version of MLflow: back it up, then `mlflow db upgrade URI`"
+    return f"check that the server runs and can be reached, or set another one with {WHERE} (`none` disables tracking)"
 
 
-def _versions(found: Probe) -> Iterator[Finding]:
-    if found.server is None:
+def _versions(probe: Probe) -> Iterator[Finding]:
+    if probe.server is None:
         return
-    here, there = (version.split(".")[:2] for version in (found.client, found.server))
-    said = f"{found.server} there, {found.client} here"
-    if here == there:
-        yield ok("MLflow", said)
+    versions = f"server {probe.server}, client {probe.client}"
+    if probe.client.split(".")[:2] == probe.server.split(".")[:2]:
+        yield ok("MLflow", versions)
     else:
-        advice = "runs are taken; the saved comparison may look plainer. Bring the server to the version here"
-        yield warning("MLflow", said, "the same first two numbers", advice)
+        advice = "runs are accepted, but the saved comparison may look plainer; install the same version on the server"
+        yield warning("MLflow", versions, "the same major and minor version", advice)

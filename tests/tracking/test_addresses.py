@@ -15,7 +15,7 @@ from helpers.sweep_folders import journal_of, start, write_sweep
 from helpers.sweeps import tiny, write
 
 from latent_sweep.cli.main import main
-from latent_sweep.doctor.findings import examined
+from latent_sweep.doctor.findings import run_check
 from latent_sweep.doctor.nodes import check_nodes
 from latent_sweep.errors import ConfigError
 from latent_sweep.execution.driver import write_sweep as write_planned
@@ -92,7 +92,7 @@ def test_a_cluster_that_does_not_listen_is_refused_at_once(form, command, tmp_pa
         assert not (tmp_path / "runs").exists()
     else:
         monkeypatch.setenv("RAY_ADDRESS", address)
-        (found,) = examined("cluster", lambda: check_nodes(Storage(tmp_path), [], False, ResourceSettings()))
+        (found,) = run_check("cluster", lambda: check_nodes(Storage(tmp_path), [], False, ResourceSettings()))
         assert (found.mark, address in found.found) == ("fault", True)
     assert time.monotonic() - began < 60, "Ray itself waits for a quarter of an hour"
 
