@@ -31,8 +31,7 @@ def add(commands: Commands) -> None:
     doctor.add_argument(
         "--profile",
         action="store_true",
-        help="also measure the speed of the sweep's backbones and keep it in the sweep's storage, where `plan` turns "
-        "it into hours",
+        help="also measure the speed of the sweep's backbones and store it, so that `plan` estimates hours",
     )
     add_json(doctor)
 
@@ -45,13 +44,9 @@ def _doctor(options: argparse.Namespace) -> int:
         if not options.json:
             print(text, flush=True)
 
-<<<<<<< HEAD
     if options.profile and options.sweep is None:
         raise ConfigError("--profile: found no sweep file; name the sweep whose backbones are to be measured")
-    found = examine(options.sweep, options.overrides, options.device, options.address, tell, options.profile)
-=======
-    found = examine(options.sweep, options.overrides, options.device, options.address, log_line)
->>>>>>> 0eda378 (Rewrite doctor in plain words)
+    findings = examine(options.sweep, options.overrides, options.device, options.address, log_line, options.profile)
     if options.json:
-        print_json([asdict(finding) for finding in found])
-    return 1 if any(finding.mark == "fault" for finding in found) else 0
+        print_json([asdict(finding) for finding in findings])
+    return 1 if any(finding.mark == "fault" for finding in findings) else 0

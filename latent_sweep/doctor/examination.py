@@ -13,6 +13,7 @@ from latent_sweep.doctor.machine import check_cpu, check_disk, check_gpus, has_d
 from latent_sweep.doctor.methods import method_checks
 from latent_sweep.doctor.nodes import check_nodes, check_resources
 from latent_sweep.doctor.packages import check_imports, check_packages
+from latent_sweep.doctor.speed import measure_speed
 from latent_sweep.doctor.storage import check_caches, check_storage, hostname
 from latent_sweep.doctor.subject import Subject, check_first_step, check_plan
 from latent_sweep.doctor.tracker import check_tracker
@@ -36,7 +37,12 @@ class Section:
 
 
 def examine(
-    path: str | None, overrides: Sequence[str], device: str, address: str | None, log_line: Callable[[str], None]
+    path: str | None,
+    overrides: Sequence[str],
+    device: str,
+    address: str | None,
+    log_line: Callable[[str], None],
+    profile: bool = False,
 ) -> list[Finding]:
     """Check this machine, the cluster if there is one, and the sweep if one is given; return all findings.
 
@@ -46,6 +52,7 @@ def examine(
         device: `auto`, `cpu` or `cuda`.
         address: a Ray cluster; None uses RAY_ADDRESS, or no cluster if that is not set.
         log_line: prints a text.
+        profile: measure the speed of the sweep's backbones, too.
 
     Raises:
         ConfigError: the sweep file or LATENT_SWEEP_STORAGE is not valid.
@@ -56,7 +63,7 @@ def examine(
         os.environ["RAY_ADDRESS"] = address
     log_line(f"latent-sweep doctor on {hostname()}")
     findings: list[Finding] = []
-    for section in _sections(plan, device):
+    for section in _sections(plan, device, profile):
         log_line(f"\n{section.title}")
         for name, check in section.checks:
             new = run_check(name, check)
@@ -69,7 +76,7 @@ def examine(
     return findings
 
 
-def _sections(plan: Plan | None, requested: str) -> Iterator[Section]:
+def _sections(plan: Plan | None, requested: str, profile: bool) -> Iterator[Section]:
     run = plan.sweep.run if plan else RunSettings(storage=default_place())
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     packages: list[tuple[str, Check]] = [("packages", partial(check_packages, needed))]
@@ -89,8 +96,8 @@ def _sections(plan: Plan | None, requested: str) -> Iterator[Section]:
     yield Section("tracker", [("tracker", tracker)])
     yield Section(f"methods, on {device}", _method_checks(device))
     if plan is not None and storage is not None:
-        subject = Subject(plan.sweep, plan.trials, storage)
-        yield Section(f"sweep {plan.sweep.name}", _sweep_checks(subject, requested), stops_at_fault=True)
+        checks = _sweep_checks(Subject(plan.sweep, plan.trials, storage), requested, profile)
+        yield Section(f"sweep {plan.sweep.name}", checks, stops_at_fault=True)
 
 
 def _open(place: str) -> Storage | None:
@@ -123,8 +130,12 @@ def _no_device() -> Iterator[Finding]:
     yield fault("methods", "not checked: there is no GPU", advice="check them on the CPU with `--device cpu`")
 
 
-def _sweep_checks(subject: Subject, requested: str) -> list[tuple[str, Check]]:
+def _sweep_checks(subject: Subject, requested: str, profile: bool) -> list[tuple[str, Check]]:
     gpus = subject.sweep.run.resources.gpus
     device = subject.trials[0].settings.backbone.device if requested == "auto" else requested
     device = _device(device) if gpus or requested != "auto" else "cpu"  # a trial without a GPU sees none
-    return [("sweep", partial(check_plan, subject)), ("first step", partial(check_first_step, subject, device))]
+    checks: list[tuple[str, Check]] = [
+        ("sweep", partial(check_plan, subject)),
+        ("first step", partial(check_first_step, subject, device)),
+    ]
+    return checks + [("speed", partial(measure_speed, subject, device))] * profile

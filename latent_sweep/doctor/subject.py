@@ -75,13 +75,8 @@ def check_first_step(subject: Subject, device: str) -> Iterator[Finding]:
         yield warning("first step", message, advice="run doctor on a machine with enough memory")
         return
     try:
-<<<<<<< HEAD
         yield from _step(on_device(trial, device), subject, device)
-    except MissingData as error:  # the check of the sweep has said whether it is one
-=======
-        yield from _step(_on(trial, device), subject, device)
     except MissingData as error:  # the sweep check reports it
->>>>>>> 0eda378 (Rewrite doctor in plain words)
         yield warning("first step", f"not taken: {error}")
 
 
