@@ -33,6 +33,7 @@ def add(commands: Commands) -> None:
         "lines give the reason.",
     )
     add_sweep_arguments(plan)
+    plan.add_argument("-v", "--verbose", action="store_true", help="print every number, and every training")
     how = plan.add_mutually_exclusive_group()
     how.add_argument("--explain", action="store_true", help="show which settings allow or prevent the reuse of a stage")
     add_json(how)
@@ -68,7 +69,8 @@ def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.storage.storage import open_storage
     from latent_sweep.sweep.config import load_sweep
     from latent_sweep.sweep.explain import explain_plan
-    from latent_sweep.sweep.forecast import describe_whole_plan, plan_record
+    from latent_sweep.sweep.forecast import plan_record
+    from latent_sweep.sweep.plan_text import describe_whole_plan
     from latent_sweep.sweep.planning import plan_sweep
 
     sweep = load_sweep(options.sweep, options.overrides)
@@ -78,7 +80,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan_record(plan, storage))
     else:
-        print(printable(describe_whole_plan(plan, storage)))
+        print(printable(describe_whole_plan(plan, storage, options.verbose)))
     if options.explain:
         print("", printable(explain_plan(plan.sweep, plan.trials, SnapshotStorage(storage))), sep="\n")
     return 2 if plan.conflicts else 0

@@ -25,8 +25,8 @@ from latent_sweep.storage.reserve import free_reserve, write_reserve
 from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.storage.watch import remove_stale_heartbeats, reported_requests, watching
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
-from latent_sweep.sweep.forecast import describe_plan, describe_tuning
 from latent_sweep.sweep.plan import Pack, Run, Trial
+from latent_sweep.sweep.plan_text import describe_plan, describe_tuning
 from latent_sweep.sweep.planning import OUTDATED, Plan, name_conflict, outdated, plan_sweep
 from latent_sweep.sweep.schema import GROUPS, EngineSettings
 from latent_sweep.sweep.tuning import TUNING, select, tuning_content, tuning_lines

@@ -57,6 +57,12 @@ class Plan:
     """The sweep of the tuning trials, if there are any."""
 
     @property
+    def remarks(self) -> list[str]:
+        """Return the warnings, and why `run` would refuse the plan."""
+        refusal = [] if self.conflict is None else [f"`latent_sweep.run` will refuse this. {self.conflict}"]
+        return self.warnings + refusal
+
+    @property
     def conflicts(self) -> list[str]:
         """Return why `run` would refuse this plan, or that of its tuning trials."""
         plans = [self] if self.tuning is None else [self, self.tuning]

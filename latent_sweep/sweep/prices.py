@@ -1,78 +1,73 @@
-"""What a sweep costs, as an estimate: amounts of what is paid for, by the prices that the sweep file gives.
-
-No price is looked up and none is assumed: what has none is told as an amount alone.
-"""
+"""The cost of a sweep: hours at the prices of the sweep file, requests to an object store, and gigabytes written."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from latent_sweep.storage.predictions import KeepAnswers
 from latent_sweep.sweep.schema import PriceSettings, ResourceSettings, RunSettings
 
 GB = 10**9
-"""Bytes by which object stores charge."""
+UNITS = ("B", "kB", "MB", "GB", "TB")
 
-# Requests of one kind of event, as the store and pyarrow make them: PUTs, with what is charged as such (a list), and
-# GETs, with what is charged as such (a look at an object). Something is looked at before it is got or deleted, and what
-# is deleted has its folder marked, by a PUT.
+# Requests per event, as the store and pyarrow make them, in PUTs (with lists) and GETs (with looks at an object). An
+# object is looked at before it is read or deleted, and deleting one PUTs a marker of its folder.
 PUTS_PER_STAGE, GETS_PER_STAGE = 5, 9
-"""Learning a task: tensors and facts; the lease, given up again; looking for these and a checkpoint; deleting that."""
+"""Tensors and facts, the lease and its release, looking for these and for a checkpoint, deleting the checkpoint."""
 PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT = 1, 1
-"""It is put, and asked for its time."""
 PUTS_PER_ROW, GETS_PER_ROW = 3, 2
-"""Recording a row of scores: the score matrix, a list for the times of its files, and an event of the journal."""
+"""The score matrix, a list for the times of its files, a journal event."""
 PUTS_PER_FILE, GETS_PER_FILE = 1, 0
-"""Of answers and predictions that are written with a row: one file for each task seen, one for what is kept."""
+"""Files of predictions written with a row: one for each task seen, and one with the saved answers."""
 PUTS_PER_TRIAL, GETS_PER_TRIAL = 4, 5
-"""Beginning and ending: a list of its folder, two events of the journal, the result."""
+"""A list of its folder, two journal events, the result."""
 PUTS_PER_TRAINING, GETS_PER_TRAINING = 2, 4
-"""The lease under which its trials are written."""
+"""The lease on its trials."""
 PUTS_PER_HOUR, GETS_PER_HOUR = 60 * 4, 60 * 4
-"""While a worker works: a sign of life every 15 seconds, and the driver, which reads what it tells every 30."""
+"""A worker's heartbeat every 15 seconds, which the driver reads every 30."""
 
-BYTES_PER_NUMBER = 4
-"""Of a snapshot, in float32. What a method keeps beside what it trains is left out."""
+BYTES_PER_PARAMETER = 4
+"""Of a snapshot, in float32, without what a method saves besides its trainable parameters."""
 BYTES_PER_SNAPSHOT = 2000
-"""Of the facts beside it."""
 BYTES_PER_ANSWER = 80
-"""Of an answer that is kept, with its score: published targets have some ten tokens."""
+"""Of a saved answer with its score; published targets have about ten tokens."""
 BYTES_PER_PREDICTION = 200
-"""Of an answer of the newest stage, with its references and mixing weights."""
+"""Of an answer of the newest stage, with references and weights."""
 BYTES_PER_EVENT, BYTES_PER_TASK_SEEN = 1500, 250
-"""Of a stage in the journal: what it was computed with, and each task's score, metric and digest."""
+"""Of a stage in the journal, and of each task's score, metric and digest in it."""
 
 OTHER = "any"
-"""A GPU whose type is not known, or has no price of its own."""
+"""Key of `gpu_hour` for GPUs without a price of their own."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What the work of a sweep that is left would write."""
+    """What the work that is left writes."""
 
     trainings: int
     trials: int
     stages: int
-    """Snapshots to learn."""
+    """Snapshots."""
     numbers: int
-    """Trained by all of these stages; those of backbones whose shapes are not known here are left out."""
+    """Trainable parameters of all stages, without those of backbones whose shapes are unknown here."""
     checkpoints: int
-    """Inside of these stages."""
+    """Within stages."""
     rows: int
-    """Of score matrices, of all trials."""
+    """Of score matrices."""
     files: int
-    """Of predictions written with these rows, one for each task seen."""
+    """Predictions of these rows, one for each task seen."""
     answers: int
-    """Answers of these rows: as many as are kept where no stage gives again what the one before gave."""
+    """Of these rows."""
     predictions: int
-    """Answers of the last row of each of these trials."""
+    """Answers of the last row of each trial."""
 
 
 class Item(NamedTuple):
-    """Something that is paid for: how much of it there is, as far as it is known, and the price of one."""
+    """An amount, as a range, and the price of a unit."""
 
     name: str
     least: float
@@ -80,12 +75,12 @@ class Item(NamedTuple):
     price: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return plain values."""
         costs = (None, None) if self.price is None else (self.least * self.price, self.most * self.price)
         return {**self._asdict(), "cost_least": costs[0], "cost_most": costs[1]}
 
     def text(self) -> str:
-        """Tell the amount, less than an hour in minutes, and what it costs where that is known."""
+        """Write the amount, in minutes below an hour, and the cost if there is a price."""
         least, most, name = self.least, self.most, self.name
         if "-hours" in name and most < 1:
             least, most, name = 60 * least, 60 * most, name.replace("-hours", "-minutes")
@@ -95,21 +90,22 @@ class Item(NamedTuple):
         return f"{amount} ({_span(self.least * self.price, self.most * self.price, '{:,.2f}'.format)})"
 
 
-def total_text(items: Iterable[Item]) -> str:
-    """Tell what the items with a price cost together; empty where there are not several of them."""
-    priced = [item for item in items if item.price is not None]
+def items_text(items: Sequence[Item]) -> str:
+    """Write items in one line, with the sum of their costs if several have a price."""
+    text = ", ".join(item.text() for item in items)
+    priced = [(item.least * item.price, item.most * item.price) for item in items if item.price is not None]
     if len(priced) < 2:
-        return ""
-    least, most = (math.fsum(getattr(i, end) * (i.price or 0) for i in priced) for end in ("least", "most"))
-    return f"; {_span(least, most, '{:,.2f}'.format)} together"
+        return text
+    least, most = (math.fsum(cost[end] for cost in priced) for end in (0, 1))
+    return f"{text}; {_span(least, most, '{:,.2f}'.format)} in total"
 
 
-def _span(least: float, most: float, write: Any) -> str:
+def _span(least: float, most: float, write: Callable[[float], str]) -> str:
     return " to ".join(dict.fromkeys((write(least), write(most))))
 
 
 def _number(value: float) -> str:
-    """Write an amount: whole where it is large, with two digits where it is small."""
+    """Write a whole number from 100 up, one decimal from 1 up, else two digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
@@ -117,23 +113,23 @@ def _number(value: float) -> str:
 
 
 def gpu_price(prices: PriceSettings, name: str) -> float | None:
-    """Return the price of an hour of a GPU.
+    """Return the price of a GPU for an hour.
 
     Args:
-        name: its type as Ray names it, or its own name, as in `NVIDIA A100-SXM4-80GB`: the longest type in it counts.
+        name: its type as Ray names it, or its own name, e.g. `NVIDIA A100-SXM4-80GB`: the longest type in it counts.
     """
-    known = [kind for kind in prices.gpu_hour if re.search(rf"(?i)(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9])", name)]
-    return prices.gpu_hour[max(known, key=len)] if known else prices.gpu_hour.get(OTHER)
+    types = [kind for kind in prices.gpu_hour if re.search(rf"(?i)(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9])", name)]
+    return prices.gpu_hour[max(types, key=len)] if types else prices.gpu_hour.get(OTHER)
 
 
 def hours_of(least: float, most: float, resources: ResourceSettings, prices: PriceSettings) -> Item:
-    """Return the hours of GPUs, or where there are none of CPU cores, that a worker's work takes.
+    """Return GPU-hours, or CPU-hours without GPUs.
 
-    Workers that share a GPU, or a trial, are taken to share the work evenly: together they take as many hours of GPUs
-    as one that has its GPU to itself.
+    Workers that share a GPU, or a trial, are assumed to share the work evenly, so that together they take as many
+    GPU-hours as one worker with a GPU of its own.
 
     Args:
-        least, most: hours of work of one worker.
+        least, most: hours of one worker.
     """
     if resources.gpus:
         kind = resources.accelerator or ""
@@ -142,41 +138,48 @@ def hours_of(least: float, most: float, resources: ResourceSettings, prices: Pri
     return Item("CPU-hours", least * resources.cpus, most * resources.cpus, prices.cpu_hour)
 
 
-# --- an object store -------------------------------------------------------------------------------------------------
+# --- storage ---------------------------------------------------------------------------------------------------------
 
 
 def bucket_items(writing: Writing, run: RunSettings, hours: tuple[float, float] | None) -> list[Item]:
-    """Return requests and gigabytes that the work takes in an object store.
+    """Return the requests and gigabytes of an object store.
 
     Args:
-        hours: of work of one worker, at least and at most; without them what is written by the clock is left out.
+        hours: of one worker, at least and at most; without them heartbeats are left out.
     """
-    w, prices, keeps = writing, run.prices, run.keep_answers == "all"
-    files = w.files + (w.rows if keeps else 0)
+    w = writing
     events = (
         (w.stages, PUTS_PER_STAGE, GETS_PER_STAGE),
         (w.checkpoints, PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT),
         (w.rows, PUTS_PER_ROW, GETS_PER_ROW),
-        (files, PUTS_PER_FILE, GETS_PER_FILE),
+        (w.files + (w.rows if run.keep_answers == "all" else 0), PUTS_PER_FILE, GETS_PER_FILE),
         (w.trials, PUTS_PER_TRIAL, GETS_PER_TRIAL),
         (w.trainings, PUTS_PER_TRAINING, GETS_PER_TRAINING),
     )
     puts, gets = (sum(count * each[kind] for count, *each in events) for kind in (0, 1))
     least, most = hours or (0.0, 0.0)
-    stored = w.numbers * BYTES_PER_NUMBER + w.stages * BYTES_PER_SNAPSHOT + w.predictions * BYTES_PER_PREDICTION
-    stored += w.answers * BYTES_PER_ANSWER if keeps else 0
-    stored += w.rows * BYTES_PER_EVENT + w.files * BYTES_PER_TASK_SEEN
+    stored = stored_bytes(w, run.keep_answers) / GB
     return [
-        Item("PUTs", puts + least * PUTS_PER_HOUR, puts + most * PUTS_PER_HOUR, _each(prices.per_1000_puts)),
-        Item("GETs", gets + least * GETS_PER_HOUR, gets + most * GETS_PER_HOUR, _each(prices.per_1000_gets)),
-        Item("GB for a month", stored / GB, stored / GB, prices.gigabyte_month),
+        Item("PUTs", puts + least * PUTS_PER_HOUR, puts + most * PUTS_PER_HOUR),
+        Item("GETs", gets + least * GETS_PER_HOUR, gets + most * GETS_PER_HOUR),
+        Item("GB", stored, stored),
     ]
 
 
-def _each(per_1000: float | None) -> float | None:
-    return None if per_1000 is None else per_1000 / 1000
+def stored_bytes(writing: Writing, keep: KeepAnswers) -> int:
+    """Return about how many bytes the work that is left writes.
+
+    Args:
+        keep: `run.keep_answers`.
+    """
+    w = writing
+    size = w.numbers * BYTES_PER_PARAMETER + w.stages * BYTES_PER_SNAPSHOT + w.predictions * BYTES_PER_PREDICTION
+    size += w.answers * BYTES_PER_ANSWER if keep == "all" else 0
+    return size + w.rows * BYTES_PER_EVENT + w.files * BYTES_PER_TASK_SEEN
 
 
-def items_text(items: Sequence[Item]) -> str:
-    """Tell items in a line."""
-    return ", ".join(item.text() for item in items) + total_text(items)
+def bytes_text(size: float) -> str:
+    """Write bytes in a decimal unit, with two digits."""
+    power = min(4, int(math.log10(max(1, size)) / 3))
+    scaled = size / 1000**power
+    return f"{scaled:.0f} {UNITS[power]}" if scaled >= 100 else f"{scaled:.2g} {UNITS[power]}"

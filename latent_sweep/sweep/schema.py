@@ -218,12 +218,6 @@ class PriceSettings(Settings):
     """Of a GPU for an hour, by types as in `resources.accelerator`, e.g. {A100: 4.1}; `any` is that of all others."""
     cpu_hour: Price | None = None
     """Of a CPU core for an hour; told where a sweep asks for no GPU."""
-    per_1000_puts: Price | None = None
-    """Of 1,000 requests that write to the object store, or list it."""
-    per_1000_gets: Price | None = None
-    """Of 1,000 requests that read from it."""
-    gigabyte_month: Price | None = None
-    """Of a gigabyte there for a month."""
 
 
 class RunSettings(Settings):

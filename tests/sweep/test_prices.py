@@ -20,8 +20,9 @@ from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.objects import Bucket
 from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.forecast import describe_plan, plan_record
+from latent_sweep.sweep.forecast import plan_record
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.plan_text import describe_plan
 from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, gpu_price, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
@@ -30,9 +31,6 @@ from latent_sweep.sweep.schema import PriceSettings, RunSettings
 PRICES = {
     "gpu_hour": {"A100": 4.0, "A100-80G": 5.0, "any": 1.0},
     "cpu_hour": 0.05,
-    "per_1000_puts": 0.005,
-    "per_1000_gets": 0.0004,
-    "gigabyte_month": 0.02,
 }
 
 
@@ -47,11 +45,11 @@ PRICES = {
         ("A1000", 1.0),
     ],
 )
-def test_the_longest_type_in_a_gpus_name_has_its_price(name, price):
+def test_the_longest_type_in_a_gpus_name_counts(name, price):
     assert gpu_price(PriceSettings(**PRICES), name) == price
 
 
-def test_without_a_price_nothing_is_assumed():
+def test_no_price_is_assumed():
     assert gpu_price(PriceSettings(gpu_hour={"A100": 4.0}), "H100") is None
     assert gpu_price(PriceSettings(), "A100") is None
 
@@ -59,7 +57,7 @@ def test_without_a_price_nothing_is_assumed():
 @pytest.mark.parametrize(
     "prices", [{"gpu_hour": 4.1}, {"gpu_hour": {"A100": -1.0}}, {"cpu_hour": "0.05"}, {"gb_month": 0.02}]
 )
-def test_what_is_no_price_is_a_fault(prices):
+def test_an_invalid_price_is_a_fault(prices):
     with pytest.raises(ConfigError, match=r"run\.prices"):
         parse_sweep(tiny(run__prices=prices), "sweep.yaml")
 
@@ -77,13 +75,13 @@ PUTS = 2 * 5 + 6 * 1 + 4 * 3 + (6 + 4) * 1 + 2 * 4 + 1 * 2
 GETS = 2 * 9 + 6 * 1 + 4 * 2 + 2 * 5 + 1 * 4
 
 
-def test_requests_and_gigabytes_by_hand():
+def test_requests_and_gigabytes():
     stored = 512 * 4 + 2 * 2000 + 48 * 200 + 72 * 80 + 4 * 1500 + 6 * 250
     found = bucket_items(WRITING, RunSettings(prices=PriceSettings(**PRICES)), (0.5, 2.0))
     # while it works: four PUTs a minute, and four GETs
-    assert found[0] == ("PUTs", PUTS + 120, PUTS + 480, pytest.approx(5e-6))
-    assert found[1] == ("GETs", GETS + 120, GETS + 480, pytest.approx(4e-7))
-    assert found[2] == ("GB for a month", stored / 1e9, stored / 1e9, 0.02)
+    assert found[0] == ("PUTs", PUTS + 120, PUTS + 480, None)
+    assert found[1] == ("GETs", GETS + 120, GETS + 480, None)
+    assert found[2] == ("GB", stored / 1e9, stored / 1e9, None)
     last = bucket_items(WRITING, RunSettings(keep_answers="last"), None)
     assert [item[1:] for item in last] == [
         (PUTS - 4, PUTS - 4, None),
@@ -139,24 +137,23 @@ def planned(tmp_path, gpus, prices=PRICES, remote=False):
         write_profile(path, Profile("tiny-llama", device, "float32", speed, speed / 2, "2030-01-02T00:00:00", {}))
     trials = expand(sweep)
     plan = Plan(sweep, trials, pack(trials), [])
-    return describe_plan(plan, storage), plan_record(plan, storage)
+    return describe_plan(plan, storage, verbose=True), plan_record(plan, storage)
 
 
 @pytest.mark.parametrize(
     ("gpus", "cores", "speed", "price"), [(0, 4, 1.0, 0.05), (1, 1, 100.0, 4.0), (0.5, 1, 100.0, 4.0)]
 )
-def test_hours_are_of_what_is_asked_for(tmp_path, gpus, cores, speed, price):
+def test_hours_of_the_requested_device(tmp_path, gpus, cores, speed, price):
     text, record = planned(tmp_path, gpus)
     (item,) = record["costs"]
     assert item["name"] == ("GPU-hours of A100" if gpus else "CPU-hours")
     assert item["price"] == price
     assert item["cost_most"] == item["most"] * price
     assert item["most"] - item["least"] == pytest.approx(cores * (60 - 24) / (speed / 2) / 3600)
-    (line,) = [line for line in text.splitlines() if "estimate" in line]
-    assert line == f"  estimate: {items_text([Item(*(item[name] for name in Item._fields))])}"
+    assert f"  cost      {items_text([Item(*(item[name] for name in Item._fields))])}\n" in text
 
 
-def test_an_object_store_has_requests_too_and_they_are_those_of_the_work(tmp_path, requests):
+def test_an_object_store_has_requests(tmp_path, requests):
     text, record = planned(tmp_path, 1, remote=True)
     hours, puts, gets, stored = record["costs"]
     assert record["estimate"]["reuse"]["writing"] == {
@@ -166,39 +163,39 @@ def test_an_object_store_has_requests_too_and_they_are_those_of_the_work(tmp_pat
     assert puts["least"] == pytest.approx(PUTS + 240 * hours["least"])
     assert gets["most"] == pytest.approx(GETS + 240 * hours["most"])
     assert stored["least"] == stored["most"] > 0
-    assert "together" in text
+    assert "PUTs" in text.partition("\n\n")[0]
 
 
-def test_a_run_puts_what_was_foreseen(tmp_path, requests):
+def test_a_run_makes_the_estimated_requests(tmp_path, requests):
     """Every put of a real run is counted, but for those by the clock and what the driver writes once a sweep."""
     content = tiny(search={"router.components": [1, 2]}, trial__training__checkpoint_every=10, run__storage=URI)
     sweep = parse_sweep(content, "sweep.yaml")
     storage = open_storage(URI)
     record = plan_record(Plan(sweep, trials := expand(sweep), pack(trials), []), storage)
-    foreseen = {item["name"]: item["least"] for item in record["costs"]}
+    estimated = {item["name"]: item["least"] for item in record["costs"]}
     requests.clear()
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     places = ("tiny/trials/", "snapshots/", "checkpoints/", "tiny/locks/")
     of_work = [asked for asked in requests if asked[1].startswith(places) and "driver" not in asked[1]]
     rows = [[e.files for e in trial.events() if e.name == "stage"] for trial in open_sweep(f"{URI}/tiny")]
     kept = sum(now.get(name) == digest for before, now in rows for name, digest in before.items())
-    assert sum(puts for *_, puts, gets in of_work) + kept == foreseen["PUTs"] == PUTS, "what is the same is not put"
-    assert sum(gets for *_, puts, gets in of_work) == foreseen["GETs"] == GETS
+    assert sum(puts for *_, puts, gets in of_work) + kept == estimated["PUTs"] == PUTS, "what is the same is not put"
+    assert sum(gets for *_, puts, gets in of_work) == estimated["GETs"] == GETS
     stored = sum(path.stat().st_size for path in (tmp_path / "bucket").rglob("*") if path.is_file())
-    assert 0.5 * stored / 1e9 < foreseen["GB for a month"] < 2 * stored / 1e9
+    assert 0.5 * stored / 1e9 < estimated["GB"] < 2 * stored / 1e9
 
 
-def test_without_prices_the_amounts_are_said_alone(tmp_path):
+def test_amounts_without_prices(tmp_path):
     text, record = planned(tmp_path, 1, prices={})
     assert record["costs"][0]["price"] is record["costs"][0]["cost_least"] is None
-    (line,) = [line for line in text.splitlines() if "estimate" in line]
-    assert re.search("GPU-(hours|minutes) of A100", line) and "(" not in line and "together" not in line
+    (line,) = [line for line in text.splitlines() if line.startswith("  cost")]
+    assert re.search("GPU-(hours|minutes) of A100", line) and "(" not in line
 
 
 # --- once it has run -------------------------------------------------------------------------------------------------
 
 
-def test_time_that_spans_share_counts_once():
+def test_overlapping_time_counts_once():
     assert covered([(0, 10), (5, 8), (9, 12), (20, 21)]) == 13
     assert covered([]) == 0
 
@@ -247,7 +244,7 @@ def with_run(sweep, **run):
     return open_sweep(sweep.path)
 
 
-def test_hours_at_work_are_told_by_hardware(told):
+def test_hours_by_hardware(told):
     assert summarize(told).compute_used == (
         ("CPU-hours", 2.0, 2.0, None),
         ("GPU-hours of NVIDIA A100-SXM4-80GB", 4.0, 4.0, None),
@@ -255,7 +252,7 @@ def test_hours_at_work_are_told_by_hardware(told):
     )
 
 
-def test_hours_at_work_end_before_the_driver_says_that_a_scheduler_has_stopped(tmp_path):
+def test_hours_end_before_a_scheduler_stops_the_trial(tmp_path):
     """Which it does once the whole sweep has ended."""
     (trial,) = sweep = write_sweep(tmp_path, {"seed": [0]})
     journal_of(trial).append("started", time=0.0, attempt=1, node="a", pid=1, versions={}, hardware=CPU)
@@ -273,22 +270,22 @@ def test_hours_at_work_end_before_the_driver_says_that_a_scheduler_has_stopped(t
         (Item("PUTs", 0.5, 0.5), "0.5 PUTs"),
     ],
 )
-def test_less_than_an_hour_is_told_in_minutes(item, text):
+def test_less_than_an_hour_is_in_minutes(item, text):
     assert item.text() == text
 
 
-def test_a_report_says_what_it_came_to(told):
+def test_a_report_has_the_cost(told):
     sweep = with_run(told, prices=PRICES, resources={"gpus": 0.5})
     said = (
         "2.0 CPU-hours (0.10), 2.0 GPU-hours of NVIDIA A100-SXM4-80GB (8.00), "
-        "1.0 GPU-hours of NVIDIA H100 80GB HBM3 (1.00); 9.10 together"
+        "1.0 GPU-hours of NVIDIA H100 80GB HBM3 (1.00); 9.10 in total"
     )
     assert said in render(summarize(sweep))
     for name in FORMATS:
         render(summarize(sweep), name)
 
 
-def test_a_run_keeps_its_prices_for_the_report_and_reports_what_it_took(tmp_path, capsys):
+def test_a_run_records_its_prices_and_reports_its_cost(tmp_path, capsys):
     content = tiny(search={}, trial__training__epochs=1, run__prices={"cpu_hour": 36000.0})
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     sweep = open_sweep(tmp_path / "runs" / "tiny")

@@ -400,7 +400,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a worker is at work until somebody notices that it is not",
         'return not (isinstance(event, (Lost, Stopped)) or (isinstance(event, Failed) and event.kind == "lost"))',
         "return True",
-        "prices::test_hours_at_work_are_told_by_hardware",
+        "prices::test_hours_by_hardware",
     ),
     _mutant(
         "execution/driver.py",

@@ -1,0 +1,388 @@
+"""The text of `latent-sweep plan`: a summary, and with `--verbose` every number behind it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from latent_sweep.backbones.registry import describe
+from latent_sweep.errors import MissingData
+from latent_sweep.labels import label, short_names
+from latent_sweep.memo import memo_scope, memoized
+from latent_sweep.settings import canonical_json
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.storage import Storage
+from latent_sweep.sweep.config import Sweep
+from latent_sweep.sweep.forecast import (
+    CHARACTERS_PER_TOKEN,
+    Estimate,
+    Work,
+    costs_of,
+    estimate,
+    trainings_of,
+    work_of,
+)
+from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
+from latent_sweep.sweep.plan import Pack, Run, Trial, count_points
+from latent_sweep.sweep.planning import Plan
+from latent_sweep.sweep.prices import Item, bytes_text, items_text, stored_bytes
+from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.sweep.tuning import Selection, selection_names, tuning_lines
+
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+
+
+@memo_scope()
+def describe_whole_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
+    """Write the plan of the tuning trials, if there are any, and of the sweep."""
+    if plan.tuning is None:
+        return describe_plan(plan, storage, verbose)
+    selected = tuning_lines(plan.results or ()) or ["nothing yet: below, the first tuning trials stand in for it"]
+    lines = [*describe_tuning(plan), describe_plan(plan.tuning, storage, verbose), "", "chosen"]
+    return "\n".join([*lines, *(f"  {line}" for line in selected), "", describe_plan(plan, storage, verbose)])
+
+
+@memo_scope()
+def describe_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
+    """Write the plan of one sweep, with its warnings at the end."""
+    folder = SweepFolder(storage, plan.sweep.name)
+    found = estimate(plan.trials, folder)
+    work = work_of(plan.trials, folder, found)
+    costs = costs_of(plan, found, work, storage)
+    memory = _memory(plan.packs, plan.sweep.run)
+    lines = _summary(plan, found, work, costs, memory)
+    if verbose:
+        lines += ["", *_details(plan, found, work, costs, memory)]
+    warnings = [_memory_warning(needed, plan.sweep.run) for needed, _ in memory.values()]
+    if found.missing_data is not None:
+        warnings.append(f"note: stages and passes to share are unknown: {found.missing_data}")
+    return "\n".join([*lines, *filter(None, warnings), *plan.remarks])
+
+
+# --- summary ---------------------------------------------------------------------------------------------------------
+
+
+def _summary(
+    plan: Plan,
+    found: Estimate,
+    work: Mapping[tuple[str, str], Sequence[Work]],
+    costs: Sequence[Item],
+    memory: Mapping[str, tuple[Memory, int]],
+) -> list[str]:
+    sweep, trials = plan.sweep, plan.trials
+    points = count_points(sweep)
+    equal = f" ({points:,} points of the search, some of them equal)" if points > len(trials) else ""
+    missing = "" if found.missing_data is None else " (not on this machine)"
+    packs = f"{_count(found.trainings, 'training')} in {_count(len(plan.packs), 'pack')}"
+    streams = [f"{name}, {_count(len(tasks), 'task')}" for name, tasks in _streams(trials).items()]
+    lines = [
+        f"sweep {sweep.name}: {_count(len(trials), 'trial')}{equal} -> {packs}",
+        f"  backbone  {', '.join(f'{name} ({dtype})' for name, dtype in work)}",
+        f"  data      {'; '.join(streams)}{missing}",
+        f"  varies    {_axes_summary(sweep, trials)}",
+        f"  needs     {_resources_text(sweep.run)} per pack{_memory_summary(memory, sweep.run)}",
+        f"  work      {_work_summary(found, trials)}",
+    ]
+    if found.reuse is not None and found.reuse.to_learn == found.reuse.open_passes.most == 0:
+        lines.append("  time      nothing is left to run")
+    elif found.reuse is not None:
+        lines.append(f"  time      {_time_summary(plan, work, costs)}")
+        size = bytes_text(stored_bytes(found.reuse.writing, sweep.run.keep_answers))
+        requests = [item.text() for item in costs if item.name in ("PUTs", "GETs")]
+        lines.append(f"  storage   about {', '.join([size, *requests])}")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _streams(trials: Sequence[Trial]) -> dict[str, Sequence[str]]:
+    """Return the names of the tasks of each benchmark and order."""
+    tasks = {f"{t.spec.name} order {t.settings.benchmark.order}": t.tasks for t in trials}
+    return {name: [task.name for task in stream] for name, stream in tasks.items()}
+
+
+def _axes_summary(sweep: Sweep, trials: Sequence[Trial]) -> str:
+    axes = {axis: f"x{len(values)}" for axis, values in sweep.grid.items()}
+    axes |= {axis: f"{draw.kind} x{sweep.run.num_samples}" for axis, draw in sweep.draws.items()}
+    names = short_names(axes)
+    free = [names[axis] for axis in axes if axis in names and _costs_no_training(axis, trials)]
+    text = [f"{names[axis]} {count}" for axis, count in axes.items()]
+    text += [f"{axis} tuned" for axis in _tuned(sweep)]
+    costs = "costs" if len(free) == 1 else "cost"
+    return (", ".join(text) or "nothing") + (f" ({', '.join(free)} {costs} no training)" if free else "")
+
+
+def _costs_no_training(axis: str, trials: Sequence[Trial]) -> bool:
+    """Return whether trials that differ in nothing but this axis share their training, and some do differ."""
+    trainings: dict[str, set[str]] = defaultdict(set)
+    values: dict[str, set[str]] = defaultdict(set)
+    for trial in trials:
+        others = repr([(path, value) for path, value in trial.values.items() if not f"{path}.".startswith(f"{axis}.")])
+        trainings[others].add(trial.training_id)
+        values[others].add(trial.trial_id)
+    return max(map(len, trainings.values())) == 1 < max(map(len, values.values()))
+
+
+def _tuned(sweep: Sweep) -> list[str]:
+    if sweep.tune is None:
+        return []
+    by_method = (path for axes in sweep.tune.by_method.values() for path in axes)
+    return list(dict.fromkeys([*sweep.tune.search, *by_method]))
+
+
+def _resources_text(run: RunSettings) -> str:
+    r = run.resources
+    gpus = f"{r.gpus:g} x {r.accelerator or 'GPU'} and " if r.gpus else ""
+    each = f"{gpus}{r.cpus:g} CPU{'' if r.cpus == 1 else 's'}"
+    return each if r.workers == 1 else f"{r.workers} workers, each with {each},"
+
+
+def _memory_summary(memory: Mapping[str, tuple[Memory, int]], run: RunSettings) -> str:
+    if not memory:
+        return ""
+    needed = max((needed for needed, _ in memory.values()), key=lambda needed: needed.peak)
+    process = "" if run.resources.gpus else f", plus {_gib(needed.besides)} for the process"
+    return f"; about {_gib(needed.learning)} GiB to train, {_gib(needed.answering)} to evaluate{process}"
+
+
+def _work_summary(found: Estimate, trials: Sequence[Trial]) -> str:
+    tasks = _count(sum(len(trial.tasks) for trial in trainings_of(trials)), "task")
+    r = found.reuse
+    if r is None:
+        return f"{tasks} to train, {found.passes:,} test passes, before sharing"
+    left = f"{r.to_learn:,} left, " if r.to_learn < r.distinct else ""
+    open_passes = f" ({r.open_passes} left)" if r.open_passes != r.passes else ""
+    return (
+        f"{tasks} -> {_count(r.distinct, 'stage')} ({left}{_steps_text(found)}); "
+        f"{found.passes:,} test passes -> {r.passes}{open_passes}"
+    )
+
+
+def _steps_text(found: Estimate) -> str:
+    assert found.reuse is not None
+    steps, adding = f"{found.reuse.steps:,} optimizer steps", " and ".join(found.reuse.adding)
+    return f"{steps}, without examples that {adding} may add" if adding else steps
+
+
+def _time_summary(plan: Plan, work: Mapping[tuple[str, str], Sequence[Work]], costs: Sequence[Item]) -> str:
+    device = "cuda" if plan.sweep.run.resources.gpus else "cpu"
+    timed = [w for each in work.values() for w in each if w.profile.device == device]
+    unknown = [f"{name} ({dtype})" for (name, dtype), each in work.items() if not any(w in timed for w in each)]
+    if unknown:
+        measure = f"latent-sweep doctor --profile {plan.sweep.source}"
+        return f"unknown; `{measure}` measures {', '.join(unknown)} on a {DEVICES[device]}"
+    least, most = (sum(w.evaluation[end] for w in timed) for end in (0, 1))
+    hours = next(item for item in costs if "-hours" in item.name)
+    return (
+        f"about {_hours(sum(w.training for w in timed))} to train and {_hours(least, most)} to evaluate with one "
+        f"worker; {hours.text()}"
+    )
+
+
+def _hours(*seconds: float) -> str:
+    texts = (f"{s / 3600:,.1f} h" if s >= 3600 else f"{s / 60:.0f} min" for s in seconds)
+    return " to ".join(dict.fromkeys(texts))
+
+
+# --- details ---------------------------------------------------------------------------------------------------------
+
+
+def _details(
+    plan: Plan,
+    found: Estimate,
+    work: Mapping[tuple[str, str], Sequence[Work]],
+    costs: Sequence[Item],
+    memory: Mapping[str, tuple[Memory, int]],
+) -> list[str]:
+    run = plan.sweep.run
+    lines = [f"  file      {plan.sweep.source}"]
+    lines += [f"  tasks     {name}: {' '.join(tasks)}" for name, tasks in _streams(plan.trials).items()]
+    lines += [f"  axis      {axis} {canonical_json(values)}" for axis, values in plan.sweep.grid.items()]
+    lines += [
+        f"  axis      {axis} {draw.kind} {canonical_json(draw.values)}" for axis, draw in plan.sweep.draws.items()
+    ]
+    if (r := found.reuse) is not None:
+        lines += [
+            f"  stages    {found.stages:,} before sharing, {r.distinct:,} distinct, {r.stored:,} stored, "
+            f"{r.to_learn:,} to train: {_steps_text(found)}",
+            f"  passes    {found.passes:,} before sharing ({r.answers:,} answers), {r.passes} distinct, "
+            f"{r.open_passes} to answer ({r.open_answers} answers)",
+        ]
+        if r.passes.least < r.passes.most:
+            lines.append("            fewest if the router always picks the right task, most if it never does")
+    for name, (needed, prompt) in memory.items():
+        on = f"on {name}: " if len(memory) > 1 else ""
+        lines.append(f"  memory    {on}{_memory_text(needed, prompt)}{_engine_text(needed, run)}")
+    lines += [f"  memory    unknown on {name}: {reason}" for name, reason in _memory_unknown(plan.packs).items()]
+    lines += [f"  time      {_time_text(w)}" for each in work.values() for w in each]
+    lines += [f"  cost      {items_text(costs)}"] * bool(costs)
+    lines += ["", "  training          trials"]
+    for pack in plan.packs:
+        bar = "|" if len(pack.runs) > 1 else " "  # beside trainings of one pack
+        lines += [f" {bar}{one.training_id}  {_trials_text(one)}" for one in pack.runs]
+    return lines
+
+
+def _time_text(work: Work) -> str:
+    p = work.profile
+    approximate = "" if work.reader.tokenizer else f"; with {CHARACTERS_PER_TOKEN:g} characters per token"
+    return (
+        f"{_hours(work.training)} to train, {_hours(*work.evaluation)} to evaluate with one worker: {p.backbone} "
+        f"({p.dtype}) on {p.device}, measured {p.measured_at[:10]}{approximate}"
+    )
+
+
+def _trials_text(run: Run) -> str:
+    """Name what the trials of a training have in common, and what differs."""
+    names = short_names(path for trial in run.trials for path in trial.values)
+    common = common_values(run.trials)
+    text = f"{len(run.trials)}: {label({names[path]: value for path, value in common.items()})}"
+    variants = [label({names[p]: v for p, v in trial.values.items() if p not in common}) for trial in run.trials]
+    if len(variants) == 1:
+        return text
+    shown = variants if len(variants) <= 4 else [*variants[:3], f"{len(variants) - 3} more"]
+    return f"{text} | {', '.join(shown)}"
+
+
+def common_values(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return the settings that vary in the sweep but are equal in all of these trials."""
+    first = trials[0].values
+    return {path: value for path, value in first.items() if all(t.values.get(path) == value for t in trials)}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory(packs: Sequence[Pack], run: RunSettings) -> dict[str, tuple[Memory, int]]:
+    """Return the largest memory of a worker on each backbone whose memory can be predicted, and its longest prompt."""
+    largest: dict[str, tuple[Memory, int]] = {}
+    for pack in packs:
+        members = 1 if run.pack == "auto" else len(pack.runs)  # `auto` measures how many fit
+        for one in pack.runs:
+            s = one.trials[0].settings
+            memory, prompt = _predicted(one.trials[0], run, members), s.benchmark.max_source_length
+            name = f"{s.backbone.name} ({s.backbone.dtype})"
+            if memory is None or prompt is None:
+                continue
+            if name not in largest or memory.peak > largest[name][0].peak:
+                largest[name] = memory, prompt
+    return largest
+
+
+def _memory_unknown(packs: Sequence[Pack]) -> dict[str, str]:
+    """Return why memory cannot be predicted, by backbone of a known architecture."""
+    unknown = {}
+    for settings in {pack.trials[0].settings.backbone.name: pack.trials[0].settings for pack in packs}.values():
+        known = describe(settings.backbone)
+        if known is not None and not known.traits.stacks:
+            unknown[settings.backbone.name] = f"no formula for blocks of the family {known.family}"
+    return unknown
+
+
+def _predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:
+    """Predict a worker's memory, with `gradient_checkpointing: auto` as decided on the smallest card of that name."""
+    s = trial.settings
+    parts = s.method, s.backbone, s.benchmark, s.training, s.evaluation, trial.tasks, run
+
+    def compute() -> Memory | None:
+        memory, room = predict(trial, run, members), min(cards(run.resources).values(), default=math.inf)
+        automatic = s.training.gradient_checkpointing == "auto"
+        if automatic and memory is not None and memory.learning + RESERVE > room:
+            return predict(with_checkpointing(trial, True), run, members)
+        return memory
+
+    return memoized(("memory", members), parts, compute)
+
+
+def _memory_text(memory: Memory, prompt: int) -> str:
+    parts = {
+        "weights": memory.weights,
+        "gathered weights": memory.gathered,
+        "factors": memory.factors,
+        "earlier adapters": memory.history,
+        "activations": memory.activations + memory.working,
+        "logits": memory.logits,
+        "adapter and optimizer": memory.adapter + memory.optimizer,
+    }
+    training = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    measured = "its inputs" if memory.moments else "its Fisher information"
+    measuring = f"{_gib(memory.measuring)} to measure {measured}, " if memory.measuring else ""
+    return (
+        f"up to {_gib(memory.learning)} GiB per worker to train ({training}), {measuring}{_gib(memory.answering)} to "
+        f"evaluate, with prompts of {prompt:,} tokens"
+    )
+
+
+def _engine_text(memory: Memory, run: RunSettings) -> str:
+    workers = run.resources.workers
+    over = f" over {workers} workers" if workers > 1 else ""
+    parts = [f"ZeRO-{run.engine.zero_stage}{over}"] if run.engine.name == "deepspeed" else []
+    parts += [f"{_gib(memory.host)} GiB of host memory"] if memory.host else []
+    return "".join(f"; {part}" for part in parts)
+
+
+def _memory_warning(memory: Memory, run: RunSettings) -> str:
+    """Warn which cards of the accelerator's name are too small; empty if none is."""
+    room = cards(run.resources)
+    small = [gb for gb, size in room.items() if memory.peak + RESERVE > size]
+    if not small:
+        return ""
+    least = room[small[0]]
+    remedies = ["training.micro_batch_size, training.gradient_checkpointing"] * (memory.learning + RESERVE > least)
+    remedies += ["evaluation.batch_size"] * (memory.answering + RESERVE > least)
+    fits = "".join(f"; it fits {gb} GB" for gb in room if gb not in small)
+    which = " or ".join(f"{gb} GB" for gb in small)
+    return (
+        f"warning: {_gib(memory.peak)} GiB and about {_gib(RESERVE)} GiB for CUDA exceed a {run.resources.accelerator} "
+        f"of {which}{fits}. See {', '.join(remedies)} and run.engine"
+    )
+
+
+def _gib(size: int) -> str:
+    """Write bytes in GiB, with two digits below one."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
+
+
+# --- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def describe_tuning(plan: Plan) -> list[str]:
+    """Write the selections of a plan, the values tried for each, and the rows they are made on."""
+    tune, tuning, selections = plan.sweep.tune, plan.tuning, plan.selections
+    assert tune is not None and tuning is not None
+    made = sum(bool(selection.tuning_trials) for selection in selections)
+    streams = {f"{t.spec.name}: {' '.join(task.name for task in t.tasks)}": None for t in tuning.trials}
+    names = selection_names([selection.shared for selection in selections])
+    return [
+        f"tuning of {plan.sweep.name}: {made} {'selection' if made == 1 else 'selections'} among "
+        f"{len(tuning.trials):,} tuning trials, the sweep {tuning.sweep.name}",
+        f"  on         {'; '.join(streams)}; scored on {tune.validation_fraction:.0%} of the training rows, held out; "
+        "test rows are not read",
+        *(f"  {name}: {_tried_text(selection)}" for name, selection in zip(names, selections, strict=True)),
+        f"  {_shared_stages(tuning.trials, plan.trials)}",
+        "",
+    ]
+
+
+def _tried_text(selection: Selection) -> str:
+    if not selection.tuning_trials:
+        return "learns nothing, so there is nothing to select"
+    values: dict[str, dict[str, None]] = {}
+    for tuning_trial in selection.tuning_trials:
+        for path, value in tuning_trial.values.items():
+            values.setdefault(path, {})[canonical_json(value)] = None
+    tried = "; ".join(f"{path} [{', '.join(distinct)}]" for path, distinct in values.items())
+    return f"{len(selection.tuning_trials)} tuning trials, {tried}"
+
+
+def _shared_stages(tuning_trials: Sequence[Trial], trials: Sequence[Trial]) -> str:
+    """Say how many stages tuning trials have in common with trials."""
+    try:
+        tried, judged = ({x for t in trainings_of(some) for x in t.lineages()} for some in (tuning_trials, trials))
+    except MissingData:
+        return "stages shared with the trials: unknown, the data is not on this machine"
+    return f"{len(tried & judged)} of {len(tried)} stages are shared with the trials, which train on all rows"
