@@ -64,8 +64,7 @@ def test_a_folder_that_is_no_sweep_ends_with_two(command, tmp_path, capsys):
 def test_plan_prints_and_writes_nothing(tmp_path, capsys):
     assert main(["plan", write(tmp_path, TINY), "--set", "search.seed=[0, 1, 2]"]) == 0
     printed = capsys.readouterr().out
-    assert "6 trials" in printed
-    assert "6 distinct stages, 0 in the store, 6 to learn" in printed
+    assert "6 trials" in printed and "6 stages" in printed
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.yaml"]
 
 

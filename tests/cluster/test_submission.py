@@ -89,7 +89,7 @@ def submitted(cluster, place):
 def test_the_job_log_tells_plan_progress_and_result(submitted):
     assert submitted.returncode == 0, submitted.stdout
     parts = [
-        r"4 trials, 2 distinct trainings in 2 packs",
+        r"4 trials -> 2 trainings in 2 packs",
         r"\[\d+:\d\d\] epsilon=0\.01 seed=[01]: 1/2 mood \(.*\) AP",
         r"\[\d+:\d\d\] epsilon=0\.1 seed=[01]: finished",
         r"sweep tiny: 4 trials \(4 finished\)",

@@ -184,7 +184,7 @@ def test_definitions_share_one_training(tmp_path: Path, capsys: pytest.CaptureFi
     (only,) = pack(trials)
     assert only.trials == tuple(trials)
     assert main(["plan", write(tmp_path, tiny(search=axis))]) == 0
-    assert "3 trials, 1 distinct trainings in 1 packs" in capsys.readouterr().out
+    assert "3 trials -> 1 training in 1 pack" in capsys.readouterr().out
 
 
 def test_reworded_paraphrases_change_the_trials_that_read_them(tmp_path: Path) -> None:

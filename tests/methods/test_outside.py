@@ -662,7 +662,7 @@ def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pulled.yaml").write_text(sweep)
     planned = run_command(sys.executable, "-m", "latent_sweep.cli.main", "plan", "pulled.yaml")
-    assert planned.returncode == 0 and "2 trials, 2 distinct trainings" in planned.stdout, planned.stderr
+    assert planned.returncode == 0 and "2 trials -> 2 trainings" in planned.stdout, planned.stderr
 
     (tmp_path / "spoiled.py").write_text(SPOILED)
     (tmp_path / "test_spoiled.py").write_text(SPOILED_SUITE)

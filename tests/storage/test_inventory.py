@@ -396,7 +396,7 @@ def test_what_a_plan_says_of_an_object_store_is_what_lies_there(place, node, tmp
     in_store = ONE | {"run": {**ONE["run"], "storage": URI}}
     assert main(["plan", write(tmp_path, in_store)]) == 0
     printed = capsys.readouterr().out
-    assert "will refuse" not in printed and "0 to answer: 0 answers" in printed
+    assert "will refuse" not in printed and "nothing is left to run" in printed
     node("c")
     assert main(["plan", write(tmp_path, in_store | {"search": {"seed": [5]}})]) == 2
     assert "`latent_sweep.run` will refuse this. name: " in capsys.readouterr().out
