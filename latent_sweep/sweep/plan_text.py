@@ -40,7 +40,7 @@ def describe_whole_plan(plan: Plan, storage: Storage, verbose: bool = False) -> 
     if plan.tuning is None:
         return describe_plan(plan, storage, verbose)
     selected = tuning_lines(plan.results or ()) or ["nothing yet: below, the first tuning trials stand in for it"]
-    lines = [*describe_tuning(plan), describe_plan(plan.tuning, storage, verbose), "", "chosen"]
+    lines = [*describe_tuning(plan), describe_plan(plan.tuning, storage, verbose), "", "selected"]
     return "\n".join([*lines, *(f"  {line}" for line in selected), "", describe_plan(plan, storage, verbose)])
 
 
@@ -81,7 +81,7 @@ def _summary(
         f"sweep {sweep.name}: {_count(len(trials), 'trial')}{equal} -> {packs}",
         f"  backbone  {', '.join(f'{name} ({dtype})' for name, dtype in work)}",
         f"  data      {'; '.join(streams)}{missing}",
-        f"  varies    {_axes_summary(sweep, trials)}",
+        *([] if sweep.tuning_of else [f"  varies    {_axes_summary(sweep, trials)}"]),
         f"  needs     {_resources_text(sweep.run)} per pack{_memory_summary(memory, sweep.run)}",
         f"  work      {_work_summary(found, trials)}",
     ]

@@ -232,7 +232,7 @@ def told(tmp_path):
     at(0.5, third, "failed", **failed)
     started(1, fourth, 4, A100 | {"gpu": "NVIDIA H100 80GB HBM3", "workers": 2})
     at(2, fourth, "failed", **failed)
-    started(1, fifth, 5, "cpu")
+    started(1, fifth, 5, {})
     at(9, fifth, "failed", **failed)
     return sweep
 
