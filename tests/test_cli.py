@@ -33,7 +33,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     "arguments", [[], ["rnu"], ["run"], ["plan", "a.yaml", "--local"], ["report", "x", "--format", "pdf"]]
 )
-def test_wrong_use_ends_with_two(arguments, capsys):
+def test_wrong_usage_exits_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -41,7 +41,7 @@ def test_wrong_use_ends_with_two(arguments, capsys):
 
 
 @pytest.mark.parametrize("command", [["run", "--local"], ["run"], ["plan"]])
-def test_a_file_that_is_not_there_ends_with_two_and_no_traceback(command, tmp_path, capsys):
+def test_a_missing_file_exits_with_two_without_a_traceback(command, tmp_path, capsys):
     assert main([*command, str(tmp_path / "none.yaml")]) == 2
     printed = capsys.readouterr()
     assert printed.err == f"error: {tmp_path / 'none.yaml'}: cannot be read: No such file or directory\n"
@@ -56,7 +56,7 @@ def test_a_faulty_file_runs_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["report", "rescore", "sync", "verify"])
-def test_a_folder_that_is_no_sweep_ends_with_two(command, tmp_path, capsys):
+def test_a_folder_without_a_sweep_exits_with_two(command, tmp_path, capsys):
     assert main([command, str(tmp_path)]) == 2
     assert "found no sweep.json; expected the folder of a sweep" in capsys.readouterr().err
 
@@ -74,7 +74,7 @@ def test_set_may_be_repeated(tmp_path, capsys):
     assert "3 trials" in capsys.readouterr().out
 
 
-def test_interrupting_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+def test_an_interrupt_says_how_to_resume(tmp_path, capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
@@ -83,7 +83,7 @@ def test_interrupting_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     assert "run the same command again" in capsys.readouterr().err
 
 
-def test_the_main_job_and_the_command_are_the_same(tmp_path):
+def test_the_module_accepts_the_arguments_of_run(tmp_path):
     """`python -m latent_sweep.run` takes what `latent-sweep run` takes."""
     command = [sys.executable, "-m", "latent_sweep.run", str(tmp_path / "none.yaml"), "--local"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -105,7 +105,7 @@ def commands_of(parser):
     return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
 
 
-def test_each_command_has_an_example_that_it_understands():
+def test_the_example_of_each_command_parses():
     """The example of a command's help is one of its own, and nothing in it is unknown."""
     parser = make_parser()
 
@@ -156,7 +156,7 @@ def read(capsys, *arguments, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-def test_programs_read_what_people_read(tmp_path, capsys):
+def test_json_output_matches_the_text(tmp_path, capsys):
     path = write(tmp_path, TINY)
     planned = read(capsys, "plan", path)
     ids = {trial["trial_id"] for trial in planned["trials"]}
@@ -178,7 +178,7 @@ def test_programs_read_what_people_read(tmp_path, capsys):
     assert len(read(capsys, "verify", folder, "--repair", code=1)["quarantine"]) == 1
 
 
-def test_programs_read_what_is_chosen_before_the_trials_run(tmp_path, capsys):
+def test_json_of_plan_has_the_tuning_trials(tmp_path, capsys):
     search = {"training.learning_rate": [0.01, 0.1]}
     path = write(
         tmp_path, tiny(trial__training__learning_rate=None, tune={"on": "first_tasks", "tasks": 1, "search": search})
@@ -189,7 +189,7 @@ def test_programs_read_what_is_chosen_before_the_trials_run(tmp_path, capsys):
     assert sorted(set(rates)) == [0.01, 0.1]
 
 
-def test_programs_read_every_setting(capsys):
+def test_json_of_settings_has_every_setting(capsys):
     sections = read(capsys, "settings")
     told = {setting["path"]: setting for section in sections.values() for setting in section}
     assert main(["settings"]) == 0
@@ -210,14 +210,14 @@ def test_programs_read_every_setting(capsys):
         (["report", "a", "--format", "latx"], "latex"),
     ],
 )
-def test_what_is_misspelled_is_answered_with_what_was_meant(arguments, meant, capsys):
+def test_misspelled_words_get_a_suggestion(arguments, meant, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().err.rstrip().endswith(f"did you mean {meant}?")
 
 
-def test_every_command_says_its_exit_codes(capsys):
+def test_every_help_text_lists_exit_codes(capsys):
     (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
         helped = " ".join(command.format_help().split()).lower()

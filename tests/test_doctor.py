@@ -83,32 +83,32 @@ def test_a_healthy_machine_has_no_fault(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("one_method")
-def test_programs_read_what_it_has_found(tmp_path, capsys):
+def test_json_has_the_same_findings(tmp_path, capsys):
     path = sweep(tmp_path)
     printed = [json.loads(examine(capsys, path, "--json")[1]), examine(capsys, path)[1]]
     assert {finding["mark"] for finding in printed[0]} <= {"ok", "warning"}
     assert len(printed[0]) == len(re.findall(r"^  (ok|warning|fault) ", printed[1], re.MULTILINE))
 
 
-def test_it_leaves_nothing_behind_but_caches_of_the_sweep(tmp_path, capsys):
+def test_it_leaves_only_caches_behind(tmp_path, capsys):
     examine(capsys, sweep(tmp_path))
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"factors", "tokens"}
 
 
 @pytest.mark.parametrize("arguments", [["--device", "gpu"], ["--sweep", "a.yaml"], ["a.yaml", "b.yaml"]])
-def test_wrong_use_ends_with_two(arguments, capsys):
+def test_wrong_usage_exits_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *arguments])
     assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("change", [{"trial__method__rank": 0}, {"run__storage": ""}])
-def test_a_sweep_that_is_not_valid_ends_with_two(change, tmp_path, capsys):
+def test_an_invalid_sweep_exits_with_two(change, tmp_path, capsys):
     assert main(["doctor", sweep(tmp_path, **change)]) == 2
     assert "found" in capsys.readouterr().err
 
 
-def test_an_error_in_one_check_hides_no_other_and_tells_no_secret(tmp_path, capsys, monkeypatch):
+def test_an_error_in_one_check_hides_no_other_and_no_secret_is_printed(tmp_path, capsys, monkeypatch):
     def broken():
         yield ok("CPU", "seen before the error")
         raise RuntimeError("cannot open https://bob:geheim77@host/x")
@@ -123,7 +123,7 @@ def test_an_error_in_one_check_hides_no_other_and_tells_no_secret(tmp_path, caps
     assert "first step: 4 examples" in printed
 
 
-def test_without_torch_it_still_says_so(tmp_path, capsys, monkeypatch):
+def test_missing_torch_is_a_fault(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 1
@@ -155,7 +155,7 @@ def test_a_version_out_of_range_is_a_fault(installed):
     assert "<5.25" in found.expected and "pip install 'transformers" in found.advice
 
 
-def test_a_missing_package_is_a_warning_where_sweeps_do_without_it(installed):
+def test_a_missing_optional_package_is_a_warning(installed):
     installed["deepspeed"] = None
     (found,) = (finding for finding in packages.check_packages() if finding.mark != "ok")
     assert found.mark == "warning"
@@ -165,7 +165,7 @@ def test_a_missing_package_is_a_warning_where_sweeps_do_without_it(installed):
     assert [finding.subject for finding in faults(packages.check_packages())] == ["scipy"]
 
 
-def test_nodes_compare_their_code_too():
+def test_versions_include_a_digest_of_the_code():
     found = packages.versions()
     assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
     assert len(found["latent-sweep (code)"]) == 12
@@ -174,7 +174,7 @@ def test_nodes_compare_their_code_too():
 # --- the machine -----------------------------------------------------------------------------------------------------
 
 
-def test_no_gpu_where_one_was_asked_for_says_why(tmp_path, capsys, monkeypatch):
+def test_a_missing_requested_gpu_is_a_fault_with_a_reason(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert main(["doctor", "--device", "cuda", sweep(tmp_path)]) == 1
@@ -184,7 +184,7 @@ def test_no_gpu_where_one_was_asked_for_says_why(tmp_path, capsys, monkeypatch):
     assert "storage: " in printed
 
 
-def test_why_there_is_no_gpu(tmp_path, monkeypatch):
+def test_reasons_for_a_missing_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(machine, "DRIVER", tmp_path / "none")
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
@@ -199,7 +199,7 @@ def test_why_there_is_no_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_a_container(version, tmp_path, monkeypatch):
+def test_container_limits_are_read(version, tmp_path, monkeypatch):
     names = {1: ("cpu/cpu.cfs_quota_us", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")}
     quota, room, used = names.get(version, ("cpu.max", "memory.max", "memory.current"))
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
@@ -253,7 +253,7 @@ def test_an_object_store_is_written_read_and_left_empty(bucket):
     assert [path for path in bucket.rglob("*") if path.is_file()] == []
 
 
-def test_an_object_store_that_forgets_is_a_fault(bucket, monkeypatch):
+def test_an_object_store_that_loses_files_is_a_fault(bucket, monkeypatch):
     monkeypatch.setattr(Bucket, "list", lambda self, prefix: {})
     (found,) = check_storage(open_storage("s3://doctor/sweeps"))
     assert found.mark == "fault"
@@ -290,7 +290,7 @@ def refusing(status):
         server.server_close()
 
 
-def test_a_tracker_that_refuses_is_a_fault_and_no_secret_is_told(tmp_path, capsys, monkeypatch):
+def test_a_refusing_tracker_is_a_fault_and_no_secret_is_printed(tmp_path, capsys, monkeypatch):
     with refusing(403) as port:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://bob:geheim77@127.0.0.1:{port}")
         code, printed = examine(capsys, sweep(tmp_path, run__tracking=None))
@@ -301,24 +301,24 @@ def test_a_tracker_that_refuses_is_a_fault_and_no_secret_is_told(tmp_path, capsy
 
 
 @pytest.mark.parametrize("said", ["401", "certificate", "out of date", "no route to host"])
-def test_what_to_do_about_a_tracker_is_no_secret(said):
+def test_advice_about_a_tracker_is_not_redacted(said):
     advice = tracker.advice_for(said)
     assert advice in fault("tracker", said, advice=advice).text()
 
 
-def test_a_database_that_is_not_there_is_tried_and_not_made(tmp_path):
+def test_a_missing_database_is_probed_and_not_created(tmp_path):
     (found,) = tracker.check_tracker(f"sqlite:///{tmp_path}/new/mlflow.db", False)
     assert found.mark == "ok"
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
 
 
-def test_a_database_that_cannot_be_made_is_a_fault(tmp_path):
+def test_a_database_that_cannot_be_created_is_a_fault(tmp_path):
     (tmp_path / "file").touch()
     (found,) = run_check("tracker", lambda: tracker.check_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
     assert found.mark == "fault"
 
 
-def test_packages_that_a_sweep_does_without_are_no_faults(monkeypatch):
+def test_missing_packages_that_are_not_needed_are_no_faults(monkeypatch):
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     monkeypatch.setattr(nodes, "find_spec", lambda name: None)
     assert [found.mark for found in tracker.check_tracker("none", False)] == ["ok"]
@@ -328,7 +328,7 @@ def test_packages_that_a_sweep_does_without_are_no_faults(monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "missing"), [([], ["ray", "mlflow"]), (["--local"], ["mlflow"])])
-def test_a_run_names_the_packages_that_it_lacks(tmp_path, capsys, monkeypatch, arguments, missing):
+def test_a_run_names_missing_packages(tmp_path, capsys, monkeypatch, arguments, missing):
     monkeypatch.setattr(driver, "find_spec", lambda name: None)
     path = write(tmp_path, tiny(run__tracking__uri=f"sqlite:///{tmp_path}/mlflow.db"))
     assert main(["run", path, *arguments]) == 2
@@ -337,7 +337,7 @@ def test_a_run_names_the_packages_that_it_lacks(tmp_path, capsys, monkeypatch, a
     assert "Traceback" not in printed and not (tmp_path / "runs").exists()
 
 
-def test_nothing_is_sent_without_tls_unless_that_is_allowed(monkeypatch):
+def test_nothing_is_sent_without_tls_unless_allowed(monkeypatch):
     sent = []
     monkeypatch.setattr(tracker, "probe_tracker", lambda uri: sent.append(uri) or tracker.Probe(0.1, "3.17.2", "3.9.1"))
     (found,) = tracker.check_tracker("http://10.0.0.1:5000", False)
@@ -351,7 +351,7 @@ def test_nothing_is_sent_without_tls_unless_that_is_allowed(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_method")
-def test_a_method_whose_loss_is_not_a_number_is_a_fault(capsys, tmp_path, monkeypatch):
+def test_a_nan_loss_is_a_fault(capsys, tmp_path, monkeypatch):
     real = Learner.loss
     monkeypatch.setattr(
         Learner, "loss", lambda self, outputs: {name: term * torch.nan for name, term in real(self, outputs).items()}
@@ -362,7 +362,7 @@ def test_a_method_whose_loss_is_not_a_number_is_a_fault(capsys, tmp_path, monkey
     assert "fault    first step: the loss is not finite" in printed
 
 
-def test_other_answers_the_second_time_are_a_fault(monkeypatch):
+def test_different_answers_in_the_second_run_are_a_fault(monkeypatch):
     real, runs = methods.outcome, []
 
     def outcome(*what):
@@ -377,7 +377,7 @@ def test_other_answers_the_second_time_are_a_fault(monkeypatch):
     assert "8 of 8 answers" in found.found
 
 
-def test_other_losses_the_second_time_are_a_fault(monkeypatch):
+def test_different_losses_in_the_second_run_are_a_fault(monkeypatch):
     real, calls = Learner.loss, []
 
     def loss(self, outputs):
@@ -392,7 +392,7 @@ def test_other_losses_the_second_time_are_a_fault(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "family"), [*zip(METHODS, itertools.cycle(methods.FAMILIES))])
-def test_every_method_can_be_compared(name, family):
+def test_every_method_can_be_checked(name, family):
     """On one of the families each; the command looks at both, and does so on a cluster below."""
     (found,) = methods.check_method(name, family, "cpu")
     assert found.mark == "ok"
@@ -404,7 +404,7 @@ def against_cpu(monkeypatch, there, here):
     return list(methods.check_method("seq_lora", "tiny-t5", "cuda"))
 
 
-def test_a_gpu_is_compared_with_the_cpu_to_rounding(monkeypatch):
+def test_a_gpu_is_compared_with_the_cpu_up_to_rounding(monkeypatch):
     here = Outcome([{"task": 6.0}, {"task": 5.0}], ["a"] * 8, {"x": "1"})
     same = Outcome([{"task": 6.0 + ABSOLUTE}, {"task": 5.0}], ["a"] * 8, {"x": "2"}, peak=1 << 20, forecast=1 << 20)
     assert [found.mark for found in against_cpu(monkeypatch, same, here)] == ["ok"]
@@ -422,7 +422,7 @@ def test_a_gpu_is_compared_with_the_cpu_to_rounding(monkeypatch):
 # --- the sweep -------------------------------------------------------------------------------------------------------
 
 
-def test_a_backbone_that_is_not_there_is_a_fault_with_advice(tmp_path, capsys, monkeypatch):
+def test_a_missing_backbone_is_a_fault_with_advice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, printed = examine(
         capsys, sweep(tmp_path, trial__backbone__name="nobody/nothing", trial__backbone__revision="0" * 40)
@@ -439,7 +439,7 @@ TWO_BENCHMARKS = [
 
 
 @pytest.mark.parametrize("cluster", [False, True])
-def test_data_that_is_not_here_is_told(cluster, tmp_path, capsys, monkeypatch):
+def test_missing_data_is_reported(cluster, tmp_path, capsys, monkeypatch):
     """Also of a benchmark that the first trial does not read."""
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     monkeypatch.setattr(examination, "check_nodes", lambda *given: [])
@@ -453,7 +453,7 @@ def test_data_that_is_not_here_is_told(cluster, tmp_path, capsys, monkeypatch):
     assert "2 trials; engine and backbones are" in printed
 
 
-def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, monkeypatch):
+def test_the_first_step_is_skipped_without_data(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     monkeypatch.setattr(examination, "check_nodes", lambda *given: [])
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
@@ -462,7 +462,7 @@ def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, m
     assert "warning  first step: not taken: " in printed
 
 
-def test_a_fault_of_the_sweep_is_not_found_again_by_the_first_step(tmp_path, capsys, monkeypatch):
+def test_a_fault_of_the_sweep_skips_the_first_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, printed = examine(
         capsys, sweep(tmp_path, trial__backbone__name="nobody/nothing", trial__backbone__revision="main")
@@ -472,7 +472,7 @@ def test_a_fault_of_the_sweep_is_not_found_again_by_the_first_step(tmp_path, cap
     assert "\n1 fault, " in printed and "first step" not in printed
 
 
-def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
+def test_a_sweep_that_needs_a_gpu_is_a_fault_without_one(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, run__resources={"gpus": 1}))
     assert code == 1
     assert (
@@ -492,7 +492,7 @@ def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
         ({"gpus": 0.5}, "ok", "a trial asks for 1 CPU and 0.5 GPU on one node"),
     ],
 )
-def test_what_a_trial_asks_for_is_held_against_this_machine(asked, mark, said, monkeypatch):
+def test_requested_resources_are_compared_with_this_machine(asked, mark, said, monkeypatch):
     here = {"CPU": 2, "GPU": 1, "accelerator_type:A100": 1}
     monkeypatch.setattr(nodes, "detected_resources", lambda: here)
     (found,) = nodes.check_resources(ResourceSettings(**asked))
@@ -500,13 +500,13 @@ def test_what_a_trial_asks_for_is_held_against_this_machine(asked, mark, said, m
     assert found.found == f"run.resources: {said}; this machine has 2 CPU, 1 GPU, A100"
 
 
-def test_what_ray_takes_this_machine_to_have():
+def test_detected_resources_match_torch():
     here = detected_resources()
     assert 1 <= here["CPU"] <= os.cpu_count()
     assert here["GPU"] == torch.cuda.device_count()
 
 
-def test_what_is_decided_when_a_pack_runs_is_decided_for_the_first_step(tmp_path, capsys):
+def test_automatic_settings_are_resolved_for_the_first_step(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, trial__training__gradient_checkpointing="auto"))
     assert code == 0, printed
     assert "first step: 4 examples of mood on cpu" in printed
@@ -519,7 +519,7 @@ def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypat
     assert "warning  first step: not taken: tiny-llama is forecast to need 1.5" in printed
 
 
-def test_a_backbone_larger_than_the_limit_of_a_container_is_not_loaded(tmp_path, capsys, monkeypatch):
+def test_a_backbone_larger_than_the_containers_limit_is_not_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
     (tmp_path / "memory.current").write_text(f"{2 << 30}\n")
@@ -530,7 +530,7 @@ def test_a_backbone_larger_than_the_limit_of_a_container_is_not_loaded(tmp_path,
 
 
 @pytest.mark.parametrize(("capability", "mark"), [("AVX2", "warning"), ("AVX512", "ok")])
-def test_a_processor_that_is_slow_in_bfloat16_is_warned_of(capability, mark, tmp_path, capsys, monkeypatch):
+def test_a_processor_without_bfloat16_is_a_warning(capability, mark, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     code, printed = examine(capsys, sweep(tmp_path, trial__backbone={"name": "tiny-llama", "dtype": "bfloat16"}))
@@ -544,14 +544,14 @@ def test_a_processor_that_is_slow_in_bfloat16_is_warned_of(capability, mark, tmp
 # --- a cluster -------------------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_that_is_not_there_is_a_fault(tmp_path, capsys, monkeypatch):
+def test_an_absent_cluster_is_a_fault(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "")  # is put back
     code, printed = examine(capsys, sweep(tmp_path), "--address", "127.0.0.1:1")
     assert code == 1
     assert "fault    cluster: RAY_ADDRESS: found 127.0.0.1:1, " in printed
 
 
-def test_a_cluster_elsewhere_without_a_token_is_not_joined(tmp_path, capsys, monkeypatch):
+def test_a_remote_cluster_without_a_token_is_not_joined(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     code, printed = examine(capsys, sweep(tmp_path))
@@ -559,7 +559,7 @@ def test_a_cluster_elsewhere_without_a_token_is_not_joined(tmp_path, capsys, mon
     assert "fault    cluster: RAY_ADDRESS: found 10.0.0.1:6379" in printed
 
 
-def test_a_node_is_told_by_what_differs():
+def test_nodes_report_their_differences():
     node, here = Node("id", "node-7", {"CPU": 4, "GPU": 1}), {"torch": "2.13.0", "latent-sweep (code)": "abc"}
 
     def of_node(answer, unseen=""):
@@ -576,7 +576,7 @@ def test_a_node_is_told_by_what_differs():
 
 
 @pytest.mark.slow
-def test_every_node_of_a_cluster_is_run_check(tmp_path):
+def test_every_node_of_a_cluster_is_checked(tmp_path):
     from helpers.ray_heads import node
     from helpers.ray_heads import nodes as cluster_of
 
@@ -602,7 +602,7 @@ def test_every_node_of_a_cluster_is_run_check(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_server_takes_a_run_and_shows_none_of_it(tmp_path):
+def test_a_real_server_accepts_the_probe_and_shows_no_trace(tmp_path):
     from helpers.mlflow_server import Server, empty_database
 
     server = Server(tmp_path / "server", empty_database(tmp_path))

@@ -98,7 +98,7 @@ def test_a_second_sigterm_ends_the_process_at_once():
 
 
 @pytest.mark.parametrize("raised_anew", [False, True])
-def test_the_exit_code_tells_which_signal_it_was(raised_anew, capsys):
+def test_the_exit_code_identifies_the_signal(raised_anew, capsys):
     """Also where Ray's own code raises a KeyboardInterrupt in the place of ours."""
     before = signal.getsignal(signal.SIGTERM)
 
@@ -118,7 +118,7 @@ def test_the_exit_code_tells_which_signal_it_was(raised_anew, capsys):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_who_ignores_sigterm_goes_on_ignoring_it(capsys):
+def test_an_ignored_sigterm_stays_ignored(capsys):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         assert run_command(lambda options: os.kill(os.getpid(), signal.SIGTERM) or 0, None) == 0
@@ -145,7 +145,7 @@ def command(*arguments, shell="", **environment):
 @pytest.mark.parametrize(
     "arguments", [["report"], ["report", "--format", "latex"], ["report", "--format", "csv"], ["status"], ["rescore"]]
 )
-def test_characters_that_a_stream_does_not_have_are_replaced(finished, encoding, arguments):
+def test_characters_that_the_encoding_lacks_are_replaced(finished, encoding, arguments):
     name, *options = arguments
     folder = str(finished / "runs" / "tiny")
     plain = command(name, folder, *options, PYTHONIOENCODING="utf-8")
@@ -157,7 +157,7 @@ def test_characters_that_a_stream_does_not_have_are_replaced(finished, encoding,
 @pytest.mark.parametrize(
     "arguments", [["settings"], ["plan", "sweeps/quickstart.yaml"], ["completion", "bash"], ["--help"]]
 )
-def test_other_commands_print_to_any_stream(arguments):
+def test_other_commands_print_ascii(arguments):
     done = command(*arguments, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -166,7 +166,7 @@ def test_other_commands_print_to_any_stream(arguments):
     "shell",
     [" | head -n 1", *(pytest.param(shell, marks=pytest.mark.slow) for shell in (" >&-", " 2>&-", " >&- 2>&-"))],
 )
-def test_a_run_goes_on_without_a_reader(tmp_path, shell):
+def test_a_run_continues_without_a_reader(tmp_path, shell):
     path = write(tmp_path, tiny(trial__training__max_steps=1, search={}))
     done = command("run", path, "--local", shell=shell)
     assert done.returncode == 0, done.stderr
@@ -174,7 +174,7 @@ def test_a_run_goes_on_without_a_reader(tmp_path, shell):
     assert len(events(sweep_folder(tmp_path), "finished")) == 1
 
 
-def test_a_command_that_only_prints_ends_with_its_reader():
+def test_a_printing_command_ends_with_its_reader():
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

@@ -85,7 +85,7 @@ def test_the_sweeps_of_the_package_are_listed_and_copied(tmp_path, capsys, monke
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "--copy", "quickstrat"], ["x", "--copy", "quickstart", "--own"]])
-def test_a_copy_that_cannot_be_is_refused(tmp_path, capsys, monkeypatch, arguments):
+def test_an_impossible_copy_is_refused(tmp_path, capsys, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     assert main(["init", *arguments]) == 2
     printed = capsys.readouterr().err

@@ -170,7 +170,7 @@ def exists(path, here):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_path_that_is_mentioned_exists(name):
+def test_mentioned_paths_exist(name):
     inline = re.findall(r"`([^`\n]+)`", without_code_blocks(text_of(name)))
     mentioned = {text for text in inline if PATH.fullmatch(text)} | set(BELOW_A_FOLDER.findall(text_of(name)))
     assert {m for m in mentioned if not exists(m, ROOT / name)} <= EXAMPLES

@@ -58,7 +58,7 @@ def modified(folder):
 
 
 @pytest.mark.parametrize("command", [["run"], ["plan"], ["doctor", "--device", "cpu"]])
-def test_a_gpu_that_no_worker_would_see_is_refused(command, tmp_path, capsys, monkeypatch):
+def test_a_cuda_device_without_requested_gpus_is_refused(command, tmp_path, capsys, monkeypatch):
     """Before anything is started: every trial would fail."""
     monkeypatch.setattr("latent_sweep.doctor.examination.method_checks", lambda device: [])
     path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
@@ -69,7 +69,7 @@ def test_a_gpu_that_no_worker_would_see_is_refused(command, tmp_path, capsys, mo
     assert main(["plan", path, "--set", "run.resources.gpus=1"]) == 0
 
 
-def test_in_this_process_a_gpu_is_there_without_being_asked_for(tmp_path, capsys):
+def test_a_local_run_may_use_a_gpu_without_requesting_it(tmp_path, capsys):
     path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
     main(["run", path, "--local"])  # which finds out whether there is one
     assert "a worker sees no GPU" not in capsys.readouterr().err
@@ -78,7 +78,7 @@ def test_in_this_process_a_gpu_is_there_without_being_asked_for(tmp_path, capsys
 # --- what a run leaves -----------------------------------------------------------------------------------------------
 
 
-def test_the_files_of_every_trial_are_there_and_agree(finished):
+def test_the_files_of_every_trial_exist_and_agree(finished):
     sweep = sweep_folder(finished[0])
     trials = expand(load_sweep(finished[1]))
     assert [trial.trial_id for trial in sweep] == [trial.trial_id for trial in trials]
@@ -104,7 +104,7 @@ def test_the_files_of_every_trial_are_there_and_agree(finished):
         assert [event.metrics["answers_asked"] for event in stages(trial.events())] == [12, 24]
 
 
-def test_the_journal_tells_the_same_story(finished):
+def test_the_journal_agrees_with_the_files(finished):
     for trial in sweep_folder(finished[0]):
         journal = trial.events()
         assert [event.name for event in journal] == ["started", "stage", "stage", "finished"]
@@ -117,7 +117,7 @@ def test_the_journal_tells_the_same_story(finished):
         assert journal[-1].metrics == trial.read_json("result.json")["metrics"]
 
 
-def test_every_stage_tells_what_the_most_frequent_training_answer_scores(finished):
+def test_every_stage_records_the_majority_baseline(finished):
     (first, *_) = expand(load_sweep(finished[1]))
     for trial in sweep_folder(finished[0]):
         for position, stage in enumerate(stages(trial.events())):
@@ -129,7 +129,7 @@ def test_every_stage_tells_what_the_most_frequent_training_answer_scores(finishe
             assert stage.constant == sum(row.references[0] == answer for row in test) / len(test)
 
 
-def test_every_stage_tells_what_the_router_knew(finished):
+def test_every_stage_records_the_routers_metrics(finished):
     measures = ("p_correct", "accuracy", "nll", "ece", "one_hot")
     for trial in sweep_folder(finished[0]):
         for seen, stage in enumerate(stages(trial.events()), start=1):
@@ -159,7 +159,7 @@ def test_the_model_has_learned_something(finished):
     assert max(score for scores in final for score in scores.values()) > 0.2
 
 
-def test_trials_that_differ_in_what_inference_reads_train_once(finished):
+def test_trials_that_differ_only_at_inference_train_once(finished):
     learned = [stage for stage in events(sweep_folder(finished[0]), "stage") if not stage.reused]
     assert Counter(Counter(stage.lineage for stage in learned).values()) == {2: 4}  # both trials of a pack say so
     assert len(list((finished[0] / "runs" / "snapshots").glob("*.safetensors"))) == 4
@@ -200,7 +200,7 @@ def test_mlflow_holds_every_trial(finished):
         assert {"trial.yaml", "result.json", "scores.json", "predictions", "answers", "snapshots"} <= artifacts
 
 
-def test_the_run_ends_with_a_page_that_mlflow_holds_too(finished):
+def test_the_report_page_is_also_in_mlflow(finished):
     from mlflow import MlflowClient
 
     client = MlflowClient(finished[2])
@@ -231,7 +231,7 @@ def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     assert {float(row["rate"]) for row in rows} == {settings.training.learning_rate}
 
 
-def test_a_table_compares_by_the_answers_that_trials_have_left(finished, capsys):
+def test_a_table_compares_configurations_by_saved_predictions(finished, capsys):
     folder = str(sweep_folder(finished[0]).path)
     assert main(["report", folder, "--format", "csv", "--baseline", "K=1"]) == 0
     baseline, other = csv.DictReader(io.StringIO(capsys.readouterr().out))
@@ -284,7 +284,7 @@ def test_a_wider_sweep_learns_only_what_is_new(finished, tmp_path):
     assert (new.path / "scores.json").read_bytes() == (old.path / "scores.json").read_bytes()
 
 
-def test_modes_that_read_no_router_run_beside_those_that_do(tmp_path, capsys):
+def test_combinations_with_and_without_a_router_run_in_one_sweep(tmp_path, capsys):
     search = {"router.combine": ["soft", "sum"], "router.components": [1, 2]}
     content = tiny(trial__training__epochs=1, search=search)
     assert main(["run", write(tmp_path, content), "--local"]) == 0
@@ -320,13 +320,13 @@ def test_a_trial_that_diverges_fails_alone(diverged):
     assert not (bad.path / "result.json").exists()
 
 
-def test_a_driver_that_has_only_to_look_loads_no_torch(finished, tmp_path):
+def test_a_driver_without_work_does_not_load_torch(finished, tmp_path):
     shutil.copytree(finished[0] / "runs", tmp_path / "runs")
     command = [sys.executable, "-c", WITHOUT_TORCH, write(tmp_path, tiny(**ROUTED))]
     assert subprocess.run(command, timeout=PATIENCE, check=False).returncode == 0
 
 
-def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(diverged, tmp_path, capsys):
+def test_a_failed_trial_is_run_again_and_finished_ones_are_not(diverged, tmp_path, capsys):
     shutil.copytree(diverged[0] / "runs", tmp_path / "runs")
     good, bad = sweep_folder(tmp_path)
     assert main(["run", write(tmp_path, diverged[1]), "--local"]) == 1
@@ -348,7 +348,7 @@ def test_a_scheduler_that_needs_ray_is_reported_without_it(tmp_path):
 
 
 @pytest.mark.parametrize("since", [("started", {"attempt": 2}), ("lost", {"kind": "damaged", "message": "cut short"})])
-def test_a_stop_is_one_of_old_rows_also_where_the_trial_is_being_mended(tmp_path, capsys, since):
+def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, capsys, since):
     """A scheduler has stopped it, a mend of it was cut short, and then its data has changed."""
     own = write_benchmark(tmp_path / "own")
     path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"seed": [0]}))
@@ -372,7 +372,7 @@ def test_a_stop_is_one_of_old_rows_also_where_the_trial_is_being_mended(tmp_path
     [("test", [1], 0), ("train", [1], 1)],
     ids=["test row", "training row"],
 )
-def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, capsys, split, stages_repeated, learned_again):
+def test_a_changed_example_repeats_only_dependent_stages(tmp_path, capsys, split, stages_repeated, learned_again):
     """Once that is asked for: until then, results of either rows would stand in one table."""
     own = write_benchmark(tmp_path / "own")
     path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"router.components": [2]}))
@@ -405,7 +405,7 @@ def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, capsys, split, 
     assert all(after[name] == before[name] for name in before if name.startswith("snapshots/"))
 
 
-def test_a_damaged_snapshot_is_made_again(finished, tmp_path):
+def test_a_corrupt_snapshot_is_learned_again(finished, tmp_path):
     shutil.copytree(finished[0] / "runs", tmp_path / "runs")
     before = results(sweep_folder(tmp_path))
     trial = next(iter(sweep_folder(tmp_path)))
@@ -417,7 +417,7 @@ def test_a_damaged_snapshot_is_made_again(finished, tmp_path):
     assert list((tmp_path / "runs" / "snapshots" / "damaged").iterdir())
 
 
-def test_an_unreachable_tracker_delays_nothing_but_the_mirror(finished, tmp_path, capsys, monkeypatch):
+def test_an_unreachable_tracker_delays_only_the_upload(finished, tmp_path, capsys, monkeypatch):
     shutil.copy(finished[0] / "mlflow.db", tmp_path)  # making a new one takes seconds
     content = tiny(
         name="late", trial__training__epochs=1, search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -78,7 +78,7 @@ def cluster(tmp_path_factory, begun):
         yield found
 
 
-def test_workers_come_for_the_trials_and_go_after_them(cluster, begun, tmp_path):
+def test_workers_are_added_for_trials_and_removed_afterwards(cluster, begun, tmp_path):
     content = tiny(
         trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cpu"},
         search={"seed": [0, 1, 2]},
@@ -98,7 +98,7 @@ def test_workers_come_for_the_trials_and_go_after_them(cluster, begun, tmp_path)
     assert counts[0] == 0, "a worker came before there was work"
 
 
-def test_what_no_machine_could_ever_hold_is_said_and_starts_nothing(cluster, tmp_path):
+def test_infeasible_resources_are_reported_and_start_nothing(cluster, tmp_path):
     resources = {"cpus": 64, "gpus": 1, "accelerator": "A100"}
     process = start(write(tmp_path, tiny(run__resources=resources)), **cluster.environment)
     try:

@@ -78,7 +78,7 @@ def test_the_head_offers_no_cpu_and_idle_workers_go(name):
 
 
 @pytest.mark.parametrize("name", LAUNCHER_FILES)
-def test_workers_say_what_they_are(name):
+def test_workers_declare_their_accelerators(name):
     for node_type in worker_types(read(name)).values():
         cpus, gpus, accelerator = MACHINES[machine_of(node_type)]
         sizes = {"accelerator_type:A100": 1, f"accelerator_type:{accelerator}": 1}
@@ -112,7 +112,7 @@ def launched(launcher, packs, accelerator="A100"):
 
 @pytest.mark.parametrize("packs", [1, 4, 8, 16])
 @pytest.mark.parametrize("name", LAUNCHER_FILES)
-def test_spot_machines_come_first_and_others_stand_by(name, packs):
+def test_spot_machines_are_preferred_to_on_demand_ones(name, packs):
     launcher = read(name)
     types = worker_types(launcher)
     spot = {name for name, node_type in types.items() if is_spot(node_type)}
@@ -127,7 +127,7 @@ def test_spot_machines_come_first_and_others_stand_by(name, packs):
     assert machines and machines.keys() <= types.keys() - spot
 
 
-def test_ray_asks_for_a_refused_type_again_as_the_readme_says():
+def test_ray_requests_a_refused_type_again_as_documented():
     """Once it takes the next best type instead, the README need not tell how to go on by hand."""
     from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
     from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
@@ -165,7 +165,7 @@ def test_jobs_have_a_storage_a_tracker_and_the_repository(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", LAUNCHER_FILES)
-def test_nodes_start_with_a_token_that_is_copied_and_a_dashboard_for_the_head_alone(name):
+def test_nodes_share_a_token_and_the_dashboard_is_local_to_the_head(name):
     launcher = read(name)
     for role in ("head", "worker"):
         before = start_command(launcher, role).partition("ray start")[0]
@@ -219,7 +219,7 @@ def test_google_knows_every_field():
         assert google_faults(node_type["node_config"], {"$ref": "Instance"}, schemas, name) == []
 
 
-def test_google_machines_are_in_the_zone_and_may_be_taken_away():
+def test_google_machines_are_preemptible_and_in_the_zone():
     launcher = read("gcp.yaml")
     zone, project = launcher["provider"]["availability_zone"], launcher["provider"]["project_id"]
     assert zone.startswith(launcher["provider"]["region"])
@@ -293,7 +293,7 @@ def statements(resource):
     return [statement for policy in policies for statement in policy["Statement"]]
 
 
-def test_machines_get_the_roles_of_the_setup_and_no_more():
+def test_machines_get_only_the_roles_of_the_setup():
     setup, launcher = aws_setup(), read("aws.yaml")
     profiles = [
         resource["Properties"] for resource in setup.values() if resource["Type"] == "AWS::IAM::InstanceProfile"
@@ -311,7 +311,7 @@ def test_machines_get_the_roles_of_the_setup_and_no_more():
             assert all(action.startswith("ec2:Describe") for action in statement["Action"])
 
 
-def test_the_head_starts_and_ends_workers_of_its_own_cluster_only():
+def test_the_head_manages_only_its_own_workers():
     launcher = read("aws.yaml")
     by_action = {}
     for statement in statements(aws_setup()["HeadRole"]):
@@ -402,7 +402,7 @@ def test_a_ray_job_is_the_same_cluster_and_ends_with_its_sweep():
 
 
 @pytest.mark.parametrize("sweep", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
-def test_jobs_in_kubernetes_store_on_the_shared_volume(sweep, monkeypatch):
+def test_jobs_in_kubernetes_write_to_the_shared_volume(sweep, monkeypatch):
     for entry in container("head")["env"]:
         if entry["name"] in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):
             monkeypatch.setenv(entry["name"], entry["value"])
@@ -417,7 +417,7 @@ def container(group):
     return only
 
 
-def test_every_ray_process_in_kubernetes_asks_for_the_token_of_the_secret():
+def test_every_ray_process_in_kubernetes_uses_the_secrets_token():
     spec = ray_cluster()["spec"]
     secret = {"name": "latent-sweep-ray", "key": "auth_token"}
     assert spec["authOptions"] == {"mode": "token", "secretName": secret["name"]}
@@ -435,7 +435,7 @@ def pod_specs():
             yield document["metadata"]["name"], document["spec"]["template"]["spec"]
 
 
-def test_pods_are_bounded_and_not_root():
+def test_pods_have_limits_and_do_not_run_as_root():
     no_privileges = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     for name, spec in pod_specs():
         assert spec["securityContext"]["runAsNonRoot"] is True, name
@@ -445,7 +445,7 @@ def test_pods_are_bounded_and_not_root():
             assert not [port for port in each.get("ports", []) if "hostPort" in port], name
 
 
-def test_nothing_in_kubernetes_is_reachable_from_outside():
+def test_nothing_in_kubernetes_is_exposed():
     assert ray_cluster()["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
     kinds = {document["kind"] for document in documents("mlflow/kubernetes.yaml")}
     assert not kinds & {"Ingress", "HTTPRoute", "Gateway"}
@@ -454,7 +454,7 @@ def test_nothing_in_kubernetes_is_reachable_from_outside():
     assert {service.get("type", "ClusterIP") for service in services} == {"ClusterIP"}
 
 
-def test_every_volume_claim_and_service_that_pods_name_exists():
+def test_volume_claims_and_services_of_pods_exist():
     manifests = documents("kuberay/storage.yaml") + documents("mlflow/kubernetes.yaml")
     names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
     for _, spec in pod_specs():
@@ -469,7 +469,7 @@ def test_every_volume_claim_and_service_that_pods_name_exists():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_sweep_finds_a_worker_that_holds_a_trial(path):
+def test_every_sweep_fits_a_kind_of_worker(path):
     wish = load_sweep(path).run.resources
     types = [worker_types(read(name)) for name in LAUNCHER_FILES] + [kuberay_node_types()]
     for workers in types:
@@ -488,7 +488,7 @@ def mlflow_commands():
 
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
-def test_mlflow_asks_who_is_there_and_answers_to_its_service_name(where):
+def test_mlflow_requires_credentials_and_accepts_its_service_name(where):
     command = mlflow_commands()[where]
     assert "--app-name=basic-auth" in command
     assert "--backend-store-uri=postgresql+psycopg2:///mlflow" in command, "user and password come from the environment"
@@ -519,7 +519,7 @@ def test_no_file_holds_a_secret(path):
     assert LOOKS_SECRET.findall(path.read_text(encoding="utf-8")) == []
 
 
-def test_environments_take_secrets_from_elsewhere():
+def test_environments_reference_secrets():
     entries = [e for _, spec in pod_specs() for each in spec["containers"] for e in each.get("env", [])]
     in_pods = [entry for entry in entries if SECRET_NAME.search(entry["name"])]
     assert len(in_pods) > 5
@@ -540,7 +540,7 @@ def locked():
     return {name: version for name, _, version in pins}
 
 
-def test_the_lock_satisfies_what_the_project_asks_for():
+def test_the_lock_satisfies_the_requirements():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     beside = (CLUSTER / "requirements.in").read_text(encoding="utf-8").splitlines()
@@ -571,7 +571,7 @@ def test_the_image_copies_what_exists_and_does_not_run_as_root():
     assert [line.split()[1] for line in lines if line.startswith("USER")] == ["ray"]
 
 
-def test_every_path_that_is_mentioned_exists():
+def test_mentioned_paths_exist():
     mention = re.compile(r"(?<![\w./~$}-])(?:cluster|sweeps|latent_sweep|tests)/[\w./-]*\w")
     found = {name for path in FILES for name in mention.findall(path.read_text(encoding="utf-8"))}
     assert len(found) > 10
@@ -587,7 +587,7 @@ def test_the_readme_names_every_file():
 
 
 @pytest.mark.parametrize("arguments", [[], ["worker"], ["somebody"]])
-def test_the_local_script_says_how_it_is_used(arguments):
+def test_the_local_script_prints_its_usage(arguments):
     done = subprocess.run(
         [CLUSTER / "local.sh", *arguments], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT
     )

@@ -73,7 +73,7 @@ def submitted(cluster, checkout):
     return before
 
 
-def test_results_are_in_the_repository_for_its_owner_alone(checkout, submitted):
+def test_results_are_in_the_repository_and_private(checkout, submitted):
     assert (checkout / "mlflow.db").stat().st_size > 0
     assert len(submitted) == 2
     modes = [(checkout / name).stat().st_mode & 0o077 for name in ("runs", "mlflow.db", "mlartifacts")]
@@ -99,7 +99,7 @@ def test_a_job_without_a_working_directory_runs_in_the_repository(cluster, check
     assert len(list(sweep_folder(checkout))) == 4
 
 
-def test_a_sweep_that_the_cluster_does_not_have_is_refused(cluster, checkout):
+def test_a_sweep_file_missing_on_the_cluster_is_refused(cluster, checkout):
     refused = submit(cluster, checkout, sweep="sweeps/other.yaml")
     assert refused.returncode != 0
     assert "sweeps/other.yaml" in refused.stdout

@@ -86,7 +86,7 @@ def submitted(cluster, place):
     return submit(cluster, place, "tiny")
 
 
-def test_the_job_log_tells_plan_progress_and_result(submitted):
+def test_the_job_log_has_plan_progress_and_result(submitted):
     assert submitted.returncode == 0, submitted.stdout
     parts = [
         r"4 trials -> 2 trainings in 2 packs",
@@ -101,7 +101,7 @@ def test_the_job_log_tells_plan_progress_and_result(submitted):
     assert [match.start() for match in found] == sorted(match.start() for match in found)
 
 
-def test_what_is_ignored_is_not_shipped(cluster, submitted):
+def test_ignored_files_are_not_shipped(cluster, submitted):
     home = cluster.environment["HOME"]
     (package,) = set(re.findall(r"(_ray_pkg_\w+)\.zip", submitted.stdout))
     (shipped,) = (path for path in Path(home).glob(f"ray/session_2*/runtime_resources/working_dir_files/{package}"))
@@ -133,9 +133,7 @@ def drivers(cluster, name):
     return found
 
 
-def test_a_sweep_whose_driver_is_killed_goes_on_when_submitted_again(
-    cluster, place, inside_the_second_task, tmp_path, one_thread
-):
+def test_a_killed_sweep_resumes_when_submitted_again(cluster, place, inside_the_second_task, tmp_path, one_thread):
     submitted = submit(cluster, place, "long", "--no-wait")  # it returns though the work waits to be let go
     assert submitted.returncode == 0, submitted.stdout
     assert eventually(lambda: inside_the_second_task.reached)
@@ -172,7 +170,7 @@ def undisturbed(folder):
     ],
     ids=["wrong", "missing"],
 )
-def test_who_has_no_token_is_refused(cluster, place, environment, answer):
+def test_a_client_without_a_token_is_refused(cluster, place, environment, answer):
     refused = submit(cluster, place, "tiny", "--no-wait", **environment)
     assert refused.returncode != 0
     assert answer in refused.stdout or "oken authentication is enabled" in refused.stdout  # Ray has two ways to say it

@@ -137,13 +137,13 @@ def test_a_driver_without_a_tracker_does_not_import_mlflow(on_ray):
     assert "\nwithout MLflow\n" in on_ray[1]["tiny"]
 
 
-def test_ray_changes_no_byte(on_ray, tmp_path, one_thread):
+def test_ray_gives_the_same_bytes_as_local(on_ray, tmp_path, one_thread):
     assert main(["run", write(tmp_path, TINY), "--local"]) == 0
     assert results(sweep_folder(on_ray[0] / "tiny")) == results(sweep_folder(tmp_path))
 
 
 @pytest.mark.skipif(not TWO_CPUS, reason="two packs with one CPU each need two CPUs")
-def test_packs_run_side_by_side(on_ray):
+def test_packs_run_in_parallel(on_ray):
     sweep = sweep_folder(on_ray[0] / "tiny")
     assert len({event.pid for event in events(sweep, "started")}) == 2
     last_start = max(event.time for event in events(sweep, "started"))
@@ -163,7 +163,7 @@ def test_ray_listens_on_the_loopback_interface_only(on_ray):
         ("too many", "a trial asks for 4096 workers at once, each with 1 CPU and 0 GPU; the cluster"),
     ],
 )
-def test_what_can_never_come_is_refused_at_once(on_ray, wish, words):
+def test_impossible_resources_are_refused_at_once(on_ray, wish, words):
     folder, printed, _ = on_ray
     assert printed[wish].endswith("ended with 2"), printed
     assert f"error: run.resources: {words}" in printed[wish]
@@ -182,7 +182,7 @@ def test_what_can_never_come_is_refused_at_once(on_ray, wish, words):
         (None, "The actor is dead because its worker process has died.", "worker_died"),
     ],
 )
-def test_why_a_worker_was_lost_is_told_from_what_ray_says(reason, message, kind):
+def test_losses_are_classified_by_rays_error(reason, message, kind):
     from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
     from ray.exceptions import ActorDiedError
 
@@ -192,7 +192,7 @@ def test_why_a_worker_was_lost_is_told_from_what_ray_says(reason, message, kind)
     assert _loss_kind(ActorDiedError(context)) == kind
 
 
-def test_a_worker_that_cannot_be_reached_was_lost_with_its_node():
+def test_an_unreachable_worker_is_a_lost_node():
     from ray.exceptions import ActorUnavailableError
 
     assert _loss_kind(ActorUnavailableError("the connection was reset", None)) == "node_lost"
@@ -200,7 +200,7 @@ def test_a_worker_that_cannot_be_reached_was_lost_with_its_node():
 
 
 @pytest.mark.slow
-def test_without_a_gpu_asked_for_a_worker_sees_none_of_its_nodes(tmp_path):
+def test_a_worker_without_requested_gpus_sees_none(tmp_path):
     """On a cluster that was there before, which knows nothing of how we start our own."""
     seen = tmp_path / "seen"
     tells = f"open({str(seen)!r}, 'a').write(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
@@ -215,7 +215,7 @@ def test_without_a_gpu_asked_for_a_worker_sees_none_of_its_nodes(tmp_path):
 
 
 @pytest.mark.parametrize(("gpus", "asked"), [(0, []), (0.01, [0.005]), (0.25, [0.225]), (0.5, [0.475]), (1, [])])
-def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch, gpus, asked):
+def test_a_fraction_of_a_gpu_limits_its_memory(monkeypatch, gpus, asked):
     """With what CUDA takes in every process beside torch's allocator, whose part alone is kept to the fraction."""
     fractions = []
     card = SimpleNamespace(total_memory=40 * ray_group.CONTEXT)
@@ -228,7 +228,7 @@ def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch, gpus, asked):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 0 else "3")
 
 
-def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
+def test_every_process_limits_itself_to_its_share(monkeypatch, tmp_path):
     """Before it does anything else that could ask what there is."""
     told = []
 
@@ -249,7 +249,7 @@ def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
     assert told == [0.5] * 3
 
 
-def test_memory_that_does_not_suffice_in_a_group_is_told_with_what_it_was_for(tmp_path, monkeypatch):
+def test_out_of_memory_in_a_group_is_recorded_with_its_phase(tmp_path, monkeypatch):
     """So that the next try takes half the rows of that."""
     sweep = parse_sweep(tiny(search={}, run__resources={"workers": 2}), "test")
     (one,) = pack(expand(sweep))
@@ -269,7 +269,7 @@ def test_memory_that_does_not_suffice_in_a_group_is_told_with_what_it_was_for(tm
 
 
 @pytest.mark.parametrize(("tasks", "grace"), [(3, 3), (4, 2), (6, 3), (15, 15), (15, 20), (1, 3)])
-def test_asha_stops_no_trial_that_has_learned_all_tasks(tasks, grace):
+def test_asha_never_stops_a_trial_after_its_last_task(tasks, grace):
     """Where a rung falls on the last task, which a grace of all tasks asks for: it would be a result thrown away."""
     settings = {"name": "asha", "grace_tasks": grace, "reduction_factor": 2}
     told: list[str] = []
@@ -316,7 +316,7 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_
 
 
 @pytest.mark.slow
-def test_a_failure_ends_the_sweep_where_that_is_asked_for(two_cpus, tmp_path):
+def test_fail_fast_ends_the_sweep(two_cpus, tmp_path):
     content = tiny(
         trial__training__epochs=1,
         search={"training.learning_rate": [1e30, 0.1, 0.2, 0.3, 0.4, 0.5]},
@@ -334,7 +334,7 @@ def test_a_failure_ends_the_sweep_where_that_is_asked_for(two_cpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
+def test_pack_sizes_are_measured_on_the_cluster(two_cpus, tmp_path):
     content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
     code, printed = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0, printed
@@ -371,7 +371,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.slow
-def test_what_has_measured_packs_on_a_gpu_leaves_it(one_thread):
+def test_the_process_that_measures_packs_on_a_gpu_ends(one_thread):
     """Its process would keep a context, a backbone and an allocator's cache beside the packs."""
     command = [sys.executable, "-c", MEASURING]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -383,9 +383,7 @@ def test_what_has_measured_packs_on_a_gpu_leaves_it(one_thread):
 
 
 @pytest.mark.slow
-def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_not(
-    two_cpus, inside_the_second_task, tmp_path
-):
+def test_a_lost_trial_is_retried_and_a_diverged_one_is_not(two_cpus, inside_the_second_task, tmp_path):
     content = tiny(
         trial__training__epochs=HALTING_STEPS // 8,
         trial__training__checkpoint_every=5,
@@ -409,7 +407,7 @@ def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_
     assert "2 trials (1 finished, 1 failed)" in printed
 
 
-def test_a_worker_that_the_hosts_memory_killer_has_ended_is_a_lost_one():
+def test_a_worker_killed_by_the_memory_monitor_is_a_lost_one():
     from ray.air.execution import PlacementGroupResourceManager
     from ray.air.execution._internal.actor_manager import RayActorManager
     from ray.air.execution._internal.tracked_actor import TrackedActor
@@ -430,7 +428,7 @@ def test_a_worker_that_the_hosts_memory_killer_has_ended_is_a_lost_one():
 
 
 @pytest.mark.slow
-def test_a_host_whose_memory_killer_leaves_no_worker_alive_fails_trials_and_not_the_sweep(tmp_path):
+def test_a_memory_monitor_that_kills_every_worker_fails_trials_not_the_sweep(tmp_path):
     killer = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}  # every host exceeds that
     code, printed = run_on_ray(tiny(search={"seed": [0, 1]}, run__max_failures=1), tmp_path, **killer)
     assert code == 1, printed
@@ -452,7 +450,7 @@ def test_a_host_whose_memory_killer_leaves_no_worker_alive_fails_trials_and_not_
         ({"cpus": 4, "workers": 9}, "--set run.resources.workers=3"),
     ],
 )
-def test_what_is_advised_fits(asked, advice):
+def test_advised_settings_fit(asked, advice):
     """Where a trial asks for more than there is, the settings that are named are those that do not fit."""
     nodes = [{"CPU": 8.0}, {"CPU": 4.0, "memory": 1.0}]
     resources = ResourceSettings(**asked)

@@ -42,7 +42,7 @@ def workers():
     return [m for m in psutil.Process().children(recursive=True) if "_Worker" in " ".join(m.cmdline())]
 
 
-def test_a_killed_worker_changes_nothing_in_the_result(two_cpus, inside_the_second_task, tmp_path):
+def test_a_killed_worker_does_not_change_the_result(two_cpus, inside_the_second_task, tmp_path):
     content = together()
     folder = tmp_path / "undisturbed" / "runs"
     folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_a_killed_worker_changes_nothing_in_the_result(two_cpus, inside_the_seco
     assert snapshots == {path.name: path.read_bytes() for path in (tmp_path / "runs/snapshots").glob("*.safetensors")}
 
 
-def test_a_group_that_fails_says_why_and_ends(two_cpus, tmp_path, checkpoint):
+def test_a_failed_group_records_the_cause_and_ends(two_cpus, tmp_path, checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "elsewhere.safetensors")
     code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **two_cpus)
     assert code == 1, printed

@@ -34,17 +34,17 @@ def after(*ends, max_failures=1):
     return next_attempt([event for end in ends for event in (STARTED, end)], max_failures)
 
 
-def test_a_trial_that_nothing_happened_to_is_simply_tried():
+def test_a_trial_without_failures_is_tried():
     assert next_attempt([], 3) == Attempt()
     assert next_attempt([STARTED, STAGE], 3) == Attempt()
 
 
 @pytest.mark.parametrize("kind", ["preempted", "node_lost"])
-def test_losing_the_node_is_free(kind):
+def test_lost_nodes_do_not_count(kind):
     assert after(*[lost(kind)] * 20, max_failures=0) == Attempt(because=kind)
 
 
-def test_a_worker_may_die_so_often_in_a_row():
+def test_deaths_in_a_row_are_limited():
     assert after(lost("worker_died")) == Attempt(because="worker_died")
     given_up = after(lost("worker_died"), lost("worker_died"))
     assert isinstance(given_up, GivenUp)
@@ -52,24 +52,24 @@ def test_a_worker_may_die_so_often_in_a_row():
     assert "max_failures" in given_up.because
 
 
-def test_a_finished_task_begins_a_new_row_of_deaths():
+def test_a_finished_task_resets_the_count_of_deaths():
     events = [STARTED, lost("worker_died"), STARTED, STAGE, lost("worker_died")]
     assert next_attempt(events, 1) == Attempt(because="worker_died")
 
 
-def test_a_node_lost_in_between_does_not_excuse_deaths():
+def test_a_lost_node_does_not_reset_the_count_of_deaths():
     assert isinstance(after(lost("worker_died"), lost("node_lost"), lost("worker_died")), GivenUp)
 
 
 @pytest.mark.parametrize("end", [lost("out_of_memory"), failed("out_of_memory")])
-def test_out_of_memory_is_tried_once_more_with_half_the_rows(end):
+def test_out_of_memory_is_retried_once_with_half_the_rows(end):
     halved = frozenset({"learning"})
     assert after(end, max_failures=0) == Attempt(halved, because="out_of_memory")
     assert after(end, lost("node_lost")) == Attempt(halved, because="node_lost"), "and stays halved"
     assert isinstance(after(end, failed("out_of_memory")), GivenUp)
 
 
-def test_what_ran_out_of_memory_is_halved_and_each_once():
+def test_each_phase_is_halved_once():
     ends = [failed("out_of_memory", during=phase) for phase in ("answering", "statistics", "learning")]
     assert after(ends[0]) == Attempt(frozenset({"answering"}), because="out_of_memory")
     assert after(*ends[:2]) == Attempt(frozenset({"answering", "statistics"}), because="out_of_memory")
@@ -80,7 +80,7 @@ def test_what_ran_out_of_memory_is_halved_and_each_once():
         assert "micro_batch_size" in given_up.because or "evaluation.batch_size" in given_up.because
 
 
-def test_a_storage_that_stays_away_is_given_up_with_its_reason():
+def test_a_storage_that_stays_unreachable_is_given_up_with_its_reason():
     assert after(lost("storage")) == Attempt(because="storage")
     given_up = after(lost("storage"), lost("worker_died", "the disk is full"))
     assert isinstance(given_up, GivenUp)
@@ -88,11 +88,11 @@ def test_a_storage_that_stays_away_is_given_up_with_its_reason():
 
 
 @pytest.mark.parametrize("kind", ["error", "non_finite"])
-def test_a_fault_of_the_trial_is_not_tried_again(kind):
+def test_an_error_of_the_trial_is_not_retried(kind):
     assert after(failed(kind), max_failures=9) == GivenUp(f"it was {kind}")
 
 
-def test_retries_are_told_with_their_reasons():
+def test_retries_have_reasons():
     events = [STARTED, lost("preempted"), STARTED, failed("out_of_memory"), STARTED, STAGE, failed("error")]
     assert restarts(events) == ["preempted", "out_of_memory"], "the last end was not tried again"
     assert restarts([]) == []
@@ -124,7 +124,7 @@ def out_of_memory(monkeypatch):
     return limit
 
 
-def test_a_trial_that_runs_out_of_memory_ends_as_with_enough_of_it(tmp_path, capsys, out_of_memory):
+def test_a_retry_after_out_of_memory_gives_the_same_result(tmp_path, capsys, out_of_memory):
     content = short(search={"router.components": [1]})
     assert main(["run", write(tmp_path / "enough", content), "--local"]) == 0
     tried = out_of_memory(2)
@@ -139,7 +139,7 @@ def test_a_trial_that_runs_out_of_memory_ends_as_with_enough_of_it(tmp_path, cap
     assert trial.trial_id == enough.trial_id, "the same optimisation"
 
 
-def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
+def test_repeated_out_of_memory_fails_the_trial(tmp_path, out_of_memory):
     tried = out_of_memory(1)
     path = write(tmp_path, short(search={"router.components": [1]}))
     assert main(["run", path, "--local"]) == 1
@@ -152,7 +152,7 @@ def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
 
 
 @pytest.mark.parametrize(("workers", "micro_batch_size", "halved"), [(1, None, 4), (2, None, 2), (2, 6, 2), (3, 2, 1)])
-def test_half_the_rows_are_half_of_what_a_worker_had(tmp_path, workers, micro_batch_size, halved):
+def test_half_the_rows_are_half_of_a_workers_share(tmp_path, workers, micro_batch_size, halved):
     training = {"batch_size": 8, "micro_batch_size": micro_batch_size, "learning_rate": 0.1}
     sweep = parse_sweep(tiny(trial__training=training, run__resources={"workers": workers}), "test")
     (whole, *_) = pack(expand(sweep))
@@ -164,7 +164,7 @@ def test_half_the_rows_are_half_of_what_a_worker_had(tmp_path, workers, micro_ba
     assert [trial.trial_id for trial in left.trials] == [trial.trial_id for trial in whole.trials]
 
 
-def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
+def test_failed_runs_only_failed_trials(tmp_path, capsys):
     path = write(tmp_path, short(search={"training.learning_rate": [0.1, 1e30, 0.05]}))
     assert main(["run", path, "--local", "--failed"]) == 2
     assert "--failed: no trial of tiny has failed; without --failed" in capsys.readouterr().err
@@ -181,7 +181,7 @@ def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
     assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]
 
 
-def test_answers_for_which_memory_does_not_suffice_come_in_halves(tmp_path, capsys, monkeypatch):
+def test_out_of_memory_while_answering_halves_batches(tmp_path, capsys, monkeypatch):
     """The whole batches that were answered before are not mixed with halves, in whichever order they come."""
     content = short(search={"router.components": [1]}, trial__evaluation={"batch_size": 8})
     passes = []
@@ -211,7 +211,7 @@ def test_answers_for_which_memory_does_not_suffice_come_in_halves(tmp_path, caps
 
 
 @pytest.mark.parametrize("method", ["ewc", "inf_lora", "gain_lora"])
-def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_rows(tmp_path, monkeypatch, method):
+def test_out_of_memory_in_statistics_halves_batches(tmp_path, monkeypatch, method):
     """The passes of statistics are those outside of the loop over steps."""
     from helpers.methods import changes
 
@@ -254,7 +254,7 @@ def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_row
     assert [path.name for path in sorted(less.snapshots.folder.glob("*.safetensors"))] == [p.name for p in snapshots]
 
 
-def test_a_try_that_failed_leaves_no_backbone_and_no_activations_behind(tmp_path, monkeypatch):
+def test_a_failed_attempt_frees_backbone_and_activations(tmp_path, monkeypatch):
     """The collector is off: nothing is freed by chance."""
     alive, seen = [], []
 
@@ -279,7 +279,7 @@ def test_a_try_that_failed_leaves_no_backbone_and_no_activations_behind(tmp_path
     assert seen == [[True] * 3, [False] * 3]
 
 
-def test_a_member_that_failed_makes_room_for_the_others(tmp_path, monkeypatch):
+def test_a_failed_run_frees_memory_for_the_others(tmp_path, monkeypatch):
     alive, seen = [], []
 
     def check(norm, step):
@@ -323,7 +323,7 @@ def losing_the_gpu(monkeypatch):
         yield patched, tried
 
 
-def test_a_process_that_has_lost_its_gpu_is_not_used_again(tmp_path, capsys, losing_the_gpu):
+def test_a_process_that_lost_its_gpu_is_not_used_again(tmp_path, capsys, losing_the_gpu):
     patched, tried = losing_the_gpu
     path = write(tmp_path, short(search={"seed": [0, 1]}))
     assert main(["run", path, "--local"]) == 2
@@ -338,7 +338,7 @@ def test_a_process_that_has_lost_its_gpu_is_not_used_again(tmp_path, capsys, los
     assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished"] * 2
 
 
-def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu):
+def test_a_lost_gpu_ends_all_runs_of_a_pack(tmp_path, losing_the_gpu):
     _, tried = losing_the_gpu
     path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
     assert main(["run", path, "--local"]) == 2
@@ -347,7 +347,7 @@ def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu)
     assert [(event.name, event.kind) for event in ends] == [("lost", "worker_died")] * 2
 
 
-def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu, monkeypatch):
+def test_on_ray_the_driver_records_a_lost_gpu(tmp_path, losing_the_gpu, monkeypatch):
     from latent_sweep.execution.ray_tune import _loss_kind, _run_work
     from latent_sweep.storage.storage import question
 

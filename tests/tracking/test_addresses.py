@@ -43,7 +43,7 @@ def bare_environment(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("address", ["10.1.2.3:6379", "ray://head.example.org:10001", "head:6379", "[fd00::1]:6379"])
-def test_another_machines_cluster_needs_a_token(address, monkeypatch):
+def test_a_remote_cluster_needs_a_token(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token") as caught:
         check_ray_address(allow_insecure=False)
@@ -60,14 +60,14 @@ def test_another_machines_cluster_needs_a_token(address, monkeypatch):
 @pytest.mark.parametrize(
     "address", [None, "", "auto", "local", "127.0.0.1:6379", "localhost:6379", "ray://[::1]:10001"]
 )
-def test_this_machines_cluster_needs_nothing(address, monkeypatch):
+def test_a_local_cluster_needs_no_token(address, monkeypatch):
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     check_ray_address(allow_insecure=False)
 
 
 @pytest.mark.parametrize("address", [None, "", "  ", "local"])
-def test_a_cluster_of_our_own_is_not_looked_for(address, monkeypatch):
+def test_without_an_address_no_cluster_is_checked(address, monkeypatch):
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     assert ray_address() is None
@@ -98,13 +98,13 @@ def test_a_cluster_that_does_not_listen_is_refused_at_once(form, command, tmp_pa
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "head", "127.0.0.1:99999", "http://127.0.0.1:8265", "head:port"])
-def test_what_is_no_address_of_a_head_is_refused(address, monkeypatch):
+def test_an_address_without_a_valid_port_is_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match="HOST:PORT"):
         check_cluster_answers()
 
 
-def test_a_web_server_is_no_cluster(monkeypatch):
+def test_a_web_server_is_not_a_cluster(monkeypatch):
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
@@ -113,7 +113,7 @@ def test_a_web_server_is_no_cluster(monkeypatch):
         server.shutdown()
 
 
-def test_a_host_that_does_not_answer_is_not_waited_for(monkeypatch):
+def test_a_silent_host_is_refused(monkeypatch):
     monkeypatch.setattr(addresses, "KNOCK_SECONDS", 0.2)
     monkeypatch.setattr(addresses, "_knock", lambda host, port: time.sleep(PATIENCE))
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
@@ -129,7 +129,7 @@ def test_auto_without_a_cluster_is_refused(tmp_path, monkeypatch):
         connect()
 
 
-def test_an_address_that_is_none_is_a_fault(monkeypatch):
+def test_an_invalid_address_is_refused(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://[10.1.2.3:6379")
     with pytest.raises(ConfigError, match="not an address"):
         check_ray_address(allow_insecure=False)
@@ -141,7 +141,7 @@ def test_an_address_that_is_none_is_a_fault(monkeypatch):
 @pytest.mark.parametrize(
     "uri", ["http://10.1.2.3:5000", "http://mlflow.ml.svc.cluster.local:5000", "HTTP://me:pw@host"]
 )
-def test_http_to_another_machine_needs_consent_whatever_the_credentials(uri, monkeypatch):
+def test_http_to_another_machine_is_refused_even_with_credentials(uri, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "a-long-token")
     with pytest.raises(ConfigError, match="expected https://"):
         check_tracking_address(uri, allow_insecure=False)
@@ -169,7 +169,7 @@ def test_https_needs_credentials(given, monkeypatch):
         check_tracking_address("https://host:5000", allow_insecure=False)
 
 
-def test_half_of_the_credentials_are_none(monkeypatch):
+def test_a_username_without_password_does_not_count(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_AWS_SIGV4", "false")
     with pytest.raises(ConfigError, match="found no credentials"):
@@ -193,7 +193,7 @@ def test_local_stores_and_databases_pass(uri):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_run_refuses_before_anything_runs(tmp_path, monkeypatch, capsys):
+def test_run_refuses_insecure_servers_before_anything_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("latent_sweep.execution.local.run_local", lambda *arguments: pytest.fail("nothing may run"))
     path = write(tmp_path, tiny(run__tracking__uri="http://10.1.2.3:5000"))
     assert main(["run", path, "--local"]) == 2
@@ -204,7 +204,7 @@ def test_run_refuses_before_anything_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["sync", "verify"])
-def test_what_comes_later_refuses_as_well(command, tmp_path, capsys):
+def test_sync_and_verify_refuse_insecure_servers(command, tmp_path, capsys):
     folder = write_sweep(tmp_path / "runs", {"seed": [0]}).path
     assert main([command, str(folder), "--uri", "https://host"]) == 2
     assert "found no credentials" in capsys.readouterr().err
@@ -225,7 +225,7 @@ def test_what_comes_later_refuses_as_well(command, tmp_path, capsys):
         ("mail me@host", "mail me@host"),
     ],
 )
-def test_addresses_lose_their_secrets(text, redacted):
+def test_secrets_in_addresses_are_redacted(text, redacted):
     assert redact(text) == redacted
     assert has_credentials(text) == (text != redacted)
 
@@ -244,7 +244,7 @@ def test_addresses_lose_their_secrets(text, redacted):
         ("RAY_AUTH_MODE", False),
     ],
 )
-def test_values_of_secret_variables_are_replaced(name, secret, monkeypatch):
+def test_values_of_secret_variables_are_redacted(name, secret, monkeypatch):
     monkeypatch.setenv(name, "hunter22")
     assert redact("found hunter22, which is wrong") == f"found {'***' if secret else 'hunter22'}, which is wrong"
 
@@ -268,7 +268,7 @@ def test_a_sweep_file_with_a_password_is_refused_without_repeating_it(tmp_path, 
 
 
 @pytest.mark.parametrize("changes", [{"run__tracking": ""}, {"run": ""}, {"trial__seed": ""}, {"trial__method": ""}])
-def test_a_value_that_is_refused_is_cut_behind_its_secret(tmp_path, capsys, changes):
+def test_a_refused_value_is_shortened_after_redaction(tmp_path, capsys, changes):
     """The cut would take away the sign that what stands before it is a password."""
     ((place, _),) = changes.items()
     path = write(tmp_path, tiny())
@@ -294,7 +294,7 @@ def test_a_long_storage_is_refused_at_once(tmp_path, capsys, piece):
     assert "run.storage: the URI holds credentials" in capsys.readouterr().err
 
 
-def test_an_address_from_the_environment_is_written_nowhere(tmp_path, monkeypatch):
+def test_an_address_from_the_environment_is_not_stored(tmp_path, monkeypatch):
     from latent_sweep.sweep.plan import expand
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hunter22@host")

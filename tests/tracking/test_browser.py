@@ -74,7 +74,7 @@ def test_the_report_opens_from_a_file(browser, sweep, size, scheme):
     assert all(address.startswith(("file:", "data:")) for address in browser_page.requests)
 
 
-def test_contents_lead_to_their_headings(browser, sweep):
+def test_links_of_the_contents_work(browser, sweep):
     opened = Opened(browser, (sweep.path / "report.html").as_uri(), WIDE)
     links = opened.page.locator("nav a")
     assert links.count() >= 3
@@ -98,7 +98,7 @@ def test_pictures_are_large_enough_to_read(browser, sweep, size, scale):
         assert above["y"] + above["height"] <= below["y"], "a title stands above its picture"
 
 
-def test_what_is_cut_off_says_so(browser, sweep):
+def test_wide_tables_show_a_hint(browser, sweep):
     opened = Opened(browser, (sweep.path / "report.html").as_uri(), NARROW)
     for box in opened.page.locator(".wide").all():
         is_cut = box.evaluate("box => box.scrollWidth > box.clientWidth + 1")

@@ -14,18 +14,18 @@ def stage(number, seen, value):
     return an_event("stage", time=float(number), tasks_seen=seen, metrics={"AP": value})
 
 
-def test_a_first_bringing_sends_the_newest_value_of_each_step():
+def test_a_first_upload_sends_the_latest_value_of_each_step():
     events = [stage(1, 1, 0.5), stage(2, 2, 0.25), stage(3, 1, 0.75)]
     assert [(point.step, point.value) for point in new_points(events, 0)] == [(1, 0.75), (2, 0.25)]
 
 
-def test_what_has_arrived_is_not_sent_again_and_what_is_told_again_unchanged_is_no_news():
+def test_stored_and_repeated_values_are_not_sent_again():
     events = [stage(1, 1, 0.5), stage(2, 1, 0.5), stage(3, 2, 0.25)]
     assert [(point.step, point.value) for point in new_points(events, 1)] == [(2, 0.25)]
     assert new_points(events, 3) == []
 
 
-def test_the_end_tells_only_what_no_stage_has_told_wherever_the_last_bringing_ended():
+def test_final_metrics_are_sent_once():
     end = an_event("finished", time=3.0, metrics={"AP": 0.25, "seconds": 9.0})
     events = [stage(1, 1, 0.5), stage(2, 2, 0.25), end]
     for arrived in (0, 1, 2):
@@ -33,7 +33,7 @@ def test_the_end_tells_only_what_no_stage_has_told_wherever_the_last_bringing_en
     assert [(point.key, point.step) for point in new_points(events, 2)] == [("seconds", 2)]
 
 
-def test_whenever_it_is_brought_and_whatever_is_lost_the_newest_values_are_there_in_the_end():
+def test_interrupted_uploads_converge_to_the_latest_values():
     """Bringings at random moments, some of which end after some of the points and before the mark."""
     chance = random.Random(5)
     for _ in range(300):
@@ -65,7 +65,7 @@ def of_reference(sweep):
 
 
 @pytest.mark.parametrize("planned", [None, ("first",) * 3])
-def test_a_tracker_gets_no_measure_that_is_not_defined(tmp_path, planned):
+def test_undefined_measures_are_not_sent(tmp_path, planned):
     """From the first stage on where the snapshots were planned, else once two stages have shown it."""
     sweep = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
     trial = of_reference(sweep)
@@ -80,7 +80,7 @@ def test_a_tracker_gets_no_measure_that_is_not_defined(tmp_path, planned):
         assert defined_events(trial, events[:count]) == defined_events(trial, events)[:count]
 
 
-def test_runs_are_called_by_what_tells_them_apart_and_the_seed_last(tmp_path):
+def test_run_names_are_the_varied_settings_and_the_seed(tmp_path):
     axes = {"backbone.name": ["t5-large"], "seed": [0, 1], "method.ortho_lambda": [0.0, 0.1]}
     sweep = write_sweep(tmp_path, axes)
     assert [" ".join(names) for names in sweep.run_names.values()] == [

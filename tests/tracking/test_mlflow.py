@@ -103,7 +103,7 @@ WHOLE_TRIAL = {
 }
 
 
-def test_a_trial_arrives_step_by_step(uri, sweep, client):
+def test_a_running_trial_is_uploaded_stage_by_stage(uri, sweep, client):
     tracker = MlflowTracker(uri, sweep)
     tracker.open()
     assert tracker.sync() == 0
@@ -134,7 +134,7 @@ def test_a_trial_arrives_step_by_step(uri, sweep, client):
     assert steps_of(client, run) == {("AP", 1): 1, ("FM", 1): 1, ("seconds_train", 1): 1, ("score/sentiment", 1): 1}
 
 
-def test_a_finished_trial_brings_its_files(uri, sweep, client):
+def test_a_finished_trial_is_uploaded_with_its_files(uri, sweep, client):
     trial = next(iter(sweep))
     run_to_end(trial, 0.5, 0.1)
     MlflowTracker(uri, sweep).sync()
@@ -154,7 +154,7 @@ def test_a_finished_trial_brings_its_files(uri, sweep, client):
     }
 
 
-def test_a_stage_scored_again_replaces_what_was_shown(uri, sweep, client):
+def test_a_stage_scored_again_replaces_the_shown_value(uri, sweep, client):
     trial = next(iter(sweep))
     start(trial)
     learn(trial, 1, 0.5)
@@ -206,7 +206,7 @@ class Watched:
         return call
 
 
-def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch, plain_pictures):
+def test_a_crash_after_any_write_duplicates_nothing(uri, client, tmp_path, monkeypatch, plain_pictures):
     sweeps, crashed = [], True
     while crashed:
         crash_at = len(sweeps) + 1
@@ -232,7 +232,7 @@ def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path
         assert [run.info.status for run in runs] == ["FINISHED"] * 3, sweep.name
 
 
-def test_mlflow_writes_the_tags_of_a_batch_when_its_points_are_there(uri, sweep, client, tmp_path):
+def test_mlflow_writes_the_tags_of_a_batch_after_its_points(uri, sweep, client, tmp_path):
     """Hence the mark may travel with what it speaks of: a server that is killed in between leaves no mark."""
     start(trial := next(iter(sweep)))
     MlflowTracker(uri, sweep).sync()
@@ -249,7 +249,7 @@ def test_mlflow_writes_the_tags_of_a_batch_when_its_points_are_there(uri, sweep,
     assert (run.data.tags["mirrored_events"], run.data.metrics["AP"]) == ("2", 0.5)
 
 
-def test_more_points_than_one_call_takes_all_arrive(uri, sweep, client, plain_pictures):
+def test_more_points_than_fit_in_one_call_arrive(uri, sweep, client, plain_pictures):
     run_copies(sweep, 36, [next(iter(sweep))])
     tracker = MlflowTracker(uri, sweep)
     tracker.close()
@@ -277,7 +277,7 @@ def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, 
     assert run.data.tags["attempt"] == "2"
 
 
-def test_failed_stopped_and_taken_up_again(uri, sweep, client):
+def test_failed_stopped_and_resumed_trials(uri, sweep, client):
     failed, stopped, *_ = sweep
     start(failed)
     journal_of(failed).append("failed", kind="lost", message="node gone", task="summary", step=7)
@@ -308,7 +308,7 @@ def test_resuming_continues_the_same_parent(uri, sweep, client, plain_pictures):
     assert parent.info.status == "KILLED"  # nothing was trained: work is left
 
 
-def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monkeypatch, plain_matrices):
+def test_closing_uploads_summaries_and_tables(uri, sweep, client, monkeypatch, plain_matrices):
     for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
         run_to_end(trial, average, 0.1)
     for _ in range(2):
@@ -336,7 +336,7 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     assert table["AP_mean"].tolist() == [42.0, 51.0]
 
 
-def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sweep, client, tmp_path, plain_pictures):
+def test_tuning_trials_name_their_sweep_which_holds_the_selection(uri, sweep, client, tmp_path, plain_pictures):
     (sweep.path / TUNING).write_bytes(checksummed_json({"tune": {}, "chosen": []}))
     candidates = write_sweep(tmp_path / "runs", AXES, name="lambda-tuning", sweep_id="f00d" * 4, tuning_of="lambda")
     for folder in (sweep, candidates):
@@ -352,7 +352,7 @@ def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sw
         assert not any("tuning_of" in run.data.tags for run in runs_of(client, sweep, kind))
 
 
-def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path, plain_pictures):
+def test_a_changed_sweep_takes_over_its_trials_runs(uri, sweep, client, tmp_path, plain_pictures):
     trial = next(iter(sweep))
     run_to_end(trial, 0.5, 0.1)
     MlflowTracker(uri, sweep).sync()
@@ -389,7 +389,7 @@ def test_the_saved_view_decodes_to_this_sweeps_comparison(uri, sweep, client):
     assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == {"sweep"} <= sections
 
 
-def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
+def test_without_a_saved_view_the_link_is_plain(uri, sweep, monkeypatch):
     def break_view(*_):
         raise RuntimeError("another MLflow")
 
@@ -399,7 +399,7 @@ def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
     assert tracker.link().endswith("runs?workflowType=machine_learning")
 
 
-def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client, plain_pictures):
+def test_a_corrupt_journal_does_not_block_the_others(uri, sweep, client, plain_pictures):
     damaged, sound, *_ = sweep
     start(damaged)
     with journal_of(damaged).path.open("a") as file:
@@ -419,7 +419,7 @@ def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
 
 
 @pytest.mark.slow
-def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep, monkeypatch, plain_pictures):
+def test_the_default_database_and_its_artifacts_are_private(tmp_path, sweep, monkeypatch, plain_pictures):
     """A database under another name keeps to the umask, as does one that was there before."""
     monkeypatch.chdir(tmp_path)
     for trial in sweep:
@@ -437,7 +437,7 @@ def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep
     assert verify_tracker(sweep, MlflowTracker(mlflow_tracker.DEFAULT_URI, sweep)).faults == []
 
 
-def test_a_new_default_database_is_its_owners(first_use):
+def test_a_new_default_database_is_private(first_use):
     database, _ = first_use
     assert stat.S_IMODE(database.stat().st_mode) == 0o600
     assert stat.S_IMODE((database.parent / "mlartifacts").stat().st_mode) == 0o700
@@ -460,7 +460,7 @@ def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
     assert "127.0.0.1" in str(caught.value)
 
 
-def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client, plain_pictures):
+def test_a_dead_tracker_never_blocks_and_a_later_sync_uploads_everything(dead_uri, uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
     told, started, tracker = [], threading.Event(), MlflowTracker(dead_uri, sweep)
     connect = tracker.open
@@ -482,7 +482,7 @@ def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_u
 
 
 @pytest.mark.parametrize("code", [403, 500, 503])
-def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
+def test_a_refusing_tracker_never_blocks(code, sweep, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
     class Refusing(http.server.BaseHTTPRequestHandler):
@@ -509,7 +509,7 @@ def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
     assert f"latent-sweep sync {sweep.path} --uri {uri}" in left
 
 
-def test_the_command_to_catch_up_holds_all_that_it_needs_but_no_password(sweep, monkeypatch):
+def test_the_sync_command_is_complete_and_holds_no_password(sweep, monkeypatch):
     assert MlflowTracker("sqlite:///x.db", sweep, allow_insecure=True).sync_command() == (
         f"latent-sweep sync {sweep.path} --uri sqlite:///x.db --allow-insecure"
     )
@@ -534,7 +534,7 @@ class FlakyTracker(NullTracker):
         return 0
 
 
-def test_failures_are_told_once_and_so_is_recovery():
+def test_failures_and_recovery_are_logged_once():
     told, tracker = [], FlakyTracker(failures=4)
     thread = SyncThread(tracker, interval_seconds=0.001, longest_pause_seconds=0.01, log_line=told.append)
     thread.start()
@@ -547,7 +547,7 @@ def test_failures_are_told_once_and_so_is_recovery():
     assert tracker.opened == 1
 
 
-def test_a_hanging_tracker_is_left_after_the_time_given():
+def test_stop_does_not_wait_longer_than_its_timeout():
     release = threading.Event()
 
     class Hanging(NullTracker):
@@ -563,7 +563,7 @@ def test_a_hanging_tracker_is_left_after_the_time_given():
     release.set()
 
 
-def test_the_uri_is_given_or_from_the_environment_or_local(sweep, monkeypatch):
+def test_the_uri_defaults_to_the_environment_then_a_local_database(sweep, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert MlflowTracker(None, sweep).ui_command() == "mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker:5000")
@@ -571,13 +571,13 @@ def test_the_uri_is_given_or_from_the_environment_or_local(sweep, monkeypatch):
     assert MlflowTracker("sqlite:///other.db", sweep).uri == "sqlite:///other.db"
 
 
-def test_no_tracking_is_asked_for_by_name(sweep):
+def test_none_disables_tracking(sweep):
     assert isinstance(tracker_for("none", sweep), NullTracker)
     assert isinstance(tracker_for("sqlite:///x.db", sweep), MlflowTracker)
     assert isinstance(tracker_for(None, sweep), MlflowTracker)
 
 
-def test_mirrors_of_one_sweep_take_turns_and_see_what_the_other_has_brought(uri, sweep, client, plain_pictures):
+def test_two_trackers_of_one_sweep_take_turns(uri, sweep, client, plain_pictures):
     first, second = MlflowTracker(uri, sweep), MlflowTracker(uri, sweep)
     faults = []
 
@@ -618,7 +618,7 @@ def deleted_trials(client, sweep):
     return Counter(run.data.tags["trial_id"] for run in found)
 
 
-def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equal(uri, sweep, client, plain_pictures):
+def test_a_trial_whose_folder_was_deleted_gets_a_new_run(uri, sweep, client, plain_pictures):
     first, second, *_ = sweep
     for trial in (first, second):
         run_to_end(trial, 0.5, 0.1)
@@ -643,7 +643,7 @@ def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equ
     assert tracker.sync() == 0
 
 
-def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_sync(
+def test_a_crash_while_a_generation_is_replaced_is_repaired_by_the_next_sync(
     uri, sweep, client, monkeypatch, plain_pictures
 ):
     trials, moments = list(sweep), [("create_", 1), ("log_", 2), ("set_", 1), ("delete_", 1)]
@@ -667,7 +667,7 @@ def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_s
     assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials}
 
 
-def test_a_mean_of_fewer_trials_than_before_is_shown(uri, sweep, client, plain_pictures):
+def test_a_mean_of_fewer_trials_than_before_replaces_the_old_one(uri, sweep, client, plain_pictures):
     """MLflow shows the value of the highest step, which is the number of trials: the old mean, in the same run."""
     for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
@@ -682,7 +682,7 @@ def test_a_mean_of_fewer_trials_than_before_is_shown(uri, sweep, client, plain_p
     assert verify_tracker(sweep, MlflowTracker(uri, sweep)).faults == []
 
 
-def test_a_mean_says_how_many_trials_it_is_not_of(uri, sweep, client, plain_pictures):
+def test_summaries_count_stopped_and_failed_trials(uri, sweep, client, plain_pictures):
     first, second, third, fourth = sweep
     for trial in (first, second, third):
         run_to_end(trial, 0.5, 0.0)
@@ -701,7 +701,7 @@ def test_a_mean_says_how_many_trials_it_is_not_of(uri, sweep, client, plain_pict
     assert verify_tracker(sweep, MlflowTracker(uri, sweep)).faults == []
 
 
-def test_a_mean_of_no_trial_any_more_is_shown_nowhere(uri, sweep, client, plain_pictures):
+def test_a_mean_without_finished_trials_disappears(uri, sweep, client, plain_pictures):
     """Neither in a run of its configuration nor as the best of the sweep, which has fewer finished trials then."""
     for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
@@ -733,7 +733,7 @@ def fail_again(*trials):
         journal_of(trial).append("failed", kind="error", message="no", task=None, step=None)
 
 
-def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
+def test_a_sweeps_value_may_return_to_an_earlier_one(uri, sweep, client, plain_pictures):
     """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
     tracker = MlflowTracker(uri, sweep)
     for average in (0.5, 0.75, 0.5):
@@ -750,7 +750,7 @@ def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pict
     assert f"metric best_AP at step {last}: found 0.5 1 times too often" in fault
 
 
-def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_pictures):
+def test_a_deleted_parent_run_is_recreated(uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
     tracker = MlflowTracker(uri, sweep)
     tracker.close()
@@ -764,7 +764,7 @@ def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_p
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
+def test_verify_finds_every_kind_of_difference_and_repair_fixes_them(uri, sweep, client, plain_pictures):
     from mlflow.entities import Metric
 
     for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
@@ -817,7 +817,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
     assert [run.info.run_id == changed.info.run_id for run in runs_of(client, sweep, "trial")] == [False] * 4
 
 
-def test_a_journal_that_went_on_differs_until_it_is_brought(uri, sweep, capsys):
+def test_new_journal_events_differ_until_they_are_synced(uri, sweep, capsys):
     trial = next(iter(sweep))
     start(trial)
     learn(trial, 1, 0.5)
@@ -863,13 +863,13 @@ def test_an_unreachable_tracker_cannot_be_verified(dead_uri, sweep, capsys):
     assert "error: MLflow at http://***@127.0.0.1" in printed.err
 
 
-def test_a_new_database_is_made_quietly_with_its_folder(first_use):
+def test_a_new_database_is_created_silently(first_use):
     database, printed = first_use
     assert database.exists()
     assert printed == ""
 
 
-def test_no_request_finds_out_anew_that_this_is_not_databricks(uri, monkeypatch):
+def test_requests_do_not_check_for_databricks(uri, monkeypatch):
     from mlflow.tracking.request_header.registry import resolve_request_headers
 
     mlflow_tracker.quiet_client(uri)
@@ -879,7 +879,7 @@ def test_no_request_finds_out_anew_that_this_is_not_databricks(uri, monkeypatch)
     assert not [name for name in asked if name.startswith(("dbruntime", "IPython", "pyspark"))]
 
 
-def test_a_local_database_is_told_by_the_thread_that_asks(uri, sweep, client, monkeypatch, plain_pictures):
+def test_a_local_database_is_written_without_new_threads(uri, sweep, client, monkeypatch, plain_pictures):
     """A new thread for each sync has a new heap: a driver of hundreds of trials held several times what it used."""
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
@@ -887,7 +887,7 @@ def test_a_local_database_is_told_by_the_thread_that_asks(uri, sweep, client, mo
     assert MlflowTracker(uri, sweep).sync() == len(list(sweep)) == len(runs_of(client, sweep, "trial")) > 1
 
 
-def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path, plain_pictures):
+def test_artifacts_are_stored_next_to_a_local_database(uri, sweep, client, tmp_path, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
     MlflowTracker(uri, sweep).sync()
     (run,) = runs_of(client, sweep, "trial")

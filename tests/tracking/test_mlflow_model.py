@@ -87,7 +87,7 @@ def test_the_best_model_is_logged_at_the_end(logged, address):
     model.close()
 
 
-def test_it_is_written_again_where_its_trial_has_other_scores(logged, tmp_path):
+def test_changed_scores_rewrite_the_model(logged, tmp_path):
     """Of the same snapshots, where only test rows have changed."""
     shutil.copytree(logged[0] / "runs", tmp_path / "runs")
     sweep = sweep_folder(tmp_path)
@@ -106,7 +106,7 @@ def test_it_is_written_again_where_its_trial_has_other_scores(logged, tmp_path):
     assert (there / "model.json").stat().st_mtime_ns == written
 
 
-def test_its_environment_has_our_pins(logged):
+def test_its_requirements_are_ours(logged):
     folder, _ = logged
     text = (sweep_folder(folder).path / MODEL_FOLDER / "requirements.txt").read_text()
     assert text.split() == [line for line in requirements() for line in line.split()]
@@ -116,7 +116,7 @@ def test_its_environment_has_our_pins(logged):
 
 
 @pytest.mark.slow
-def test_it_is_written_once_for_a_trial_and_again_for_another(logged, capsys, monkeypatch):
+def test_the_model_is_rewritten_only_for_another_best_trial(logged, capsys, monkeypatch):
     folder, _ = logged
     sweep, again = sweep_folder(folder), ["run", str(folder / "sweep.yaml"), "--local"]
     written = {path: path.stat().st_mtime_ns for path in (sweep.path / MODEL_FOLDER).rglob("*") if path.is_file()}
@@ -146,7 +146,7 @@ def test_it_is_written_once_for_a_trial_and_again_for_another(logged, capsys, mo
     assert ContinualModel.from_folder(there).content.origin.trial_id == best
 
 
-def test_without_a_tracker_there_is_nowhere_to_log(tmp_path, capsys):
+def test_logging_a_model_needs_a_tracker(tmp_path, capsys):
     assert main(["run", write(tmp_path, content("none", log_model="best")), "--local"]) == 2
     assert "log_model = best with tracking.uri = none" in capsys.readouterr().err
     assert main(["run", write(tmp_path, content("none")), "--local"]) == 0
@@ -203,7 +203,7 @@ class Mine(SeqLora):
 """
 
 
-def test_the_code_of_a_method_from_outside_goes_along(tmp_path, monkeypatch, capsys):
+def test_the_code_of_a_plugin_method_is_included(tmp_path, monkeypatch, capsys):
     """It loads where Python would find none; a folder of our own says what it needs."""
     (tmp_path / "code_of_mine").mkdir()
     (tmp_path / "code_of_mine" / "method.py").write_text(OUTSIDE)
@@ -243,7 +243,7 @@ print(mlflow.pyfunc.load_model(sys.argv[2]).predict(pd.DataFrame({"text": sys.ar
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_package_goes_along(logged, address, tmp_path):
+def test_a_copy_of_the_package_is_included(logged, address, tmp_path):
     """Where the package is not installed, the model brings its own: here, where Python would find none else."""
     _, uri = logged
     expected = mlflow.pyfunc.load_model(address).predict(pd.DataFrame({"text": TEXTS}))["answer"].tolist()

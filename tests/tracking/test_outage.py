@@ -93,7 +93,7 @@ def assert_all_arrives(folder, server, capsys):
     assert len(server.runs("trial")) == 4
 
 
-def test_a_tracker_that_is_never_there_costs_a_bounded_moment(tmp_path, server, undisturbed):
+def test_an_absent_tracker_delays_the_end_for_a_bounded_time(tmp_path, server, undisturbed):
     code, printed = run_behind(tmp_path, server)
     assert seconds_after_the_work(tmp_path, time.time()) < AWAY_SECONDS + EXIT_SECONDS, "the moment is bounded"
     assert code == 0, printed
@@ -104,7 +104,7 @@ def test_a_tracker_that_is_never_there_costs_a_bounded_moment(tmp_path, server, 
     assert "Traceback" not in printed
 
 
-def test_a_tracker_that_comes_during_the_run_is_taken_up(tmp_path, server, undisturbed, capsys):
+def test_a_tracker_that_starts_during_the_run_gets_everything(tmp_path, server, undisturbed, capsys):
     halted = at_step(tmp_path / "moment", position=1, step=1)
     process = launch(tmp_path, server, **halted.environment)
     try:
@@ -119,7 +119,7 @@ def test_a_tracker_that_comes_during_the_run_is_taken_up(tmp_path, server, undis
     assert_all_arrives(tmp_path, server, capsys)
 
 
-def test_a_tracker_killed_in_the_middle(tmp_path, server, undisturbed, capsys):
+def test_a_tracker_killed_during_the_run(tmp_path, server, undisturbed, capsys):
     server.start()
     halted = at_step(tmp_path / "moment", position=1, step=1)
     process = launch(tmp_path, server, **halted.environment)
@@ -139,7 +139,7 @@ def test_a_tracker_killed_in_the_middle(tmp_path, server, undisturbed, capsys):
     assert_all_arrives(tmp_path, server, capsys)
 
 
-def test_a_tracker_that_hangs_is_left(tmp_path, server, undisturbed, monkeypatch):
+def test_a_hanging_tracker_delays_the_end_for_a_bounded_time(tmp_path, server, undisturbed, monkeypatch):
     """The system takes connections for a socket that listens; nobody ever answers."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     with socket.socket() as silent:
@@ -152,7 +152,7 @@ def test_a_tracker_that_hangs_is_left(tmp_path, server, undisturbed, monkeypatch
     assert "tracking is incomplete: it has not answered since 20" in printed
 
 
-def test_syncs_at_the_same_time_and_a_killed_one_double_nothing(tmp_path, server, capsys):
+def test_concurrent_and_killed_syncs_duplicate_nothing(tmp_path, server, capsys):
     content = tiny(run__tracking__uri="none")
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     path = str(sweep_folder(tmp_path).path)

@@ -88,7 +88,7 @@ def sweep_of(tmp_path, request, axes):
     return write_sweep(tmp_path / "runs", axes, name=request.node.name)
 
 
-def test_a_trial_of_fifteen_tasks_takes_three_requests_and_one_for_each_file(server, tmp_path, request):
+def test_a_finished_trial_takes_three_requests_and_one_per_file(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1, 2]})
     ended, _ = list(sweep)[:2], run_copies(sweep, 15, list(sweep)[:2])
     tracker = MlflowTracker(server.uri, sweep)
@@ -108,7 +108,7 @@ def test_a_trial_of_fifteen_tasks_takes_three_requests_and_one_for_each_file(ser
     assert server.counted() == CONNECTING, "and another process finds that, too"
 
 
-def test_a_stage_takes_one_request_and_files_go_up_once(server, tmp_path, request):
+def test_a_stage_takes_one_request_and_files_are_sent_once(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1]})
     trial, tracker = next(iter(sweep)), MlflowTracker(server.uri, sweep)
     start(trial)
@@ -123,7 +123,7 @@ def test_a_stage_takes_one_request_and_files_go_up_once(server, tmp_path, reques
     assert server.counted() == {"POST runs/log-batch": 1, "PUT artifact": 8, "POST runs/update": 1}
 
 
-def test_only_journals_that_have_changed_are_read(server, tmp_path, request, monkeypatch):
+def test_only_changed_journals_are_read(server, tmp_path, request, monkeypatch):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1, 2, 3]})
     tracker, read = MlflowTracker(server.uri, sweep), []
     events = TrialFolder.events
@@ -140,7 +140,7 @@ def test_only_journals_that_have_changed_are_read(server, tmp_path, request, mon
     assert read == [second.trial_id, first.trial_id]
 
 
-def test_a_summary_is_written_with_its_last_trial_and_again_when_it_has_changed(server, tmp_path, request):
+def test_a_summary_is_written_after_its_last_trial_and_when_it_changes(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
     tracker = MlflowTracker(server.uri, sweep)
     trials = list(sweep)
@@ -171,9 +171,7 @@ def test_a_summary_is_written_with_its_last_trial_and_again_when_it_has_changed(
 
 
 @pytest.mark.parametrize("dies_after", [3, 9, 25])
-def test_a_mirror_that_dies_with_several_runs_in_flight_leaves_nothing_that_the_next_one_does_not_mend(
-    server, tmp_path, monkeypatch, dies_after
-):
+def test_a_crash_with_several_runs_in_flight_is_repaired_by_the_next_sync(server, tmp_path, monkeypatch, dies_after):
     sweep = write_sweep(tmp_path / "runs", {"seed": list(range(6))}, name=f"dies after {dies_after}")
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)

@@ -91,7 +91,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_every_damage_is_noticed_and_a_look_changes_nothing(copy, tmp_path, capsys, name, damage):
+def test_verify_reports_every_corruption_and_changes_nothing(copy, tmp_path, capsys, name, damage):
     first, _ = copy
     damage(first.path / name)
     before = everything(tmp_path)
@@ -106,7 +106,7 @@ def test_every_damage_is_noticed_and_a_look_changes_nothing(copy, tmp_path, caps
     assert everything(tmp_path) == before
 
 
-def test_what_is_damaged_is_made_again_by_the_same_run_as_it_was(finished, copy, tmp_path, caplog, capsys):
+def test_the_same_run_restores_corrupt_files(finished, copy, tmp_path, caplog, capsys):
     first, second = copy
     before, journal = all_results(finished), first.events()
     rewritten(lambda c: c | {"scores": [c["scores"][0], [1.0, 1.0]]})(first.path / "scores.json")
@@ -131,7 +131,7 @@ def test_what_is_damaged_is_made_again_by_the_same_run_as_it_was(finished, copy,
     assert "1 of 1 trainings are complete" in capsys.readouterr().out
 
 
-def test_rows_are_scored_again_although_no_answer_is_known_any_more(finished, copy, tmp_path):
+def test_rows_are_scored_again_without_a_generation_cache(finished, copy, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "predictions")
     for trial in copy:
         (trial.path / "predictions" / "ticket.jsonl").unlink()
@@ -141,7 +141,7 @@ def test_rows_are_scored_again_although_no_answer_is_known_any_more(finished, co
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("known", [True, False], ids=["answers known", "no answers known"])
-def test_lost_answers_of_a_stage_are_made_again_with_those_after_it(finished, copy, tmp_path, stage, known):
+def test_lost_answers_are_generated_again_with_later_ones(finished, copy, tmp_path, stage, known):
     first, second = copy
     journal = first.events()
     if not known:
@@ -155,7 +155,7 @@ def test_lost_answers_of_a_stage_are_made_again_with_those_after_it(finished, co
     assert main(["verify", str(copy.path), "--uri", "none"]) == 0
 
 
-def test_repair_says_what_it_will_take_and_the_same_run_does_it(finished, copy, tmp_path, capsys, caplog):
+def test_repair_lists_remedies_that_the_same_run_applies(finished, copy, tmp_path, capsys, caplog):
     first, second = copy
     flip(first.path / "journal.jsonl")
     (second.path / "predictions" / "mood.jsonl").unlink()
@@ -182,7 +182,7 @@ def test_repair_says_what_it_will_take_and_the_same_run_does_it(finished, copy, 
 
 
 @pytest.mark.parametrize("harm", ["damaged", "missing"])
-def test_a_snapshot_that_a_complete_trial_names_is_learned_again_after_a_repair(finished, copy, tmp_path, capsys, harm):
+def test_a_corrupt_snapshot_of_a_finished_trial_is_learned_again_after_a_repair(finished, copy, tmp_path, capsys, harm):
     first, _ = copy
     lineage = stages(first.events())[1].lineage
     tensors, facts = (tmp_path / "runs" / "snapshots" / f"{lineage}{suffix}" for suffix in (".safetensors", ".json"))
@@ -229,7 +229,7 @@ def test_what_an_earlier_version_has_left_is_not_believed_and_costs_no_learning(
     assert {event.metrics["generated_share"] for event in events(sweep_folder(tmp_path), "stage")} == {0.0}
 
 
-def test_a_repair_of_what_is_whole_changes_nothing(copy, tmp_path):
+def test_repairing_intact_files_changes_nothing(copy, tmp_path):
     before = everything(tmp_path)
     assert main(["verify", str(copy.path), "--uri", "none", "--repair"]) == 0
     assert repair_disk(copy) == []
@@ -237,7 +237,7 @@ def test_a_repair_of_what_is_whole_changes_nothing(copy, tmp_path):
     assert [path for path in after if path.suffix != ".lock" and after[path] != before.get(path)] == []
 
 
-def test_a_result_without_a_journal_is_noticed(copy, tmp_path):
+def test_a_result_without_a_journal_is_a_fault(copy, tmp_path):
     (first, _) = copy
     (first.path / "journal.jsonl").unlink()
     (fault,) = verify_disk(copy).faults
@@ -250,7 +250,7 @@ def test_a_result_without_a_journal_is_noticed(copy, tmp_path):
 @pytest.mark.parametrize(
     ("uri", "place"), [(None, "mlflow.db"), ("sqlite:///own/mlflow.db", "own/mlflow.db"), ("file:mlruns", "mlruns")]
 )
-def test_a_relative_address_that_means_nothing_here_is_refused(copy, tmp_path, monkeypatch, capsys, uri, place):
+def test_a_relative_address_without_a_database_is_refused(copy, tmp_path, monkeypatch, capsys, uri, place):
     """Elsewhere than the sweep ran: everything would be missing, and a repair would make another store."""
     path, elsewhere = copy.path.absolute(), tmp_path / "elsewhere"
     content = read_checksummed_json(path / "sweep.json")
@@ -267,7 +267,7 @@ def test_a_relative_address_that_means_nothing_here_is_refused(copy, tmp_path, m
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_database_that_is_not_there_is_not_made_by_a_look(copy, tmp_path):
+def test_verify_creates_no_database(copy, tmp_path):
     (tmp_path / "empty.db").touch()
     for name in ("none/mlflow.db", "empty.db"):
         before = everything(tmp_path)
@@ -298,7 +298,7 @@ def tell(trial, name):
         "array": ("result.json", lambda c: [c]),
     }.values(),
 )
-def test_a_file_that_contradicts_the_journal_is_noticed(copy, name, change):
+def test_a_file_that_contradicts_the_journal_is_a_fault(copy, name, change):
     first, _ = copy
     rewritten(change)(first.path / name)
     tell(first, name)
@@ -330,7 +330,7 @@ def test_kept_answers_that_are_not_the_newest_are_noticed(copy):
     assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
 
 
-def test_measures_that_do_not_follow_from_the_rows_are_noticed(copy):
+def test_measures_that_do_not_follow_from_the_rows_are_a_fault(copy):
     first, _ = copy
     *_, last = first.events()
     journal = journal_at(first.path / "journal.jsonl")
@@ -390,7 +390,7 @@ def test_a_kill_between_any_two_writes_loses_no_answer(finished, copy, tmp_path,
     assert damaged_files(tmp_path) == []
 
 
-def test_answers_of_the_last_stage_alone_are_kept_where_the_sweep_says_so(finished, copy, tmp_path):
+def test_keep_answers_last_saves_only_the_last_stage(finished, copy, tmp_path):
     """And those that are kept from then on stand by themselves."""
     first, _ = copy
     for trial in copy:
@@ -411,7 +411,7 @@ def test_answers_of_the_last_stage_alone_are_kept_where_the_sweep_says_so(finish
 
 
 @pytest.mark.parametrize("told", [2, 3], ids=["scores and answers", "result"])
-def test_a_kill_between_a_file_and_its_event_damages_nothing(finished, copy, tmp_path, caplog, told):
+def test_a_kill_between_a_file_and_its_event_corrupts_nothing(finished, copy, tmp_path, caplog, told):
     """The files of the second stage, or the result, are there; the journals do not tell of them yet."""
     for trial in copy:
         journal = trial.path / "journal.jsonl"
@@ -444,7 +444,7 @@ def test_a_kill_after_a_row_of_changed_data_leaves_no_old_row_in_the_journal(tmp
     assert verify_disk(sweep_folder(tmp_path)).faults == []
 
 
-def test_a_trial_that_was_stopped_is_made_again_up_to_where_it_was_stopped(runs):
+def test_a_stopped_trial_is_restored_up_to_its_stop(runs):
     def stopping(event):
         if not hasattr(event, "doing"):
             raise Killed
@@ -535,7 +535,7 @@ def points_of(sweep):
 
 
 @pytest.mark.parametrize(("file", "spoil"), WRONG)
-def test_no_spoiled_file_gives_a_traceback_or_a_wrong_number(copy, capsys, file, spoil):
+def test_corrupt_files_give_no_traceback_and_no_wrong_number(copy, capsys, file, spoil):
     truth, points = outcome(capsys, "report", str(copy.path)), points_of(copy)
     path = FILES[file](copy)
     spoiled = SPOILED[spoil](path.read_bytes())
@@ -556,7 +556,7 @@ def test_no_spoiled_file_gives_a_traceback_or_a_wrong_number(copy, capsys, file,
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
-def test_a_spoiled_journal_or_sweep_stops_a_run_before_anything_or_is_written_anew(copy, tmp_path, capsys, spoil):
+def test_a_corrupt_journal_stops_a_run_and_a_corrupt_sweep_file_is_rewritten(copy, tmp_path, capsys, spoil):
     (copy.path / "sweep.json").write_bytes(spoil((copy.path / "sweep.json").read_bytes()))
     assert outcome(capsys, "run", write(tmp_path, SMALL), "--local")[0] == 0
     journal = next(iter(copy)).path / "journal.jsonl"
@@ -570,7 +570,7 @@ def test_a_spoiled_journal_or_sweep_stops_a_run_before_anything_or_is_written_an
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
-def test_what_is_only_shown_may_be_spoiled(copy, spoil):
+def test_corrupt_progress_files_are_ignored(copy, spoil):
     worker = {"trials": [trial.trial_id for trial in copy], "host": "h", "pid": 1, "gpus": "0", "workers": 1}
     at = {"doing": "learning", "task": "mood", "position": 0, "step": 1, "steps": 9, "loss": 0.5, "since": 3e9}
     driver = {"doing": "starting Ray", "time": 4e9}
@@ -582,7 +582,7 @@ def test_what_is_only_shown_may_be_spoiled(copy, spoil):
         assert FileLease(path).holder()
 
 
-def test_any_bit_of_a_sealed_sweep_is_noticed(copy, tmp_path):
+def test_any_changed_bit_of_the_sweep_file_is_detected(copy, tmp_path):
     path = copy.path / "sweep.json"
     content = path.read_bytes()
     source = random.Random(0)
