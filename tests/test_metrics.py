@@ -1,4 +1,4 @@
-"""Answer scores against examples worked by hand; matrix measures against a matrix worked by hand."""
+"""Scores and matrix measures, compared with examples worked by hand and reference implementations."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ def test_score_rows_of_nothing_is_empty() -> None:
     assert score_rows("rouge_l", [], [], "single_first").shape == (0,)
 
 
-def test_score_rows_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="2 predictions but 1 lists of references"):
+def test_score_rows_refuses_inconsistent_lengths() -> None:
+    with pytest.raises(ValueError, match="2 predictions but 1 "):
         score_rows("accuracy", ["a", "b"], [["a"]], "single_first")
-    with pytest.raises(ValueError, match="expected a list of one or more"):
+    with pytest.raises(ValueError, match="references"):
         score_rows("accuracy", ["a"], [[]], "max_over_refs")
-    with pytest.raises(ValueError, match="expected a list of one or more"):
+    with pytest.raises(ValueError, match="references"):
         score_rows("rouge_l", ["a"], ["abc"], "max_over_refs")
 
 
@@ -145,7 +145,7 @@ def test_forgetting_looks_at_every_row_not_only_the_diagonal() -> None:
     assert peak_later.backward_transfer() == pytest.approx((0.3 - 0.2) / 2)
 
 
-def test_measures_speak_of_the_rows_so_far() -> None:
+def test_measures_refer_to_the_rows_so_far() -> None:
     so_far = ScoreMatrix(MATRIX.tasks, MATRIX.rows[:2])
     assert so_far.average_performance() == pytest.approx((0.5 + 0.8) / 2)
     assert so_far.forgetting() == pytest.approx(0.4)
@@ -168,7 +168,7 @@ def test_orders_between_the_conventions(n_tasks: int) -> None:
 
 
 def test_scorer_counts_unseen_entries_as_zero() -> None:
-    """The public scorer fills the upper triangle with zeros; the same sum in plain loops."""
+    """As in the public scorer, here in plain loops."""
     rng = np.random.default_rng(3)
     matrix = random_matrix(rng, 6)
     padded = [[*row, *[0.0] * (6 - len(row))] for row in matrix.rows]
@@ -182,11 +182,11 @@ def test_scorer_counts_unseen_entries_as_zero() -> None:
         (("a", "b"), ((0.1,), (0.1,)), "row 1 has 1 scores, expected 2"),
         (("a", "b"), ((0.1, 0.2), (0.1, 0.2)), "row 0 has 2 scores, expected 1"),
         (("a",), ((0.1,), (0.1, 0.2)), "2 rows for 1 tasks"),
-        (("a", "a"), (), "named twice"),
-        (("a", "b"), ((0.1,), (0.1, 48.6)), "row 1, task b: 48.6 is not a fraction"),
-        (("a",), ((-0.1,),), "not a fraction"),
-        (("a",), ((float("nan"),),), "not a fraction"),
-        (("a",), ((None,),), "not a fraction"),
+        (("a", "a"), (), "'a', 'a'"),
+        (("a", "b"), ((0.1,), (0.1, 48.6)), "row 1, task b: 48.6"),
+        (("a",), ((-0.1,),), "row 0, task a"),
+        (("a",), ((float("nan"),),), "row 0, task a"),
+        (("a",), ((None,),), "row 0, task a"),
     ],
 )
 def test_malformed_matrices_are_refused(tasks: tuple[str, ...], rows: Any, message: str) -> None:
@@ -195,7 +195,7 @@ def test_malformed_matrices_are_refused(tasks: tuple[str, ...], rows: Any, messa
 
 
 def test_empty_matrix_has_no_performance() -> None:
-    with pytest.raises(ValueError, match="no rows yet"):
+    with pytest.raises(ValueError, match="score matrix"):
         ScoreMatrix(("a",), ()).average_performance()
 
 
@@ -216,7 +216,7 @@ PAIRS = [(prediction, reference) for prediction in PHRASES for reference in PHRA
 
 
 def squad_f1(gold: str, predicted: str) -> float:
-    """`compute_f1` of SQuAD 2.0's official script, typed anew from its definition."""
+    """`compute_f1` of SQuAD 2.0's official script, reimplemented."""
     import collections
     import re
     import string
@@ -302,7 +302,7 @@ def test_sari_gives_the_published_numbers() -> None:
         assert found == pytest.approx(expected, rel=1e-12)
         assert first == sari(answer, references[:1], source)
     assert sari("", ["x"], "") >= 0.0
-    with pytest.raises(ValueError, match="metric sari reads inputs; expected those of 1 rows"):
+    with pytest.raises(ValueError, match="metric sari"):
         score_rows("sari", ["a"], [["a"]], "single_first")
 
 
@@ -371,7 +371,7 @@ def test_number_match(prediction: str, reference: str, expected: float) -> None:
     assert number_match(prediction, [reference]) == expected
 
 
-def test_numbers_that_others_give_reason_to_doubt() -> None:
+def test_ambiguous_numbers() -> None:
     assert ambiguous_numbers(["1,234", "5"]) == []
     assert ambiguous_numbers(["1,234", "0,50", "5"]) == ["1,234"]
     assert ambiguous_numbers(["1.234", "3.14"]) == []
@@ -386,7 +386,7 @@ def test_numbers_that_others_give_reason_to_doubt() -> None:
 
 
 class ByCharacter:
-    """A tokenizer of `rouge_score` that has every letter and digit apart."""
+    """A tokenizer for `rouge_score` that splits every letter and digit."""
 
     def tokenize(self, text: str) -> list[str]:
         return [each for each in text.lower() if each.isalnum()]
@@ -402,7 +402,7 @@ CHINESE = [
 ]
 
 
-def test_rouge_by_character_is_that_of_rouge_score() -> None:
+def test_rouge_by_character_equals_rouge_score() -> None:
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL", "rouge1"], tokenizer=ByCharacter())
@@ -415,7 +415,7 @@ def test_rouge_by_character_is_that_of_rouge_score() -> None:
     assert rouge_l_char("\u0e01\u0e34", ["\u0e01\u0e35"]) < 1  # marks count
 
 
-def test_rouge_is_to_the_bit_that_of_rouge_score() -> None:
+def test_rouge_equals_rouge_score_bit_for_bit() -> None:
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL", "rouge1"], use_stemmer=True)
@@ -425,7 +425,7 @@ def test_rouge_is_to_the_bit_that_of_rouge_score() -> None:
         assert rouge_1(prediction, [reference]) == expected["rouge1"].fmeasure
 
 
-def test_quick_rouge_is_that_of_words_that_are_not_stemmed() -> None:
+def test_quick_rouge_does_not_stem() -> None:
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL", "rouge1"], use_stemmer=False)
@@ -436,8 +436,8 @@ def test_quick_rouge_is_that_of_words_that_are_not_stemmed() -> None:
         assert found.tolist() == expected
 
 
-def test_blanks_count_alike_on_both_sides() -> None:
-    """What is generated for code keeps its blanks, and its reference does."""
+def test_blanks_count_equally_on_both_sides() -> None:
+    """Generated code and its reference keep their indent."""
     indented = "    return x"
     assert edit_similarity(indented, [indented + "\n"]) == 1.0
     assert edit_similarity("\n" + indented, [indented]) == 1.0
@@ -456,19 +456,19 @@ def test_blanks_count_alike_on_both_sides() -> None:
         (" \n ", ("\n",), ""),
     ],
 )
-def test_what_counts_of_a_generated_text(text: str, stop: tuple[str, ...], expected: str) -> None:
+def test_generated_texts_are_cut(text: str, stop: tuple[str, ...], expected: str) -> None:
     assert cut_answer(text, stop) == expected
 
 
 WRITTEN = st.text(st.sampled_from("aBc the 0 1 , . ! - \u00e9 e\u0301 \ud55c\uad6d \u7b2c \n"), max_size=12)
 LENIENT = {"sari": 0.0, "number_match": 0.0, "rouge_l": 0.0, "rouge_1": 0.0}
-"""What an equal answer may score at least, of metrics that do not read all texts or count parts that are absent."""
+"""Least score of an equal answer, for metrics that ignore some texts or count absent parts."""
 
 
 @pytest.mark.parametrize("metric", METRICS)
 @given(answer=WRITTEN, reference=WRITTEN)
 @settings(max_examples=60, derandomize=True, database=None, deadline=None)
-def test_what_holds_for_every_metric(metric: str, answer: str, reference: str) -> None:
+def test_properties_of_every_metric(metric: str, answer: str, reference: str) -> None:
     def score(prediction: str, expected: str) -> float:
         inputs = [f"keep {reference} now"]
         return float(score_rows(metric, [prediction], [[expected]], "single_first", inputs, quick=True).item())
@@ -483,7 +483,7 @@ def test_what_holds_for_every_metric(metric: str, answer: str, reference: str) -
         assert score(answer, unicodedata.normalize(form, reference)) == found
 
 
-def test_every_metric_is_a_fraction_and_one_where_all_is_right() -> None:
+def test_metrics_are_fractions_and_one_for_correct_answers() -> None:
     for name in METRICS:
         inputs = ["keep 7 cats , dogs and 12 mice now"]
         right = "dogs and 12 mice now indeed"
@@ -493,7 +493,7 @@ def test_every_metric_is_a_fraction_and_one_where_all_is_right() -> None:
         assert takes_input(name) == (name == "sari")
 
 
-OUTSIDE = """
+PLUGIN = """
 def contains(prediction, references):
     return float(any(reference in prediction for reference in references))
 
@@ -523,36 +523,36 @@ NUMBER = 1
 
 
 @pytest.fixture
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module with functions."""
-    yield from outside_module(tmp_path, monkeypatch, OUTSIDE)
+    yield from outside_module(tmp_path, monkeypatch, PLUGIN)
 
 
-def test_a_metric_from_outside(outside: str, tmp_path: Path) -> None:
-    found = score_rows(f"{outside}:contains", ["abc", "d"], [["b"], ["b"]], "single_first")
+def test_plugin_metrics(plugin: str, tmp_path: Path) -> None:
+    found = score_rows(f"{plugin}:contains", ["abc", "d"], [["b"], ["b"]], "single_first")
     assert found.tolist() == [1.0, 0.0]
-    assert score_rows(f"{outside}:grew", ["ab", "c"], [["x"], ["x"]], "single_first", ["a", "b"]).tolist() == [1.0, 0.0]
-    assert score_rows(f"{outside}:keyword", ["a"], [["x"]], "single_first").tolist() == [1.0]
-    assert score_rows(f"{outside}:same", ["cafe\u0301"], [[" caf\u00e9\n"]], "single_first").tolist() == [1.0]
+    assert score_rows(f"{plugin}:grew", ["ab", "c"], [["x"], ["x"]], "single_first", ["a", "b"]).tolist() == [1.0, 0.0]
+    assert score_rows(f"{plugin}:keyword", ["a"], [["x"]], "single_first").tolist() == [1.0]
+    assert score_rows(f"{plugin}:same", ["cafe\u0301"], [[" caf\u00e9\n"]], "single_first").tolist() == [1.0]
     assert metric_source("accuracy") is None
-    digest = metric_source(f"{outside}:contains")
-    (tmp_path / f"{outside}.py").write_text(OUTSIDE + "# changed\n")
-    assert metric_source(f"{outside}:contains") not in (digest, None)
-    for name, said in (
-        ("wide", "gave 12.0 for the answer ''; expected a fraction from 0 to 1"),
-        ("broken", "failed on the answer '': ZeroDivisionError"),
-        ("one", "expected a function of the prediction, its references"),
-        ("optional", "its third parameter has the default None"),
-        ("NUMBER", "has no function NUMBER"),
-        ("absent", "has no function absent"),
+    digest = metric_source(f"{plugin}:contains")
+    (tmp_path / f"{plugin}.py").write_text(PLUGIN + "# changed\n")
+    assert metric_source(f"{plugin}:contains") not in (digest, None)
+    for name, message in (
+        ("wide", "12.0"),
+        ("broken", "ZeroDivisionError"),
+        ("one", ":one"),
+        ("optional", ":optional"),
+        ("NUMBER", "NUMBER"),
+        ("absent", "absent"),
     ):
-        with pytest.raises(ConfigError, match=said):
-            score_rows(f"{outside}:{name}", [""], [["a"]], "single_first")
-    with pytest.raises(ConfigError, match="expected a function of the prediction, its references"):
+        with pytest.raises(ConfigError, match=message):
+            score_rows(f"{plugin}:{name}", [""], [["a"]], "single_first")
+    with pytest.raises(ConfigError, match="builtins:max"):
         score_rows("builtins:max", [""], [["a"]], "single_first")  # which does not say what it takes
-    with pytest.raises(ConfigError, match="is built into Python, and no file tells when it changes"):
+    with pytest.raises(ConfigError, match="_operator"):
         metric_source("_operator:eq")
-    with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
+    with pytest.raises(ConfigError, match="no_such_module"):
         score_rows("no_such_module:f", [""], [["a"]], "single_first")
-    with pytest.raises(ConfigError, match=r"found 'blue' \(did you mean 'bleu'\?\); expected accuracy, rouge_l"):
+    with pytest.raises(ConfigError, match=r"'blue'.*'bleu'.*accuracy, rouge_l"):
         score_rows("blue", [""], [["a"]], "single_first")

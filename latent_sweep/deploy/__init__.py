@@ -1,1 +1,1 @@
-"""A model out of a sweep: asked, taught further tasks, and exported for others to load."""
+"""A sweep's trained model: answers texts, learns further tasks, and can be exported."""

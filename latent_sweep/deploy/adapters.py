@@ -1,4 +1,4 @@
-"""The adapters of a model as LoRA has them: one for each snapshot that answers alone, or one of all that are summed."""
+"""A model's adapters in LoRA form: one per snapshot that answers alone, or one sum of all."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ if TYPE_CHECKING:
     from latent_sweep.deploy.model import ContinualModel
 
 SUM, LAST = "sum", "last"
-"""Ways of mixing that answer every text with one adapter, which has their name."""
+"""Combinations that answer every text with one adapter, which takes their name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What answers, as one LoRA adapter."""
+    """One LoRA adapter."""
 
     name: str
-    """A task's, or how the snapshots are mixed where all texts have the same adapter."""
+    """Its task, or the combination if all texts have the same adapter."""
     tasks: tuple[str, ...]
     """The tasks that it has learned."""
     pairs: LowRankPairs
     carried_on: bool = False
-    """Whether it is the only one of its method, which each task has changed."""
+    """Whether its method trains a single adapter through all tasks."""
 
     @property
     def learned(self) -> str:
-        """Say of which tasks it is, for people."""
+        """Its tasks, as a phrase for the card."""
         return f"{'after' if self.carried_on else 'for'} {', '.join(self.tasks)}"
 
     @property
     def rank(self) -> int:
-        """Return r, of the sum's that of all branches together."""
+        """The rank r; of a sum, that of all task adapters together."""
         return len(self.pairs.A[0])
 
 
 def adapters_of(model: ContinualModel) -> list[Adapter]:
-    """The adapters that a model answers with.
+    """Return the adapters that a model answers with.
 
     Raises:
-        ConfigError: its snapshots are no LoRA adapters.
+        ConfigError: its snapshots are not LoRA adapters.
     """
     method, mode, learned = model.method, model.trial.settings.router.combine, model.content.learned
     if defined_in(type(method), "low_rank_pairs") is Method:
         raise ConfigError(
-            f"method {method.settings.name}: its snapshots are no LoRA adapters (a soft prompt stands behind the text "
-            "here, and before it in peft), so only `--to model` and `--to mlflow` can export them"
+            f"method {method.settings.name}: its snapshots are not LoRA adapters (a soft prompt follows the text here, "
+            "but precedes it in peft); export it with `--to model` or `--to mlflow`"
         )
     if not _blends_pairs(type(method)):
         raise ConfigError(
-            f"method {method.settings.name}: it blends its snapshots in a way of its own, which adapters of "
-            "peft do not have; only `--to model` and `--to mlflow` can export it"
+            f"method {method.settings.name}: it combines its snapshots in its own way, which peft adapters cannot; "
+            "export it with `--to model` or `--to mlflow`"
         )
     pairs = [method.low_rank_pairs(task.snapshot.tensors) for task in learned]
     if mode == "last":
@@ -72,7 +72,7 @@ def _blends_pairs(kind: type) -> bool:
 
 
 def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:
-    """Put adapters of one scale side by side: their sum, of their summed rank."""
+    """Sum adapters of equal scale by concatenating them; the ranks add up."""
     import torch
 
     A = [torch.cat(list(of_projection)) for of_projection in zip(*(own.A for own in pairs), strict=True)]
@@ -81,21 +81,21 @@ def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:
 
 
 def adapter_for(model: ContinualModel, task: str | None) -> Adapter:
-    """The one adapter that answers a task's texts, or all texts.
+    """Return the adapter that answers a task's texts, or all texts.
 
     Raises:
-        ConfigError: the model has one for each task and none is named, or one for all and a task is named.
+        ConfigError: the model has one adapter per task and none is named, or one for all and a task is named.
     """
-    found = {adapter.name: adapter for adapter in adapters_of(model)}
+    adapters = {adapter.name: adapter for adapter in adapters_of(model)}
     mode = model.trial.settings.router.combine
-    if task is None and len(found) > 1:
+    if task is None and len(adapters) > 1:
         raise ConfigError(
-            f"task: found none; this model ({mode}) has an adapter for each task. Name one of {', '.join(found)}"
+            f"task: found none; this model ({mode}) has an adapter for each task. Name one of {', '.join(adapters)}"
         )
     if task is None:
-        return next(iter(found.values()))
+        return next(iter(adapters.values()))
     if mode in (SUM, LAST):
         raise ConfigError(f"task: found {task!r}; this model ({mode}) answers every text with one adapter. Name none")
-    if task not in found:
-        raise ConfigError(f"task: found {task!r}; expected one that was learned: {', '.join(found)}")
-    return found[task]
+    if task not in adapters:
+        raise ConfigError(f"task: found {task!r}; expected a learned task: {', '.join(adapters)}")
+    return adapters[task]

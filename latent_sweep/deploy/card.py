@@ -1,4 +1,4 @@
-"""What is said of a model for people: the README.md of every folder that one is written into."""
+"""Model cards: the README.md of every folder that a model is written into."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from latent_sweep.methods.protocol import Combination
 from latent_sweep.storage import versions
 from latent_sweep.training.context import Context
 
-LICENCES: Mapping[str, str] = {
+LICENSES: Mapping[str, str] = {
     EMBEDDED: "apache-2.0",
     "t5-large": "apache-2.0",
     "t5-3b": "apache-2.0",
@@ -19,7 +19,7 @@ LICENCES: Mapping[str, str] = {
     "llama-2-13b": "llama2",
     "llama-3-8b": "llama3",
 }
-"""Of the published weights of backbones that are known by name, as the hub calls them."""
+"""Licenses of the registered backbones' published weights, as the hub names them."""
 
 
 ANSWERING: Mapping[Combination, str] = {
@@ -28,24 +28,24 @@ ANSWERING: Mapping[Combination, str] = {
     "gates": "an adapter for each task, weighed for each text",
     **dict.fromkeys(("soft", "hard", "ngram", "oracle"), "an adapter for each task, chosen for each text"),
 }
-"""What answers beside the backbone, by the way of mixing."""
+"""What answers besides the backbone, by combination."""
 
 
 def base_model(settings: BackboneSettings) -> str:
-    """Return where the backbone's weights come from: a hub's name or a folder, or a name that only we know."""
-    known = registered_backbone(settings.name)
-    if known is None or known.source == "config" or settings.name == EMBEDDED:
+    """Return the source of the backbone's weights: a hub name, a folder, or a name of the registry."""
+    spec = registered_backbone(settings.name)
+    if spec is None or spec.source == "config" or settings.name == EMBEDDED:
         return settings.name
-    return known.source
+    return spec.source
 
 
 def front_matter(content: ModelContent, library: str) -> list[str]:
-    """The lines that a hub reads, between two lines of dashes."""
+    """Return the YAML front matter that a hub reads."""
     settings = content.trial.settings.backbone
     return [
         "---",
         f"base_model: {base_model(settings)}",
-        f"license: {LICENCES.get(settings.name, 'unknown')}",
+        f"license: {LICENSES.get(settings.name, 'unknown')}",
         f"library_name: {library}",
         "tags: [continual-learning, latent_sweep]",
         "---",
@@ -53,57 +53,58 @@ def front_matter(content: ModelContent, library: str) -> list[str]:
 
 
 def prompts_end(context: Context) -> str:
-    """Say how a prompt ends, and an answer, where a chat template puts texts around them."""
+    """Describe how a prompt and an answer end, with or without a chat template."""
     chat = context.chat
     if chat is None:
         return "Prompts end in `Output: `, as in training."
     end = context.backbone.tokenizer.convert_ids_to_tokens(chat.end)
     return (
-        "Prompts end in `Output:` and stand in the backbone's chat template, as in training: the message of a user, by "
-        f"`apply_chat_template` with `add_generation_prompt`; an answer ends at `{end}`."
+        "Prompts end in `Output:` and are user messages in the backbone's chat template, as in training: use "
+        f"`apply_chat_template` with `add_generation_prompt`. An answer ends at `{end}`."
     )
 
 
 def provenance(content: ModelContent, context: Context) -> list[str]:
-    """The sections that every card has: base model, tasks with scores, and what the model was made from and with."""
+    """Return the sections that every card has: base model, tasks with scores, and provenance."""
     settings, origin = content.trial.settings, content.origin
     backbone = settings.backbone
     revision = f" at revision {backbone.revision}" if backbone.revision else ""
-    note = ", quantised to Q4_1 by its package and made floats again: not the published weights"
+    note = ", quantized to Q4_1 by its package and converted back: not the published weights"
+    trained_with = _listed(content.learned[-1].snapshot.facts["computed_with"])
     lines = [
         "## Base model",
         "",
         f"{base_model(backbone)}{revision}{note if backbone.name == EMBEDDED else ''}, in {backbone.dtype}. "
-        f"Licence of its weights: {LICENCES.get(backbone.name, 'unknown')}. Digest of its embedding table and adapted "
+        f"License of its weights: {LICENSES.get(backbone.name, 'unknown')}. Digest of its embedding table and adapted "
         f"projections: {context.backbone.weights_digest}; of its tokenizer: {context.backbone.tokenizer_digest}.",
         "",
         "## Tasks",
         "",
-        "In the order of learning. Scores are those of the sweep after its last task, in per cent.",
+        "In the order of learning. Scores are from the sweep after its last task, in percent.",
         "",
         "| task | metric | score | snapshot |",
         "|---|---|---|---|",
     ]
     for task in content.learned:
         score = origin.scores.get(task.spec.name)
-        shown = "learned since" if score is None else f"{100 * score:.2f}"
+        shown = "learned later" if score is None else f"{100 * score:.2f}"
         lines.append(f"| {task.spec.name} | {task.spec.metric} | {shown} | {task.snapshot.lineage} |")
     measures = [f"{name} {100 * origin.measures[name]:.2f}" for name in ("AP", "FM") if name in origin.measures]
     return [
         *lines,
         "",
-        "## Where it comes from",
+        "## Provenance",
         "",
-        f"Sweep {origin.sweep}, trial {origin.name} ({origin.trial_id}): {', '.join(measures)} (per cent). Method "
-        f"{settings.method.name}, snapshots mixed by `{settings.router.combine}`, seed {settings.seed}, benchmark "
-        f"{content.trial.spec.name} (version {content.trial.spec.version}). Learned with "
-        f"{_told(content.learned[-1].snapshot.facts['computed_with'])}; written with {_told(versions.installed())}.",
+        f"Sweep {origin.sweep}, trial {origin.name} ({origin.trial_id}): {', '.join(measures)} (percent). Method "
+        f"{settings.method.name}, snapshots combined by `{settings.router.combine}`, seed {settings.seed}, benchmark "
+        f"{content.trial.spec.name} (version {content.trial.spec.version}). Trained with "
+        f"{trained_with}; written with {_listed(versions.installed())}.",
         "",
     ]
 
 
 def model_card(content: ModelContent, context: Context) -> str:
-    """The card of a model in our own folder."""
+    """Return the card of a model folder."""
     lines = [
         *front_matter(content, "latent_sweep"),
         "",
@@ -118,7 +119,7 @@ def model_card(content: ModelContent, context: Context) -> str:
         f'model.answer(["..."], task="{content.tasks[-1]}")',
         "```",
         "",
-        f"The backbone is not in it and must be at hand. {_rows_in_it(content)}",
+        f"The backbone is not included and must be available. {_rows_note(content)}",
         *_needs(content),
         *_limits(content),
         "",
@@ -127,11 +128,11 @@ def model_card(content: ModelContent, context: Context) -> str:
     return "\n".join(lines)
 
 
-def _rows_in_it(content: ModelContent) -> str:
-    # a method from outside may keep whatever it likes
+def _rows_note(content: ModelContent) -> str:
+    # a plugin may keep anything
     if content.trial.method().keeps_rows or content.outside_module is not None:
-        return "What its method keeps of tasks' rows is in its snapshots."
-    return "No rows of tasks are in it."
+        return "The task data that its method keeps is in its snapshots."
+    return "It contains no task data."
 
 
 def _needs(content: ModelContent) -> Sequence[str]:
@@ -139,8 +140,8 @@ def _needs(content: ModelContent) -> Sequence[str]:
         return ()
     return [
         "",
-        f"It needs `{content.outside_module}`, which must be importable where it is opened: the method is from outside "
-        "of latent_sweep, and its code is not in this folder.",
+        f"It needs `{content.outside_module}`, which must be importable: the method is a plugin, and its code is not "
+        "in this folder.",
     ]
 
 
@@ -148,13 +149,13 @@ def _limits(content: ModelContent) -> Sequence[str]:
     limits = {task.spec.name: task.farthest for task in content.learned if task.farthest is not None}
     if not limits:
         return ()
-    told = ", ".join(f"{name} {limit:.4g}" for name, limit in limits.items())
+    listed = ", ".join(f"{name} {limit:.4g}" for name, limit in limits.items())
     return [
         "",
-        "A text belongs to no learned task where its Mahalanobis distance from all of them is above that of the task "
-        f"that it was routed to, the {NOVELTY_QUANTILE:g} quantile of held-out rows: {told}.",
+        "A text is flagged as novel if its Mahalanobis distance from all learned tasks exceeds the limit of the task "
+        f"that it is routed to, the {NOVELTY_QUANTILE:g} quantile of held-out examples: {listed}.",
     ]
 
 
-def _told(facts: Mapping[str, str]) -> str:
+def _listed(facts: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -1,4 +1,4 @@
-"""What a model is: a trial with its snapshots, what routing keeps of each task, where it comes from; no backbone."""
+"""The content of a model: a trial with its snapshots, router records of each task, and provenance; no backbone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from latent_sweep.routing.ngram import TaskNgrams
 
 NOVELTY_QUANTILE = 0.99
-"""A row is taken for one of no learned task where it lies farther out than this share of the held-out rows of the task
-that it was routed to: one in a hundred of a task's own rows is refused."""
+"""A text is novel if it is farther out than this share of the held-out examples of the task that it is routed to; one
+in a hundred of a task's own examples is flagged."""
 
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """What routing keeps of one task; what the way of mixing does not read is None."""
+    """The router's records of one task; None for those that the combination does not read."""
 
     mixture: TaskGmm | None = None
     scatter: TaskScatter | None = None
@@ -30,40 +30,39 @@ class Records:
 
 @dataclass(frozen=True, eq=False)
 class LearnedTask:
-    """One task of a model."""
+    """A learned task of a model."""
 
     spec: TaskSpec
     snapshot: Snapshot
     records: Records
     farthest: float | None
-    """The distance beyond which a row that was routed here belongs to no learned task; None where nothing is routed by
-    a posterior, or where no held-out rows of the task were at hand."""
+    """Distance beyond which an example routed here is novel; None without a posterior or without held-out examples."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from."""
+    """The sweep and trial that a model comes from."""
 
     sweep: str
     trial_id: str
     name: str
-    """The trial's settings that vary, or its id."""
+    """The trial's varied settings, or its id."""
     scores: Mapping[str, float]
-    """By task, after the last one that the sweep has learned; fractions."""
+    """By task, after the sweep's last task; fractions."""
     measures: Mapping[str, float]
-    """AP, FM and BWT, fractions."""
+    """AP, FM and BWT; fractions."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelContent:
-    """All that a model is but for its backbone."""
+    """A model without its backbone."""
 
     trial: Trial
-    """As it was planned; tasks that were learned since are tasks of it."""
+    """As planned, including tasks learned later."""
     learned: tuple[LearnedTask, ...]
     """In the order of learning."""
     largest_rank: int
-    """Of the sweep: factors were computed for it."""
+    """Of the sweep; factors were computed for it."""
     origin: Origin
 
     @property
@@ -73,13 +72,13 @@ class ModelContent:
 
     @property
     def outside_module(self) -> str | None:
-        """The module of a method from outside of the package; None for one of the package."""
+        """The module of a plugin method, or None."""
         return self.trial.settings.method.name.partition(":")[0] if self.trial.method_source is not None else None
 
     def with_task(self, trial: Trial, task: LearnedTask) -> ModelContent:
         """Return the model with one more task.
 
         Args:
-            trial: the model's, with that task at its end.
+            trial: the model's trial, ending in that task.
         """
         return replace(self, trial=trial, learned=(*self.learned, task))

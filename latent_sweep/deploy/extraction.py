@@ -1,4 +1,4 @@
-"""A model from a sweep: which trial is meant, and what it has left behind."""
+"""Extract a model from a sweep: select the trial, and collect its snapshots and router records."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ BEST = "best"
 """The finished trial with the highest AP."""
 
 _LISTED = 8
-"""Trials that an error lists, at most."""
+"""Maximum number of trials that an error lists."""
 
 
-# --- which trial -----------------------------------------------------------------------------------------------------
+# --- selecting a trial -----------------------------------------------------------------------------------------------
 
 
 def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
-    """The finished trial that is meant.
+    """Return the selected finished trial.
 
     Args:
-        wanted: `best`, the one with the highest AP and the first of several; or a trial's id, the beginning of one, or
-            its name in tables, as `lambda=0.1 seed=0`, or as much of that as no other has.
+        wanted: `best`, the (first) one with the highest AP; or a trial's id or the beginning of one; or its name in
+            tables, as `lambda=0.1 seed=0`, or enough of it to be unique.
 
     Raises:
-        ConfigError: no finished trial is meant, or several are.
-        StorageError: there is no sweep, or a journal is damaged.
+        ConfigError: no finished trial matches, or several do.
+        StorageError: there is no sweep, or a journal is corrupt.
     """
     trials = list(sweep)
     events = {trial.trial_id: trial.events() for trial in trials}
@@ -59,8 +59,8 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
         listed = [f"\n  {trial.trial_id}  {names[trial.trial_id]}" for trial in found or trials]
         more = f"\n  ... and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         raise ConfigError(
-            f"sweep {sweep.name}: found trial {quoted(wanted)}, which {problem}; expected {BEST}, an id, the beginning "
-            f"of one, or the name of one of:{''.join(listed[:_LISTED])}{more}"
+            f"sweep {sweep.name}: found trial {quoted(wanted)}, which {problem}; expected {BEST}, an id or its "
+            f"beginning, or the name of one of:{''.join(listed[:_LISTED])}{more}"
         )
     (trial,) = found
     if trial not in finished:
@@ -71,14 +71,14 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
     return trial
 
 
-# --- what it was planned as ------------------------------------------------------------------------------------------
+# --- planning it again -----------------------------------------------------------------------------------------------
 
 
 def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
-    """Plan a trial of a sweep again, from the settings that lie in its folder.
+    """Plan a trial again from the settings in its folder.
 
     Raises:
-        ConfigError: what lies outside the settings is not what it was: code, data, backbone, the benchmark's file.
+        ConfigError: code, data, backbone or the benchmark's file have changed.
         StorageError: its settings cannot be read.
     """
     settings = _settings(folder)
@@ -86,16 +86,16 @@ def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
     trial = plan_trial(written, [path for path, value in folder.values.items() if value is not None])
     if trial.trial_id != folder.trial_id:
         raise ConfigError(
-            f"sweep {sweep.name}: planned again, trial {folder.trial_id} is {trial.trial_id}: since it ran, the code "
-            "of latent_sweep or of its method, the benchmark's file or the backbone has changed. Put back what was "
-            "there, or run the sweep again"
+            f"sweep {sweep.name}: planned again, trial {folder.trial_id} is {trial.trial_id}: the code of latent_sweep "
+            "or of its method, the benchmark's file or the backbone has changed since it ran. Restore them, or run the "
+            "sweep again"
         )
     told = tuple(event.lineage for event in stages(folder.events()))
     if (found := trial.lineages()) != told:
         other = next(i for i, (a, b) in enumerate(zip(found, told, strict=False)) if a != b)
         raise ConfigError(
-            f"sweep {sweep.name}: the training rows of task {trial.tasks[other].name}, or the code that learns, are "
-            f"not what trial {folder.trial_id} has learned with. Put back what was there, or run the sweep again"
+            f"sweep {sweep.name}: the training rows of task {trial.tasks[other].name}, or the training code, are not "
+            f"those of trial {folder.trial_id}. Restore them, or run the sweep again"
         )
     return trial
 
@@ -105,37 +105,37 @@ def _settings(folder: TrialFolder) -> TrialSettings:
         settings = resolved_settings(folder.settings())
     except (ValidationError, LookupError, TypeError) as error:
         raise StorageError(
-            f"{folder.path}: has no settings of a trial of this version: {clause(error)}. Run the sweep again: that "
-            "writes them anew, and repeats nothing that is complete"
+            f"{folder.path}: its settings cannot be read by this version: {clause(error)}. Run the sweep again: that "
+            "rewrites them and repeats nothing that is complete"
         ) from error
     benchmark = settings.benchmark
     if benchmark.data_dir is not None and not Path(benchmark.data_dir).is_dir():
-        # another machine's: the environment says where data lies here
+        # another machine's path: use this machine's environment variable
         benchmark = benchmark.model_copy(update={"data_dir": None})
     return settings.model_copy(update={"benchmark": benchmark})
 
 
 def largest_rank(sweep: SweepFolder, trial: Trial) -> int:
-    """Return the largest rank of the trials that adapt the same projections: what their factors were computed for."""
+    """Return the largest rank of the trials that adapt the same projections, for which factors were computed."""
     own = trial.settings.backbone
     others = {folder.training_id: folder for folder in sweep if folder.params.get("backbone.name") == own.name}
     found = [replace(trial, settings=_settings(folder)) for folder in others.values()]
     return max(one.method().rank() for one in found if one.settings.backbone.targets == own.targets)
 
 
-# --- what it has left behind -----------------------------------------------------------------------------------------
+# --- collecting its content ------------------------------------------------------------------------------------------
 
 
 def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> ModelContent:
-    """Gather what a trial has left behind.
+    """Collect the content of a trial's model.
 
     Args:
-        context: of the trial as `planned` gives it.
+        context: of the trial as `planned` returns it.
 
     Raises:
-        ConfigError: the backbone is another one than the snapshots were learned on.
-        DataError: the benchmark's rows, from which what is missing is made, are not at hand.
-        StorageError: a snapshot is missing or damaged.
+        ConfigError: the backbone is not the one that the snapshots were trained on.
+        DataError: the benchmark's data is missing and needed to compute router records.
+        StorageError: a snapshot is missing or corrupt.
     """
     trial = context.trial
     snapshots = [_snapshot(sweep, lineage) for lineage in trial.lineages()]
@@ -153,7 +153,7 @@ def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> Mod
 
 
 def origin_of(sweep: SweepFolder, folder: TrialFolder) -> Origin:
-    """Where the model of a finished trial comes from, with what was scored last."""
+    """Return the provenance of a finished trial's model, with its last scores."""
     events = folder.events()
     scores = stages(events)[-1].scores
     return Origin(sweep.name, folder.trial_id, trial_name(sweep, folder), scores, final_metrics(events))

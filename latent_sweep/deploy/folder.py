@@ -1,10 +1,10 @@
-"""A model in a folder: written once, sealed with digests, read strictly. Safetensors and JSON only.
+"""Write and read model folders: checksummed, strict, safetensors and JSON only.
 
-model.json      settings, benchmark, tasks with their distances, where it comes from, and the digest of every file
-README.md       the same for people
-snapshots/      what learning each task has left behind
-router/         what routing keeps of each task
-factors/        of a method whose adapters lie in factors of the backbone's weights
+model.json      settings, benchmark, tasks with distance limits, provenance, and the digest of every file
+README.md       the card
+snapshots/      one per task
+router/         the router's records of each task
+factors/        for a method whose adapters use factors of the backbone's weights
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from latent_sweep.training.context import Context
 
 MODEL_FILE = "model.json"
 FORMAT = 1
-"""Of the folder; raised where one that was written before can no longer be read."""
+"""Version of the folder format."""
 RECORDS: Mapping[str, Callable[[Path], Any]] = {
     "mixture": TaskGmm.load,
     "scatter": TaskScatter.load,
     "ngrams": TaskNgrams.load,
 }
-"""How to read what routing keeps of a task, by the end of its file's name."""
+"""Readers of the router's records, by the suffix of their files."""
 
 
 def new_folder(folder: str | Path) -> Path:
-    """Make a folder to write a model into.
+    """Create a folder to write a model into.
 
     Raises:
-        ConfigError: something is there already.
-        StorageError: it cannot be made.
+        ConfigError: it exists and is not empty.
+        StorageError: it cannot be created.
     """
     path = local_path(folder)
     with committing(path):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"{path}: found something there; expected a new or an empty folder. Name another one")
+            raise ConfigError(f"{path}: found content; expected a new or an empty folder. Choose another one")
         path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -83,10 +83,10 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
 
 
 def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
-    """Read a model, and give it a place of its own in this machine's cache for what it computes.
+    """Read a model, and give it a storage of its own in this machine's cache.
 
     Raises:
-        StorageError: it is no folder of a model, or something of it is missing or damaged.
+        StorageError: it is not a model folder, or a file is missing or corrupt.
     """
     path = local_path(folder).resolve()
     found = _checked(path)
@@ -94,9 +94,8 @@ def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
         content = _content(path, found)
     except (ValidationError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(
-            f"{path / MODEL_FILE}: holds no model that this version can read: {clause(error)}. It was written by "
-            "latent_sweep of another version, or is damaged: install the version that its card names, or export "
-            "it again"
+            f"{path / MODEL_FILE}: not a model that this version can read: {clause(error)}. Install the version that "
+            "its card names, or export it again"
         ) from error
     storage = Storage(cache_folder() / "models" / file_digest(path / MODEL_FILE)[:16])
     for factors in path.glob("factors/*.safetensors"):
@@ -106,16 +105,16 @@ def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
 
 
 def is_model(folder: str | Path) -> bool:
-    """Whether a folder holds a model, as opposed to a sweep."""
+    """Return whether a folder contains a model, as opposed to a sweep."""
     return (local_path(folder) / MODEL_FILE).is_file()
 
 
 def _described(content: ModelContent) -> dict[str, Any]:
-    """Write a model as JSON, without any place of this machine but the backbone's."""
+    """Convert a model to JSON, without paths of this machine except the backbone's."""
     trial, origin = content.trial, content.origin
     settings = trial.settings.model_dump(mode="json")
     settings["benchmark"] |= {"data_dir": None, "name": trial.spec.name}
-    tasks = [_without_place(task) for task in trial.spec.tasks]
+    tasks = [_without_source(task) for task in trial.spec.tasks]
     return {
         "format": FORMAT,
         "settings": settings,
@@ -128,7 +127,7 @@ def _described(content: ModelContent) -> dict[str, Any]:
         "largest_rank": content.largest_rank,
         "tasks": [
             {
-                "task": _without_place(task.spec),
+                "task": _without_source(task.spec),
                 "snapshot": task.snapshot.lineage,
                 "farthest": task.farthest,
                 "sources": {split: digest for (name, split), digest in trial.sources.items() if name == task.spec.name},
@@ -146,8 +145,8 @@ def _described(content: ModelContent) -> dict[str, Any]:
     }
 
 
-def _without_place(task: TaskSpec) -> dict[str, Any]:
-    """Write a task as JSON, without where its rows lie: they are not read again."""
+def _without_source(task: TaskSpec) -> dict[str, Any]:
+    """Convert a task to JSON without the location of its data, which is not read again."""
     return task.model_dump(mode="json") | {"source": None}
 
 
@@ -185,42 +184,42 @@ def _record_path(path: Path, task: str, kind: str) -> Path:
 
 
 def _files(path: Path) -> Iterator[str]:
-    """Yield every file below a folder."""
+    """Yield the relative paths of all files below a folder."""
     yield from sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """Read `model.json` and hold every file against it.
+    """Read `model.json` and check every file against its digest.
 
     Raises:
-        StorageError: it is not there, or a file is missing or another one.
+        StorageError: a file is missing or corrupt.
     """
     file = path / MODEL_FILE
     if not file.is_file():
         raise StorageError(
-            f"{path}: found no {MODEL_FILE}; expected the folder of a model, as `latent-sweep export --to model` "
-            "writes it. Check the path"
+            f"{path}: found no {MODEL_FILE}; expected a model folder, as written by `latent-sweep export --to model`. "
+            "Check the path"
         )
-    found = _sealed_content(file)
+    found = _checksummed_content(file)
     if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
-        raise StorageError(f"{file}: does not check against its digest: it is damaged. Copy or export the model again")
+        raise StorageError(f"{file}: does not match its digest. Copy or export the model again")
     if found.get("format") != FORMAT:
         raise StorageError(
-            f"{file}: is of format {found.get('format')!r:.20}; this version reads {FORMAT}. Export the model again"
+            f"{file}: has format {found.get('format')!r:.20}; this version reads {FORMAT}. Export the model again"
         )
     for name, digest in found["files"].items():
         place = path / name
         if not place.resolve().is_relative_to(path):
-            raise StorageError(f"{file}: names {name!r:.80}, which lies outside of the folder; expected files within")
+            raise StorageError(f"{file}: names {name!r:.80}, outside the folder; expected files inside")
         if not place.is_file():
             raise StorageError(f"{place}: is missing. Copy or export the model again")
-        if name != "README.md" and file_digest(place) != digest:  # people write into that
-            raise StorageError(f"{place}: does not check against its digest. Copy or export the model again")
+        if name != "README.md" and file_digest(place) != digest:  # people edit the card
+            raise StorageError(f"{place}: does not match its digest. Copy or export the model again")
     return found
 
 
-def _sealed_content(file: Path) -> Any:
-    """Read a sealed file; None where it is damaged, or holds no JSON of ours."""
+def _checksummed_content(file: Path) -> Any:
+    """Read a checksummed file; None if it is corrupt or not JSON."""
     try:
         return json.loads(file.read_bytes())["content"] if has_valid_checksum(file) else None
     except (ValueError, LookupError, TypeError, RecursionError):

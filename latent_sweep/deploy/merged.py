@@ -1,4 +1,4 @@
-"""A model merged into its backbone: a folder of transformers with weights, configuration and tokenizer."""
+"""Export a model merged into its backbone: a transformers folder with weights, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 def export_merged(model: ContinualModel, folder: str | Path, task: str | None = None) -> Path:
-    """Write the backbone with the adapter added to its weights; returns the folder.
+    """Write the backbone with an adapter added to its weights; return the folder.
 
     Args:
-        task: whose adapter; None where one answers every text.
+        task: its adapter is merged; None if one adapter answers every text.
 
     Raises:
-        ConfigError: no adapter is meant, the model's snapshots are no LoRA adapters, or the folder holds something.
-        StorageError: it cannot be written.
+        ConfigError: the adapter is ambiguous, the snapshots are not LoRA adapters, or the folder is not empty.
+        StorageError: the folder cannot be written.
     """
     backbone = model.context.backbone
     if not backbone.whole:
-        raise ConfigError("backbone: its weights are spread over several workers; merge it where one holds all of them")
+        raise ConfigError("backbone: its weights are sharded over several workers; merge it where one holds them all")
     adapter = adapter_for(model, task)
     path = new_folder(folder)
     weights = {name: weight.detach() for name, weight in backbone.model.named_parameters()}  # a tied one once
@@ -41,16 +41,16 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
         W = weights[f"{name}.weight"]
         changed = W.float() + adapter.pairs.scale * B.float() @ A.float()
         weights[f"{name}.weight"] = changed.to(W.dtype)
-    kept = backbone.model.state_dict().keys()  # buffers that a checkpoint has, as BART's bias of its vocabulary
+    kept = backbone.model.state_dict().keys()  # persistent buffers, e.g. BART's vocabulary bias
     weights |= {name: buffer for name, buffer in backbone.model.named_buffers() if name in kept}
-    # not by the model's own method, which looks for accelerators and says so on standard output
+    # the model's own method looks for accelerators and prints about them
     config = backbone.model.config.to_dict()
     config |= {"architectures": [type(backbone.model).__name__], "dtype": model.trial.settings.backbone.dtype}
     write_file(path / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
     with committing(path):
         save_file({n: w.cpu().contiguous() for n, w in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
         generation = copy.deepcopy(backbone.model.generation_config)
-        if model.context.chat is not None:  # it has learned to end there, and a base model's own end is another
+        if model.context.chat is not None:  # training ended answers there, not at the base model's EOS
             known = generation.eos_token_id
             ends = known if isinstance(known, list) else [known] if known is not None else []
             generation.eos_token_id = [*ends, *({model.context.chat.end} - {*ends})]
@@ -63,8 +63,8 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
 def _card(model: ContinualModel, adapter: Adapter) -> str:
     dtype = model.trial.settings.backbone.dtype
     rounding = (
-        "Merged weights are rounded to bfloat16, which an adapter beside them is not: a near tie of two tokens can go "
-        "the other way. "
+        "Merged weights are rounded to bfloat16, unlike a separate adapter: a near tie of two tokens can go the other "
+        "way. "
         if dtype == "bfloat16"
         else ""
     )
@@ -73,8 +73,8 @@ def _card(model: ContinualModel, adapter: Adapter) -> str:
         "",
         f"# {model.trial.settings.method.name}, merged {adapter.learned}",
         "",
-        f"The backbone with the adapter `{adapter.name}` added to its weights: none has to be loaded, and none can be "
-        f"changed. {rounding}{prompts_end(model.context)}",
+        f"The backbone with the adapter `{adapter.name}` added to its weights: no adapter needs to be loaded. "
+        f"{rounding}{prompts_end(model.context)}",
         "",
         *provenance(model.content, model.context),
     ]

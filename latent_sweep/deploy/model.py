@@ -1,4 +1,4 @@
-"""ContinualModel: what a trial has learned, asked for answers and taught further tasks, without Ray or MLflow."""
+"""ContinualModel: a trained trial that answers texts and learns further tasks, without Ray or MLflow."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from latent_sweep.training.stage import learn_missing
 Array = npt.NDArray[np.float64]
 Device = Literal["auto", "cpu", "cuda"]
 ROUTING = (*ROUTED, "ngram", "oracle")
-"""Ways of mixing that send each text to one task before all others."""
+"""Combinations that route each text to one task."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +51,28 @@ class Answered:
 
     answer: str
     task: str | None
-    """The learned task that it was routed to; None where the model's way of mixing routes nothing (`sum`, `last` and
-    `gates`)."""
+    """The learned task that it was routed to; None if the combination routes nothing (`sum`, `last` and `gates`)."""
     weights: Mapping[str, float]
-    """How much the snapshot of each learned task has answered, without those that have not."""
+    """Weight of each learned task's snapshot in the answer, without zeros."""
     novelty: float | None
-    """Mahalanobis distance to the nearest component of any learned task; None where no posterior is asked for."""
+    """Mahalanobis distance to the nearest component of any learned task; None without a posterior."""
     known: bool | None
-    """Whether it belongs to a learned task, as far as its novelty tells; None where that tells nothing."""
+    """Whether it belongs to a learned task, by its novelty; None if that cannot be decided."""
 
     def record(self) -> dict[str, Any]:
-        """The answer as JSON."""
+        """Return the answer as JSON."""
         return asdict(self)
 
 
 class ContinualModel:
-    """A trial's snapshots on their backbone, with the router that chooses among them.
+    """A trial's snapshots on their backbone, with the router that combines them.
 
-    Made by `from_sweep` or `from_folder`. The backbone is loaded when it is first needed. One thread at a time is
-    answered; others wait.
+    Create one by `from_sweep` or `from_folder`. The backbone is loaded on first use. Threads are served one at a time.
 
     Args:
-        content: all but the backbone.
-        storage: a store for what is computed: factors, and the snapshots of tasks that it learns.
-        engine: what computes; None is plain torch in this process.
+        content: the model without its backbone.
+        storage: for computed factors and the snapshots of further tasks.
+        engine: runs the backbone; None is plain torch in this process.
     """
 
     def __init__(self, content: ModelContent, storage: Storage, engine: Engine | None = None):
@@ -84,20 +82,20 @@ class ContinualModel:
 
     @classmethod
     def from_sweep(cls, place: str | Path, trial: str = BEST, device: Device | None = None) -> ContinualModel:
-        """Take the model that a finished trial of a sweep has become.
+        """Open the model of a finished trial of a sweep.
 
-        Its benchmark must be at hand: from it come the distances beyond which a text belongs to no learned task. An
-        exported model needs it no more.
+        The benchmark's data must be available, to compute the distances beyond which a text is novel. An exported
+        model does not need it.
 
         Args:
             place: the sweep's folder `<storage>/<sweep name>`, as a path or as the URI of an object store.
-            trial: `best`, the one with the highest AP; or an id, the beginning of one, or a name as tables have it.
-            device: where it computes; None is what the trial says.
+            trial: `best`, the one with the highest AP; or an id, its beginning, or a name as in tables.
+            device: overrides the trial's device.
 
         Raises:
-            ConfigError: no such trial, or the code, the data or the backbone are not what it was planned with.
-            DataError: the benchmark's rows are not at hand.
-            StorageError: there is no sweep, or something of it is missing or damaged.
+            ConfigError: there is no such trial, or code, data or backbone have changed since it was planned.
+            DataError: the benchmark's data is missing.
+            StorageError: there is no sweep, or part of it is missing or corrupt.
         """
         sweep = open_sweep(place)
         folder = find_trial(sweep, trial)
@@ -114,12 +112,12 @@ class ContinualModel:
         """Open a model that was saved, or exported with `latent-sweep export --to model`.
 
         Args:
-            folder: the model's. Nothing is written into it.
-            device: where it computes; None is what the trial says.
-            backbone: the folder that holds the backbone here, where that is another one than the trial's.
+            folder: the model's folder; it is not written to.
+            device: overrides the trial's device.
+            backbone: the backbone's folder, if it differs from the trial's.
 
         Raises:
-            StorageError: it is no folder of a model, or something of it is missing or damaged.
+            StorageError: it is not a model folder, or part of it is missing or corrupt.
         """
         content, storage = folders.opened(folder)
         return cls(replace(content, trial=_on(content.trial, device, backbone)), storage)
@@ -129,12 +127,12 @@ class ContinualModel:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks that it has learned, in their order."""
+        """Names of the learned tasks, in order."""
         return self.content.tasks
 
     @property
     def trial(self) -> Trial:
-        """The trial that it comes from, with all tasks that it has learned."""
+        """The trial it comes from, with all learned tasks."""
         return self.content.trial
 
     @property
@@ -147,31 +145,30 @@ class ContinualModel:
         """Its method, able to train and to answer.
 
         Raises:
-            ConfigError: the backbone is another one than its snapshots were learned on.
+            ConfigError: the backbone is not the one that its snapshots were trained on.
         """
         self.context.check([task.snapshot for task in self.content.learned])
         return self._run().method
 
     def close(self) -> None:
-        """Take what was added to the backbone off it again."""
+        """Remove the adapters from the backbone."""
         self._context.close()
 
     # --- answering ---
 
     def answer(self, texts: Sequence[str], task: str | None = None) -> list[Answered]:
-        """Answer texts, each by the snapshots that its way of mixing chooses for it.
+        """Answer texts, each with the snapshots that the model's combination chooses.
 
-        They are answered in batches of the trial's `evaluation.batch_size`: the same texts in one call have the same
+        Texts are answered in batches of the trial's `evaluation.batch_size`: the same texts in one call have the same
         answers as a trial's test rows.
 
         Args:
-            task: a learned task, whose instruction then stands before each text as in training; None takes each text
-                for the whole prompt but for the cue. Which snapshots answer is not its to say, except where the model
-                mixes as an oracle, which needs it.
+            task: a learned task, whose instruction precedes each text as in training; None takes each text as the whole
+                prompt except the cue. It does not choose the snapshots, except under `combine: oracle`, which needs it.
 
         Raises:
-            ConfigError: there is no such task, or none where one is needed.
-            DataError: instruction and cue leave a text no room, or it is no text of whole characters.
+            ConfigError: there is no such task, or none is given and one is needed.
+            DataError: instruction and cue leave no room for a text, or a text has lone surrogates.
         """
         if isinstance(texts, str):
             raise ConfigError("answer: found one text; expected a list of texts, e.g. [text]")
@@ -188,12 +185,12 @@ class ContinualModel:
         if task is None:
             if mode == "oracle":
                 raise ConfigError(
-                    f"task: found none; this model mixes as an oracle, which is told the task. Name one of "
+                    f"task: found none; this model combines as an oracle, which needs the task. Name one of "
                     f"{', '.join(self.tasks)}"
                 )
             return None
         if task not in self.tasks:
-            raise ConfigError(f"task: found {quoted(task)}; expected one that was learned: {', '.join(self.tasks)}")
+            raise ConfigError(f"task: found {quoted(task)}; expected a learned task: {', '.join(self.tasks)}")
         return self.tasks.index(task)
 
     def _answer(self, texts: Sequence[str], position: int | None) -> list[Answered]:
@@ -221,14 +218,14 @@ class ContinualModel:
         return Answered(answer, routed.spec.name, mixed, novelty, known)
 
     def _end(self, position: int | None) -> AnswerEnd | None:
-        """Return where answers end for a named task; None, the benchmark's end, where no task is named."""
+        """Return where a task's answers end; None is the benchmark's end."""
         if position is None:
             return None
         task = self.content.learned[position].spec
         return AnswerEnd(target_length(self.trial.settings.benchmark, task), stop_of(self.trial.spec, task))
 
     def _encoded(self, texts: Sequence[str], position: int | None, longest: int) -> dict[str, list[list[int]]]:
-        """Turn texts into token ids as rows of a benchmark are, in the same columns."""
+        """Tokenize texts like a benchmark's examples, into the same columns."""
         b, backbone, chat = self.trial.settings.benchmark, self.context.backbone, self.context.chat
         parts = [
             bare_prompt(self.trial.spec, text)
@@ -276,7 +273,7 @@ class ContinualModel:
             s.benchmark.max_target_length,
             self.trial.spec.stop,
             s.benchmark.references,
-            cache=None,  # what is asked is nobody else's to know
+            cache=None,  # users' texts are private
         )
 
     # --- learning ---
@@ -288,22 +285,22 @@ class ContinualModel:
         rows: Sequence[ExampleLike] | None = None,
         held_out: Sequence[ExampleLike] = (),
     ) -> None:
-        """Learn one more task, with the same method and settings, from its rows and what earlier tasks have left.
+        """Learn one more task with the same method and settings, from its examples and the snapshots so far.
 
-        It is what the trial would have learned as its next task, bit for bit on a CPU. Prompts are written in the
-        format of the model's own benchmark, and answers end as there. On a GPU, `gradient_checkpointing: auto` is on.
+        The result is what the trial would have learned as its next task, bit for bit on a CPU. Prompt format and ends
+        of answers are those of the model's own benchmark. On a GPU, `gradient_checkpointing: auto` means on.
 
         Args:
-            task: a task's name in its benchmark; or what it is, with its rows.
+            task: a task's name in its benchmark, or a TaskSpec with rows.
             benchmark: the benchmark that has it, packaged or a folder; None is the model's own.
-            rows: training rows of a task that no benchmark has, `{"input": ..., "output": ...}` each.
-            held_out: rows of it that are not trained on, from which it is known how far out its rows lie; without any,
-                whether a text that is routed to it belongs to it is not told.
+            rows: training rows of a task that no benchmark has, each `{"input": ..., "output": ...}`.
+            held_out: more of its rows, not trained on, to compute its novelty limit; without any, novelty of texts
+                routed to it is undecided.
 
         Raises:
-            ConfigError: the task cannot be learned by this model; the message says why.
-            DataError: its rows are not at hand or malformed.
-            NonFiniteLoss: its loss became NaN or infinite; the model is what it was.
+            ConfigError: the model cannot learn the task.
+            DataError: its rows are missing or malformed.
+            NonFiniteLoss: its loss became NaN or infinite; the model is unchanged.
         """
         lesson = new_task(self.content, task, benchmark, rows, held_out)
         with self._lock:
@@ -318,7 +315,7 @@ class ContinualModel:
             run.snapshots = [known.snapshot for known in self.content.learned]
             if (lineages := [known.lineage for known in run.snapshots]) != list(run.lineages[:position]):
                 raise ConfigError(
-                    "the code that learns is not the one that this model's snapshots were learned with; install the "
+                    "the training code is not the one that this model's snapshots were trained with; install the "
                     f"versions that the facts of {lineages[-1]} name"
                 )
             learn_missing(ActiveRuns([run], context), position, say_nothing)
@@ -329,12 +326,12 @@ class ContinualModel:
             farthest = limit_at(combiner, position, fitted(combiner.settings, records))
         finally:
             context.close()
-        newest = run.snapshots[-1]  # a model holds its own
+        newest = run.snapshots[-1]  # a copy: the store may evict its own
         learned = LearnedTask(lesson.task, replace(newest, tensors=dict(newest.tensors)), records[-1], farthest)
         self._become(self.content.with_task(lesson.trial, learned))
 
     def _become(self, content: ModelContent) -> None:
-        """Be this model from now on, on the same backbone."""
+        """Replace the content, keeping the backbone."""
         self._context.close()
         self.content = content
         self._context = Context(content.trial, self._storage, self._context.engine, keeps_features=False)
@@ -344,32 +341,32 @@ class ContinualModel:
     def _run(self) -> ActiveRun:
         return ActiveRun(Run((self.trial,), self.content.largest_rank), [], self.context)
 
-    # --- keeping ---
+    # --- saving ---
 
     def save(self, folder: str | Path) -> Path:
-        """Write the model into a new or empty folder, from which `from_folder` opens it; returns the folder.
+        """Write the model into a new or empty folder for `from_folder`; return the folder.
 
-        It holds settings, snapshots, what routing keeps of each task, and the factors that its method reads: no row of
-        any task, and no weight of the backbone.
+        It contains settings, snapshots, router records and the factors that its method reads, but no task data and no
+        backbone weights.
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: the folder is not empty.
             StorageError: it cannot be written.
         """
-        _ = self.method  # of a factored one its factors, which are there once it has answered
+        _ = self.method  # computes the factors of a factored method
         return folders.save(self.content, self.context, self.method, folder)
 
 
 def _on(trial: Trial, device: Device | None, folder: str | Path | None = None) -> Trial:
-    """Return the trial with another device to compute on, and its backbone in another folder; None leaves them."""
+    """Return the trial with another device, and its backbone in another folder, if given."""
     changed = {"device": device, "name": None if folder is None else str(local_path(folder).resolve())}
-    found = {name: value for name, value in changed.items() if value is not None}
-    backbone = trial.settings.backbone.model_copy(update=found)
+    update = {name: value for name, value in changed.items() if value is not None}
+    backbone = trial.settings.backbone.model_copy(update=update)
     return replace(trial, settings=trial.settings.model_copy(update={"backbone": backbone}))
 
 
 def _decided(trial: Trial, context: Context) -> Trial:
-    """Return the trial with `gradient_checkpointing: auto` decided: on where there is a GPU."""
+    """Resolve `gradient_checkpointing: auto`: on with a GPU."""
     if trial.settings.training.gradient_checkpointing != "auto":
         return trial
     return with_checkpointing(trial, context.backbone.device.type != "cpu")

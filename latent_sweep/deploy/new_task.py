@@ -1,4 +1,4 @@
-"""A task that a model is to learn next: by name from a benchmark, or with rows of its own."""
+"""The next task for a model: by name from a benchmark, or with the caller's own examples."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ExampleLike = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class NewTask:
-    """One task to learn after those that a model has learned."""
+    """A task to learn after those that a model has learned."""
 
     task: TaskSpec
     trial: Trial
-    """The model's, with the task at its end."""
+    """The model's trial, ending in the task."""
     reading: Trial
-    """The same, with the benchmark that the task's rows are read from in the place of the model's own."""
+    """The same, with the benchmark that the task's examples are read from."""
 
 
 def new_task(
@@ -41,18 +41,18 @@ def new_task(
     rows: Sequence[ExampleLike] | None,
     held_out: Sequence[ExampleLike],
 ) -> NewTask:
-    """Find the task and its rows; see `ContinualModel.learn`.
+    """Find the task and its examples; see `ContinualModel.learn`.
 
     Raises:
-        ConfigError: the task cannot be learned by this model.
-        DataError: its rows are not at hand or malformed.
+        ConfigError: the model cannot learn the task.
+        DataError: its examples are missing or malformed.
     """
     trial = content.trial
     if isinstance(task, str):
         if rows is not None or held_out:
             raise ConfigError(
-                f"task: found the name {quoted(task)} with rows of its own; expected a TaskSpec with rows, or the name "
-                "of a benchmark's task without"
+                f"task: found the name {quoted(task)} with rows; expected a TaskSpec with rows, or the name of a "
+                "benchmark's task without rows"
             )
         source = trial.spec if benchmark is None else load_benchmark(str(benchmark))
         task = _named(source, task)
@@ -60,22 +60,22 @@ def new_task(
         raise ConfigError(
             f"task: found the task {task.name} "
             + ("without rows" if not rows else "with a benchmark")
-            + "; expected its training rows, or the name of a task that a benchmark has"
+            + "; expected its training rows, or the name of a benchmark's task"
         )
     else:
         source = _own_benchmark(trial.spec, task, rows, held_out)
         (task,) = source.tasks
     if task.name in content.tasks:
         raise ConfigError(
-            f"task: {task.name} is one of the tasks that this model has learned: {', '.join(content.tasks)}. Give "
-            "another task, or another name"
+            f"task: {task.name} is already learned; this model has {', '.join(content.tasks)}. Choose another task, or "
+            "another name"
         )
     position = len(content.learned)
     if (reads := tuple(trial.method().learns_from(position, position + 1))) != (position,):
-        learns = "nothing" if not reads else "other tasks, too"
+        learns = "nothing" if not reads else "other tasks as well"
         raise ConfigError(
-            f"method {trial.settings.method.name}: at task {position + 1} it learns {learns}, so there is nothing to "
-            "go on with; take a model of a method that learns task by task"
+            f"method {trial.settings.method.name}: at task {position + 1} it learns {learns}, so a model cannot be "
+            "extended; use a method that learns task by task"
         )
     reading = _with_task(trial, task, source)
     _check_rows(reading, task)
@@ -95,10 +95,10 @@ def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
 def _own_benchmark(
     spec: BenchmarkSpec, task: TaskSpec, rows: Sequence[ExampleLike], held_out: Sequence[ExampleLike]
 ) -> BenchmarkSpec:
-    """Write the rows of a task down as those of a benchmark of one's own, where they are read like any others.
+    """Write a task's examples as a user benchmark, to be read like any other.
 
     Raises:
-        DataError: they are no JSON.
+        DataError: they cannot be written as JSON.
     """
     files = {"train.jsonl": rows, "test.jsonl": held_out}
     try:
@@ -115,7 +115,7 @@ def _own_benchmark(
 
 
 def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:
-    """Return the trial with one more task, whose rows are read as its own benchmark says."""
+    """Return the trial with one more task, read as its benchmark says."""
     place = {"layout": source.layout, "folder": source.folder}
     spec = _holding(trial.spec, task).model_copy(update=place)
     found: dict[tuple[str, str], str | None] = {
@@ -133,13 +133,13 @@ def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:
 
 
 def _holding(spec: BenchmarkSpec, task: TaskSpec) -> BenchmarkSpec:
-    """Return the benchmark with this task, in the place of one of the same name."""
+    """Return the benchmark with this task, replacing one of the same name."""
     others = tuple(known for known in spec.tasks if known.name != task.name)
     return spec.model_copy(update={"tasks": (*others, task)})
 
 
 def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> None:
-    """Refuse more rows than the trial takes of a task: it would draw some of them.
+    """Refuse more examples than the trial takes per task, which would select a subset.
 
     Raises:
         ConfigError: there are more.
@@ -149,23 +149,23 @@ def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> Non
         if limit is not None and given > limit:
             what = "training rows" if name == "train" else "held-out rows"
             raise ConfigError(
-                f"task {task.name}: found {given:,} {what}; this model's trial takes {limit:,} of a task "
-                f"(benchmark.{name}_per_task), as of those before. Give at most so many"
+                f"task {task.name}: found {given:,} {what}; this model's trial takes {limit:,} per task "
+                f"(benchmark.{name}_per_task). Give at most {limit:,}"
             )
 
 
 def _check_rows(trial: Trial, task: TaskSpec) -> None:
-    """Find rows that are missing or malformed before anything is learned.
+    """Check the examples before training.
 
     Raises:
         ConfigError: there are fewer than the router has components.
-        DataError: they are not at hand, or malformed.
+        DataError: they are missing or malformed.
     """
     s = trial.settings
     load_examples(trial.spec, task, "train", s.benchmark, source=trial.source(task, "train"))
     count = count_examples(trial.spec, task, "train", s.benchmark)
     if s.router.combine in ROUTED and s.router.components > count:
         raise ConfigError(
-            f"task {task.name}: found {count} training rows; the router of this model has {s.router.components} "
-            "components a task. Give at least as many rows"
+            f"task {task.name}: found {count} training rows; the router of this model needs {s.router.components} per "
+            "task. Give more rows"
         )

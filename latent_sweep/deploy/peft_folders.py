@@ -1,4 +1,4 @@
-"""Adapters in folders that peft reads, and vLLM and TGI with it: one folder for each, written without peft."""
+"""Export adapters to folders in peft's format, for peft, vLLM and TGI; written without peft."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from latent_sweep.deploy.model import ContinualModel
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's --max-lora-rank may be; it must be at least an adapter's rank."""
+"""Valid values of vLLM's --max-lora-rank, which must be at least an adapter's rank."""
 
 LOST = {
-    "soft": "Here every text is answered by a mixture of all adapters, weighed by the router's posterior. Adapters "
-    "that are loaded one at a time cannot be mixed row by row, and whoever loads them chooses among them: where the "
-    "posterior is nearly all on one task, answers are the same; elsewhere they are not.",
-    "gates": "Here every text is answered by the sum of all adapters, each weighed by its own gate that reads the "
-    "text. The gates are not in these folders: an adapter alone answers as if its gate were open and all others "
+    "soft": "In latent_sweep all adapters answer every text, weighted by the router's posterior. Adapters loaded one "
+    "at a time cannot be combined row by row, so the user has to choose one. Answers are the same where the posterior "
+    "is nearly all on one task, and differ elsewhere.",
+    "gates": "In latent_sweep the sum of all adapters answers every text, each weighted by its own gate, which reads "
+    "the text. The gates are not in these folders: an adapter alone answers as if its gate were open and all others "
     "closed.",
-    "hard": "Here the router chooses one of them for each text. It is not in these folders: whoever loads them has to "
-    "choose.",
-    "ngram": "Here a string match chooses one of them for each text. It is not in these folders: whoever loads them "
-    "has to choose.",
-    "oracle": "Which task a text is of must be known, here as there.",
+    "hard": "In latent_sweep the router chooses one of them for each text. It is not in these folders, so the user has "
+    "to choose.",
+    "ngram": "In latent_sweep a string match chooses one of them for each text. It is not in these folders, so the "
+    "user has to choose.",
+    "oracle": "The task of a text must be known, as in latent_sweep.",
     "sum": "All adapters answer together: this one is their sum, of their summed rank, and loses nothing.",
     "last": "The newest snapshot answers every text: this is it, and nothing is lost.",
 }
-"""What a folder of adapters loses, by the way of mixing."""
+"""What an export to adapter folders loses, by combination."""
 
 
 def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
-    """Write each adapter into a folder of its own below this one; returns these folders.
+    """Write each adapter into its own folder below this one; return these folders.
 
     Raises:
-        ConfigError: the model's snapshots are no LoRA adapters, or the folder holds something.
-        StorageError: it cannot be written.
+        ConfigError: the snapshots are not LoRA adapters, or the folder is not empty.
+        StorageError: a folder cannot be written.
     """
     adapters = adapters_of(model)
     path = new_folder(folder)
@@ -70,13 +70,13 @@ def _write(model: ContinualModel, adapter: Adapter, folder: Path) -> None:
 
 
 def _alpha(adapter: Adapter) -> tuple[float, int]:
-    """Return what B is multiplied by, and lora_alpha, a whole number: vLLM expects one."""
+    """Return the factor for B, and lora_alpha as a whole number, which vLLM expects."""
     alpha = adapter.pairs.scale * adapter.rank
     return (1.0, int(alpha)) if alpha == int(alpha) else (adapter.pairs.scale, adapter.rank)
 
 
 def _config(model: ContinualModel, rank: int, alpha: int) -> dict[str, Any]:
-    """What peft's LoraConfig reads; the rest is its default."""
+    """Return the fields of peft's LoraConfig that differ from its defaults, or matter."""
     backbone, settings = model.context.backbone, model.trial.settings.backbone
     return {
         "peft_type": "LORA",
@@ -97,25 +97,25 @@ def _config(model: ContinualModel, rank: int, alpha: int) -> dict[str, Any]:
 
 
 def target_modules(model: Any, targets: Sequence[str]) -> list[str]:
-    """The last parts of the targets' names, where they mean these modules and no others; else whole names."""
+    """Return the last parts of the targets' names if they are unambiguous, else the whole names."""
     short = sorted({name.rpartition(".")[2] for name in targets})
-    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short}
-    return short if meant == set(targets) else sorted(targets)
+    matching = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short}
+    return short if matching == set(targets) else sorted(targets)
 
 
 def _where_the_base_is(name: str) -> list[str]:
-    """Say where other programs find a base that no hub has."""
+    """Return a note on a base model that no hub has."""
     if name != EMBEDDED:
         return []
     return [
-        f"The base lies in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; `{name}` is no "
-        "name that a hub knows.",
+        "The base is in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; the hub does not "
+        f"have `{name}`.",
         "",
     ]
 
 
 def _ends(model: ContinualModel) -> str:
-    """Say where answers end, by task if tasks differ in it."""
+    """Describe where answers end, by task if they differ."""
     spec, settings = model.trial.spec, model.trial.settings.benchmark
     ends: dict[str, list[str]] = {}
     for task in model.content.learned:
@@ -127,7 +127,7 @@ def _ends(model: ContinualModel) -> str:
 
 
 def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> str:
-    """The card of one adapter, or of all of them in their folders."""
+    """Return the card of one adapter, or of the folder with all of them."""
     content, settings, rank = model.content, model.trial.settings, max(adapter.rank for adapter in adapters)
     base, names = base_model(settings.backbone), [adapter.name for adapter in adapters]
     alone = len(adapters) == 1 and folder.name == names[0]
@@ -149,8 +149,8 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         "",
         f"Rank {rank}. {LOST[settings.router.combine]}",
         "",
-        f"A prompt is what stood in training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
-        f"{prompts_end(model.context)} Answers are greedy, and end at " + f"{_ends(model)}.",
+        f"Prompts must be those of training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
+        f"{prompts_end(model.context)} Answers are greedy, and end at {_ends(model)}.",
         "",
         *_where_the_base_is(settings.backbone.name),
         "```python",
@@ -161,7 +161,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         f'model = PeftModel.from_pretrained(base, "{here[names[0]]}")',
         "```",
         "",
-        "For servers that read such folders and know the architecture; neither was tried with this one:",
+        "For servers that read such folders and support the architecture; neither has been tested with this one:",
         "",
         "```bash",
         vllm,

@@ -1,4 +1,4 @@
-"""What routing keeps of a task: gathered where a task was learned, and enough to route by without any of its rows."""
+"""Router records of tasks, sufficient to route without their examples."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from latent_sweep.training.context import Context
 
 
 def records_combiner(context: Context, trial: Trial) -> Combiner:
-    """Make the combiner that gathers records of a trial's tasks.
+    """Return a combiner that gathers records of a trial's tasks.
 
-    Its test rows have the prompts that tasks are learned with, whatever the trial was tested on: so is a model asked.
+    Its test examples have verbatim prompts, whatever the trial was tested on, as a model's texts do.
     """
     benchmark = trial.settings.benchmark.model_copy(update={"prompts": PromptSettings()})
     verbatim = replace(trial, settings=trial.settings.model_copy(update={"benchmark": benchmark}))
@@ -35,14 +35,14 @@ def records_combiner(context: Context, trial: Trial) -> Combiner:
 
 
 def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
-    raise AssertionError("records are gathered without weighing anything")
+    raise AssertionError("gathering records needs no gates")
 
 
 def records_at(combiner: Combiner, position: int) -> Records:
-    """Gather what routing keeps of the task at this position; what the store lacks is made from its training rows.
+    """Gather the router's records of a task; missing ones are computed from its training examples.
 
     Raises:
-        DataError: the rows are needed, and are not at hand or are others than were planned with.
+        DataError: the examples are needed and missing, or have changed since planning.
     """
     if combiner.settings.combine in ROUTED:
         return Records(combiner.gmm(position), combiner.scatter(position))
@@ -50,16 +50,16 @@ def records_at(combiner: Combiner, position: int) -> Records:
 
 
 def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRouter | None:
-    """Fit the router over all tasks from their records alone: bit for bit the one that their trial has routed by.
+    """Fit the router over all tasks from their records, bit for bit that of their trial.
 
     Returns:
-        None where no posterior is asked for.
+        None without a posterior.
     """
     if settings.combine not in ROUTED:
         return None
     mixtures = [record.mixture for record in records if record.mixture is not None]
     scatters = [record.scatter for record in records if record.scatter is not None]
-    assert len(mixtures) == len(scatters) == len(records), "every task that is routed to has left its records"
+    assert len(mixtures) == len(scatters) == len(records), "every task has records"
     pooled = settings.cov.pooled_tasks(len(records), len(records))
     fold = PooledScatter()
     for position, scatter in enumerate(scatters[:pooled]):
@@ -68,9 +68,9 @@ def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRout
 
 
 def limit_at(combiner: Combiner, position: int, router: GaussianRouter | None) -> float | None:
-    """Tell how far out the held-out rows of a task lie in this router: `LearnedTask.farthest`.
+    """Return `LearnedTask.farthest` of a task: a quantile of its held-out examples' distances.
 
-    Held out are the rows that the trial is scored on, at most `DISTANCE_ROWS` of them: none that was trained on.
+    Held out are the examples that the trial is scored on, at most `DISTANCE_ROWS`.
     """
     if router is None:
         return None

@@ -1,6 +1,6 @@
-"""Scores of answers, and what the matrix of scores says about learning and forgetting.
+"""Scores of answers, and measures of learning and forgetting from the score matrix.
 
-Scores are fractions in [0, 1]; tables multiply by 100. Everything here is pure.
+Scores are fractions in [0, 1]; tables show percent. All functions are pure.
 """
 
 from latent_sweep.metrics.answers import (

@@ -1,8 +1,8 @@
-"""Scores of single answers.
+"""Score single answers.
 
-Every metric compares texts in the normalization form NFC, trimmed alike on both sides, and gives an empty answer 1 for
-an empty reference alone. A task's score is the mean over its rows, also of BLEU, chrF and SARI: it is not the score of
-a corpus, whose counts are summed before they are divided.
+Every metric compares NFC-normalized texts without surrounding blanks; an empty answer scores 1 only for an empty
+reference. A task's score is the mean over its examples, also for BLEU, chrF and SARI. It is not a corpus score, which
+sums counts before dividing.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from latent_sweep.metrics.numerals import last_number
 from latent_sweep.plugins import code_digest, imported
 
 Metric = str
-"""A name in `METRICS`, or `package.module:function` from outside."""
+"""A name in `METRICS`, or a plugin, `package.module:function`."""
 RefsPolicy = Literal["single_first", "max_over_refs"]
 
 _KEEPS_INDENT = ("edit_similarity",)
-"""Metrics of code: blanks before an answer count."""
+"""Metrics of code, for which leading blanks count."""
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def to_nfc(text: str) -> str:
-    """Return `text` in the Unicode normalization form NFC, in which all answers and references are compared.
+    """Return `text` in Unicode normalization form NFC, in which answers and references are compared.
 
-    NFC only unites spellings that look the same (a letter with its accent as one character or as two). NFKC, which
-    T5's tokenizers write, would also unite `x²` with `x2`; then a score would depend on the backbone that reads it.
+    NFC only unites encodings of the same characters. NFKC, which T5's tokenizers produce, would also unite `x²` with
+    `x2`, and scores would depend on the backbone.
     """
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def trimmed(metric: Metric, text: str) -> str:
-    """Return `text` as a metric compares it: without the blanks around it.
+    """Strip `text` as a metric compares it.
 
-    `edit_similarity`, which scores code, keeps the blanks at the beginning of the first line that holds text.
+    `edit_similarity`, which scores code, keeps the indent of the first line with text.
     """
     if metric not in _KEEPS_INDENT:
         return text.strip()
@@ -54,14 +54,14 @@ def trimmed(metric: Metric, text: str) -> str:
 
 
 def without_blank_lines(text: str) -> str:
-    """Return `text` without the blank lines before it and the blanks after it."""
+    """Remove blank lines before `text` and blanks after it."""
     body = text.lstrip()
     before = text[: len(text) - len(body)]
     return (before[before.rfind("\n") + 1 :] + body).rstrip()
 
 
 def cut_answer(text: str, stop: Sequence[str]) -> str:
-    """Return a generated text up to the first stop string after some text, without the blank lines before it."""
+    """Cut a generated text at the first stop string after some text, and remove blank lines before it."""
     body = text.lstrip()
     before = text[: len(text) - len(body)]
     for mark in stop:
@@ -70,12 +70,12 @@ def cut_answer(text: str, stop: Sequence[str]) -> str:
 
 
 def normalize_answer(text: str) -> str:
-    """`text` in lower case, without ASCII punctuation, with single spaces; articles are kept."""
+    """Lowercase `text`, remove ASCII punctuation and collapse blanks; articles stay."""
     return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
 
 
 def _metric(score: Callable[..., float]) -> Callable[..., float]:
-    """Pass to_nfc and trimmed texts to a metric; an empty answer scores 1 for an empty reference, else 0.
+    """Wrap a metric: pass normalized, trimmed texts; an empty answer scores 1 for an empty reference, else 0.
 
     Raises:
         ValueError: there is no reference.
@@ -92,9 +92,9 @@ def _metric(score: Callable[..., float]) -> Callable[..., float]:
 
 @_metric
 def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """1.0 where the normalised prediction equals a normalised reference, else 0.0.
+    """Return 1.0 if the normalized prediction equals a normalized reference, else 0.0.
 
-    A text that normalizes to nothing, such as `-`, is compared as it is written.
+    A text that normalizes to nothing, such as `-`, is compared literally.
     """
     answer = _normalised_or_whole(prediction)
     return float(any(answer == _normalised_or_whole(reference) for reference in references))
@@ -102,29 +102,29 @@ def exact_match(prediction: str, references: Sequence[str]) -> float:
 
 @_metric
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
-    """Largest Rouge-L F-measure over the references, with stemming, as `rouge_score` has it.
+    """Return the best Rouge-L F-measure over the references, with stemming, as in `rouge_score`.
 
-    With LCS the longest common subsequence of the stemmed words: P = LCS / words of the prediction, R = LCS / words of
-    the reference, F = 2PR / (P + R). A word is a run of a to z and digits; without any, also an equal answer scores 0.
+    With LCS the longest common subsequence of stemmed words: P = LCS / words of the prediction, R = LCS / words of the
+    reference, F = 2PR / (P + R). A word is a run of a to z and digits; texts without any score 0, even if equal.
     """
     return _rouge("rougeL", prediction, references)
 
 
 @_metric
 def rouge_1(prediction: str, references: Sequence[str]) -> float:
-    """Largest Rouge-1 F-measure over the references, with stemming, as `rouge_score` has it.
+    """Return the best Rouge-1 F-measure over the references, with stemming, as in `rouge_score`.
 
-    With C the words in common, counted with repetition: P = C / words of the prediction, R = C / words of the
-    reference, F = 2PR / (P + R). Words are those of `rouge_l`.
+    With C the common words, counted with repetition: P = C / words of the prediction, R = C / words of the reference,
+    F = 2PR / (P + R). Words are those of `rouge_l`.
     """
     return _rouge("rouge1", prediction, references)
 
 
 @_metric
 def rouge_l_char(prediction: str, references: Sequence[str]) -> float:
-    """Largest Rouge-L F-measure of characters over the references: for writing without blanks, such as Chinese.
+    """Return the best character Rouge-L F-measure over the references, for scripts without blanks such as Chinese.
 
-    As `rouge_l`, with `_characters` in place of stemmed words.
+    As `rouge_l`, with `_characters` instead of stemmed words.
     """
     answer = _characters(prediction)
     return max(_lcs_f(answer, _characters(reference)) for reference in references)
@@ -132,20 +132,19 @@ def rouge_l_char(prediction: str, references: Sequence[str]) -> float:
 
 @_metric
 def token_f1(prediction: str, references: Sequence[str]) -> float:
-    """Largest F-measure of words over the references, as SQuAD has it: without case, punctuation and articles.
+    """Return the best word F-measure over the references, as in SQuAD: without case, punctuation and articles.
 
-    With C the words in common, counted with repetition: P = C / words of the prediction, R = C / words of the
-    reference, F = 2PR / (P + R). Articles count where a reference has no other word; of a text without words all is
-    one word.
+    With C the common words, counted with repetition: P = C / words of the prediction, R = C / words of the reference,
+    F = 2PR / (P + R). Articles count if the reference has no other word; a text without words is one word.
     """
     return max(_counted_f(*_squad_words(prediction, reference)) for reference in references)
 
 
 @_metric
 def token_f1_char(prediction: str, references: Sequence[str]) -> float:
-    """Largest F-measure of characters over the references: for writing without blanks, such as Chinese.
+    """Return the best character F-measure over the references, for scripts without blanks such as Chinese.
 
-    As `token_f1`, with `_characters` in place of words.
+    As `token_f1`, with `_characters` instead of words.
     """
     answer = _characters(prediction)
     return max(_counted_f(answer, _characters(reference)) for reference in references)
@@ -153,9 +152,9 @@ def token_f1_char(prediction: str, references: Sequence[str]) -> float:
 
 @_metric
 def edit_similarity(prediction: str, references: Sequence[str]) -> float:
-    """Largest normalised edit similarity over the references: `fuzz.ratio` / 100, as TRACE scores code.
+    """Return the best normalized edit similarity over the references: `fuzz.ratio` / 100, as TRACE scores code.
 
-    1 - D / (characters of both), with D the fewest insertions and deletions that make the one of the other.
+    1 - D / (characters of both), with D the minimum number of insertions and deletions.
     """
     from rapidfuzz import fuzz
 
@@ -164,29 +163,29 @@ def edit_similarity(prediction: str, references: Sequence[str]) -> float:
 
 @_metric
 def bleu(prediction: str, references: Sequence[str]) -> float:
-    """BLEU of one answer against all its references, with sacreBLEU's `13a` tokens and effective order.
+    """Return the BLEU of one answer against all its references, with sacreBLEU's `13a` tokens and effective order.
 
-    The effective order leaves n-grams out that a short answer cannot have.
+    The effective order omits n-grams longer than the answer.
     """
     return min(1.0, _sentence_scorer("bleu").sentence_score(prediction, list(references)).score / 100)
 
 
 @_metric
 def chrf(prediction: str, references: Sequence[str]) -> float:
-    """ChrF of one answer, of characters up to six and beta 2, as sacreBLEU has it; the best over the references."""
+    """Return the best chrF over the references, with sacreBLEU's defaults: characters up to six, beta 2."""
     return min(1.0, _sentence_scorer("chrf").sentence_score(prediction, list(references)).score / 100)
 
 
 @_metric
 def sari(prediction: str, references: Sequence[str], text: str) -> float:
-    """SARI of one simplification against all its references (Xu et al. 2016), of words in lower case.
+    """Return the SARI of a simplification against all its references (Xu et al. 2016), on lowercase words.
 
-    The mean over n-grams of one to four words of (F of what is kept + P of what is deleted + F of what is added) / 3,
-    as in the authors' SARI.py; also as there, an empty part counts 0, so that an answer equal to its reference need
-    not score 1. Words end at blanks, so punctuation counts apart only where it stands apart.
+    The mean over n-grams of one to four words of (F of kept + P of deleted + F of added) / 3, as in the authors'
+    SARI.py. As there, an empty part counts 0, so an answer equal to its reference can score below 1, and words are
+    split at blanks only.
 
     Args:
-        text: what was to be simplified, the row's input.
+        text: the text to simplify, the example's input.
     """
     words = [sentence.lower().split() for sentence in (text, prediction, *references)]
     return float(np.mean([_sari_of(n, words[0], words[1], words[2:]) for n in range(1, 5)]))
@@ -194,12 +193,12 @@ def sari(prediction: str, references: Sequence[str], text: str) -> float:
 
 @_metric
 def number_match(prediction: str, references: Sequence[str]) -> float:
-    """1.0 where the last number of the answer is the last one of a reference, else 0.0.
+    """Return 1.0 if the last number of the answer equals that of a reference, else 0.0.
 
-    Numbers are read by the rules of `numerals.py`. Without a number in both: 0.0.
+    `numerals.py` has the rules. Without a number in both the score is 0.0.
     """
-    found = last_number(prediction)
-    return float(found is not None and any(found == last_number(reference) for reference in references))
+    number = last_number(prediction)
+    return float(number is not None and any(number == last_number(reference) for reference in references))
 
 
 METRICS: Mapping[str, Callable[..., float]] = {
@@ -215,13 +214,13 @@ METRICS: Mapping[str, Callable[..., float]] = {
     "sari": sari,
     "number_match": number_match,
 }
-"""Name in a benchmark file -> function of a prediction, its references and, as a third argument, its row's input."""
+"""By name in a benchmark file: functions of a prediction, its references and, optionally, the example's input."""
 
 KINDS = f"{', '.join(METRICS)}, or package.module:function"
 
 
 def check_metric(name: str) -> str:
-    """Return the name of a metric; whether one from outside can be imported is found out by `metric_function`.
+    """Return the name of a metric if it is valid; `metric_function` imports plugins.
 
     Raises:
         ValueError: there is no metric of this name.
@@ -233,39 +232,38 @@ def check_metric(name: str) -> str:
 
 
 def metric_function(name: Metric) -> Callable[..., float]:
-    """The function of a metric, in `METRICS` or imported from outside.
+    """Return the function of a metric, importing a plugin.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be imported.
+        ConfigError: there is no such metric, or it cannot be imported.
     """
     if ":" not in name:
         try:
             return METRICS[check_metric(name)]
         except ValueError as error:
             raise ConfigError(f"metric: {error}") from None
-    found = imported(name, KINDS)
+    function = imported(name, KINDS)
     module, _, attribute = name.partition(":")
-    if not callable(found) or isinstance(found, type):
+    if not callable(function) or isinstance(function, type):
         raise ConfigError(f"found {name!r}; {module} has no function {attribute}")
-    if not 2 <= _arguments(found) <= 3:
+    if not 2 <= _arguments(function) <= 3:
         raise ConfigError(
-            f"found {name!r}; expected a function of the prediction, its references and, where it asks for it, the "
-            "row's input"
+            f"found {name!r}; expected a function of the prediction, its references and, optionally, the row's input"
         )
-    if _optional_third(found):
+    if _optional_third(function):
         raise ConfigError(
-            f"found {name!r}; its third parameter has the default None, so that it would never be given the row's "
-            "input. Take the default away, or put a * before what is no input"
+            f"found {name!r}; its third parameter has the default None, so the row's input would never be passed. "
+            "Remove the default, or make the parameter keyword-only if it is not the input"
         )
-    return found
+    return function
 
 
 REVISED: Mapping[str, str] = {"number_match": "3"}
-"""Metrics in `METRICS` that once gave other scores, and how they are told from what they were."""
+"""Versions of metrics in `METRICS` whose scores have changed; part of identities."""
 
 
 def metric_source(name: Metric) -> str | None:
-    """Content hash of the code of a metric from outside, as that of a method from there; of ours what `REVISED` says.
+    """Return the content hash of a plugin metric's code, or the version in `REVISED`.
 
     Raises:
         ConfigError: as `metric_function`.
@@ -277,7 +275,7 @@ def metric_source(name: Metric) -> str | None:
 
 
 def takes_input(name: Metric) -> bool:
-    """Whether a metric scores an answer by the row's input too.
+    """Return whether a metric also reads the example's input.
 
     Raises:
         ConfigError: as `metric_function`.
@@ -288,19 +286,19 @@ def takes_input(name: Metric) -> bool:
 def _arguments(function: Callable[..., float]) -> int:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
-        found = inspect.signature(function).parameters.values()
-    except ValueError:  # of some that are written in C nothing tells
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some C functions have no signature
         return 0
-    return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in found)
+    return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters)
 
 
 def _optional_third(function: Callable[..., float]) -> bool:
-    """Whether a function may wait for the row's input, and would get none."""
+    """Return whether a function's third parameter defaults to None, so that it would never get the input."""
     try:
-        found = list(inspect.signature(function).parameters.values())[2:3]
+        third = list(inspect.signature(function).parameters.values())[2:3]
     except ValueError:
         return False
-    return any(one.kind is one.POSITIONAL_OR_KEYWORD and one.default is None for one in found)
+    return any(each.kind is each.POSITIONAL_OR_KEYWORD and each.default is None for each in third)
 
 
 def score_rows(
@@ -311,20 +309,20 @@ def score_rows(
     inputs: Sequence[str] | None = None,
     quick: bool = False,
 ) -> npt.NDArray[np.float64]:
-    """Score of each row as (n,) float64.
+    """Return the score of each example, (n,) float64.
 
     Args:
-        metric: a name in `METRICS`, or of a function from outside.
+        metric: a name in `METRICS`, or a plugin.
         predictions: n answers.
         references: n lists of one or more accepted answers.
-        refs_policy: "single_first": against the first reference only, as the public scorer does; "max_over_refs":
-            the score over all of them: the best one, and for BLEU and SARI what they make of several.
+        refs_policy: "single_first" scores against the first reference only, as the public scorer does;
+            "max_over_refs" over all of them: the best score, or for BLEU and SARI their multi-reference score.
         inputs: n inputs, for a metric that reads them.
-        quick: Rouge does not stem words, for checks: importing `rouge_score` and its stemmer takes seconds.
+        quick: do not stem words for Rouge, whose stemmer takes seconds to import; for checks.
 
     Raises:
-        ValueError: the lengths differ, a row has no reference, or the inputs are missing that the metric reads.
-        ConfigError: there is no such metric, or one from outside fails or gives something else than a fraction.
+        ValueError: the lengths differ, an example has no reference, or required inputs are missing.
+        ConfigError: there is no such metric, or a plugin fails or does not return a fraction.
     """
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions but {len(references)} lists of references, expected as many")
@@ -342,9 +340,7 @@ def score_rows(
 
 
 def first_equivalent(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[str, str] | None:
-    """Return the first pair of different answers that scores 1, one as the answer to the other; None without one.
-
-    Rouge is not stemmed here.
+    """Return the first pair of different answers of which one scores 1 against the other, without stemming for Rouge.
 
     Raises:
         ConfigError: as `score_rows`.
@@ -356,25 +352,25 @@ def first_equivalent(answers: Iterable[str], metric: Metric = "accuracy") -> tup
 
 
 def _checked(metric: Metric, score: Callable[..., float], row: tuple[Any, ...]) -> float:
-    """Score a row by a function from outside, and hold what it gives against what a score is.
+    """Score an example with a plugin and check the result.
 
-    It gets texts as ours do, to_nfc and trimmed; what an empty answer is worth is for it to say.
+    It gets normalized, trimmed texts like the built-in metrics, and also scores empty answers.
     """
     answer, accepted, *text = row
     _check_references(accepted)
     row = (to_nfc(answer).strip(), [to_nfc(each).strip() for each in accepted], *map(to_nfc, text))
     try:
-        found = float(score(*row))
-    except Exception as error:  # whatever it does
+        value = float(score(*row))
+    except Exception as error:  # plugins raise anything
         raise ConfigError(
             f"metric {metric} failed on the answer {row[0]!r:.60}: {type(error).__name__}: {clause(error)}. Correct "
-            "it there"
+            "the plugin"
         ) from error
-    if not 0 <= found <= 1:  # true for NaN too
+    if not 0 <= value <= 1:  # true for NaN too
         raise ConfigError(
-            f"metric {metric} gave {found} for the answer {row[0]!r:.60}; expected a fraction from 0 to 1"
+            f"metric {metric} gave {value} for the answer {row[0]!r:.60}; expected a fraction from 0 to 1"
         )
-    return found
+    return value
 
 
 def _check_references(references: Sequence[str]) -> None:
@@ -390,21 +386,21 @@ def _normalised_or_whole(text: str) -> str:
 
 
 def _squad_words(prediction: str, reference: str) -> tuple[list[str], list[str]]:
-    """Return the words of an answer and of its reference; without articles, unless the reference has no other word."""
+    """Split an answer and its reference into words; without articles, unless the reference has no other word."""
     texts = _normalised_or_whole(prediction), _normalised_or_whole(reference)
     answer, accepted = (_ARTICLES.sub(" ", text).split() for text in texts)
     return (answer, accepted) if accepted else (texts[0].split(), texts[1].split())
 
 
 def _characters(text: str) -> list[str]:
-    """Return the letters, digits and combining marks of a text in lower case; if it has none, all its characters."""
+    """Return the lowercase letters, digits and combining marks of a text; if it has none, all but blanks."""
     lowered = text.lower()
-    found = [each for each in lowered if each.isalnum() or unicodedata.category(each).startswith("M")]
-    return found or [each for each in lowered if not each.isspace()]
+    letters = [each for each in lowered if each.isalnum() or unicodedata.category(each).startswith("M")]
+    return letters or [each for each in lowered if not each.isspace()]
 
 
 def _counted_f(answer: list[str], reference: list[str]) -> float:
-    """Return the F-measure of what two lists have in common, counted with repetition."""
+    """Return the F-measure of the common elements of two lists, counted with repetition."""
     if not answer or not reference:
         return float(answer == reference)
     common = (Counter(answer) & Counter(reference)).total()
@@ -426,7 +422,7 @@ def _f_measure(precision: float, recall: float) -> float:
 
 
 def _sari_of(n: int, source: list[str], answer: list[str], references: Sequence[list[str]]) -> float:
-    """SARI of n-grams of one length; those of source and answer count once for every reference."""
+    """Return SARI for n-grams of one length; those of source and answer count once per reference."""
     s, c = (_ngrams(words, n, len(references)) for words in (source, answer))
     r = sum((_ngrams(words, n) for words in references), Counter[tuple[str, ...]]())
     kept, keepable, deleted = s & c, s & r, s - c
@@ -440,12 +436,12 @@ def _sari_of(n: int, source: list[str], answer: list[str], references: Sequence[
 
 
 def _ngrams(words: list[str], n: int, times: int = 1) -> Counter[tuple[str, ...]]:
-    found = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
-    return Counter({ngram: count * times for ngram, count in found.items()})
+    counts = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+    return Counter({ngram: count * times for ngram, count in counts.items()})
 
 
 def _mean_share(part: Counter[Any], whole: Counter[Any]) -> float:
-    """Mean over the n-grams of `whole` of their share that is in `part`."""
+    """Return the mean, over the n-grams of `whole`, of their share in `part`."""
     return sum(part[ngram] / count for ngram, count in whole.items()) / len(whole) if whole else 0.0
 
 
@@ -471,13 +467,13 @@ def _rouge_scorer(variant: str) -> Any:
 
 
 def rouge_coverage(text: str) -> float:
-    """Return the share of the letters and digits of a text that Rouge and its words hold; 1 if it has none."""
+    """Return the share of a text's letters and digits that Rouge reads; 1 if it has none."""
     letters = [each for each in text if each.isalnum()]
     return sum(map(str.isascii, letters)) / len(letters) if letters else 1.0
 
 
 def rouge_words(text: str) -> list[str]:
-    """Return the words that Rouge counts, not stemmed: runs of a to z and digits, in lower case."""
+    """Return the words that Rouge counts, unstemmed: runs of a to z and digits, lowercase."""
     return re.findall("[a-z0-9]+", text.lower())
 
 
@@ -490,9 +486,9 @@ def _unstemmed_l(prediction: str, references: Sequence[str]) -> float:
 @_metric
 def _unstemmed_1(prediction: str, references: Sequence[str]) -> float:
     answer = rouge_words(prediction)
-    found = [rouge_words(reference) for reference in references]
-    return max(_counted_f(answer, words) if answer else 0.0 for words in found)
+    accepted = [rouge_words(reference) for reference in references]
+    return max(_counted_f(answer, words) if answer else 0.0 for words in accepted)
 
 
 _UNSTEMMED: Mapping[Metric, Callable[..., float]] = {"rouge_l": _unstemmed_l, "rouge_1": _unstemmed_1}
-"""Rouge without what takes seconds to import."""
+"""Rouge without the stemmer, which takes seconds to import."""

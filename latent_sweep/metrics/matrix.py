@@ -1,4 +1,4 @@
-"""What the matrix of scores says about learning and forgetting."""
+"""Measures of learning and forgetting from the score matrix."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class ScoreMatrix:
-    """a[i, j], the score on task j after learning task i, for the rows known so far.
+    """a[i, j], the score on task j after learning task i, for the rows so far.
 
-    T below is the number of rows, a[T, .] the last row: before the last task is learned, every measure speaks of the
-    tasks learned so far.
+    Below, T is the number of rows and a[T, .] the last row, so before the last task all measures refer to the tasks
+    learned so far.
 
     Raises:
-        ValueError: more rows than tasks, a task named twice, row i without exactly i + 1 scores, or a score that is
-            not a number in [0, 1].
+        ValueError: there are more rows than tasks, a task is named twice, row i does not have i + 1 scores, or a score
+            is not a number in [0, 1].
     """
 
     tasks: tuple[str, ...]
-    """Names of the tasks in the order of learning, those not yet learned included."""
+    """Names of all tasks in the order of learning."""
     rows: tuple[tuple[float, ...], ...]
     """Row i holds the i + 1 scores of tasks 0..i after learning task i."""
 
@@ -38,37 +38,37 @@ class ScoreMatrix:
                     raise ValueError(f"score matrix: row {i}, task {task}: {score!r} is not a fraction in [0, 1]")
 
     def average_performance(self) -> float:
-        """AP = mean over j of a[T, j] (Eq. 16)."""
+        """Return AP, the mean over j of a[T, j] (Eq. 16)."""
         return float(self._lower()[-1].mean())
 
     def forgetting(self) -> float:
-        """FM = mean over j < T of (max over i >= j of a[i, j]) - a[T, j] (Eq. 17).
+        """Return FM, the mean over j < T of (max over i >= j of a[i, j]) - a[T, j] (Eq. 17); 0 for one task.
 
-        The maximum includes the final row, so FM is never negative. One task forgets nothing: 0.
+        The maximum includes the last row, so FM is never negative.
         """
         lower = self._lower()
         return _mean_of_earlier(lower.max(axis=0) - lower[-1])
 
     def forgetting_scorer(self) -> float:
-        """Forgetting as the public scorer has it: mean over j < T of (max over i < T of a[i, j]) - a[T, j].
+        """Return forgetting as in the public scorer: the mean over j < T of (max over i < T of a[i, j]) - a[T, j].
 
-        The maximum leaves the final row out and counts unseen entries as 0, so it is negative where a task ends better
-        than ever before; it is never above `forgetting`. One task: 0.
+        The maximum excludes the last row and counts unseen entries as 0. The result is negative if tasks end better
+        than ever before, and at most `forgetting`; 0 for one task.
         """
         lower = self._lower()
         return _mean_of_earlier(lower[:-1].max(axis=0, initial=0.0) - lower[-1])
 
     def backward_transfer(self) -> float:
-        """BWT = mean over j < T of a[T, j] - a[j, j]; one task: 0. (The public scorer divides the same sum by T.)"""
+        """Return BWT, the mean over j < T of a[T, j] - a[j, j]; 0 for one task. (The public scorer divides by T.)"""
         lower = self._lower()
         return _mean_of_earlier(lower[-1] - lower.diagonal())
 
     def mean_diagonal(self) -> float:
-        """Mean over j of a[j, j], the score of each task just after it was learned."""
+        """Return the mean over j of a[j, j], each task's score just after learning it."""
         return float(self._lower().diagonal().mean())
 
     def measures(self) -> dict[str, float]:
-        """The measures of the rows so far, by the names they have everywhere."""
+        """Return all measures of the rows so far by name."""
         return {
             "AP": self.average_performance(),
             "FM": self.forgetting(),
@@ -77,7 +77,7 @@ class ScoreMatrix:
         }
 
     def _lower(self) -> npt.NDArray[np.float64]:
-        """(T, T) scores with zeros above the diagonal."""
+        """Return the scores, (T, T), with zeros above the diagonal."""
         if not self.rows:
             raise ValueError("score matrix: it has no rows yet; learn and score a task first")
         lower = np.zeros((len(self.rows), len(self.rows)))
@@ -87,5 +87,5 @@ class ScoreMatrix:
 
 
 def _mean_of_earlier(values: npt.NDArray[np.float64]) -> float:
-    """Mean over all tasks but the last one; 0 where there is no other."""
+    """Return the mean over all tasks but the last; 0 if there is only one."""
     return float(values[:-1].mean()) if len(values) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Exported adapters and merged weights, loaded by peft and transformers, compute what our own bank computes."""
+"""Exported adapters and merged weights compute the same in peft and transformers as in the package."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.storage.folders import open_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-"""Which peft still asks transformers for."""
+"""peft still reads it."""
 
 LEARNED = TASKS[:2]
 ADAPTED = {"tiny-qwen3": {"targets": "all-linear"}}
@@ -31,12 +31,12 @@ TARGETS = {
     "tiny-t5": ["q", "v"],
     "tiny-qwen3": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
 }
-"""Which projections are adapted; of the last family all of them, which differ in their number of inputs."""
+"""Adapted projections; in the last family all of them, with different numbers of inputs."""
 
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory):
-    """A small sweep on each family."""
+    """A small sweep per family."""
     found = {}
     for family, names in METHODS.items():
         folder = tmp_path_factory.mktemp(family)
@@ -55,7 +55,7 @@ def sweeps(tmp_path_factory):
 
 @pytest.fixture
 def opened(sweeps):
-    """Opens a model of one method; all are closed after the test."""
+    """Open a model of one method; the test closes all."""
     models = []
 
     def open_one(family, name):
@@ -84,7 +84,7 @@ def logits(module):
 
 
 def ours(model, positions):
-    """Logits of the backbone with snapshots as its method blends them, each with weight one."""
+    """Logits of the backbone with its snapshots combined, each with weight one."""
     tensors = [model.content.learned[i].snapshot.tensors for i in positions]
     with torch.no_grad():
         adaptation = model.method.combine(tensors, torch.ones(1, len(tensors)))
@@ -104,7 +104,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "name", "expected"), CASES)
-def test_peft_computes_what_our_bank_does(opened, tmp_path, family, name, expected):
+def test_peft_computes_the_same(opened, tmp_path, family, name, expected):
     model = opened(family, name)
     folders = export_peft(model, tmp_path / "adapters")
     assert [folder.name for folder in folders] == list(expected)
@@ -117,7 +117,7 @@ def test_peft_computes_what_our_bank_does(opened, tmp_path, family, name, expect
 
 
 @pytest.mark.parametrize(("family", "name", "expected"), CASES)
-def test_merged_weights_compute_what_our_bank_does(opened, tmp_path, family, name, expected):
+def test_merged_weights_compute_the_same(opened, tmp_path, family, name, expected):
     model = opened(family, name)
     for adapter, positions in expected.items():
         folder = export_merged(model, tmp_path / adapter, None if adapter in ("sum", "last") else adapter)
@@ -130,12 +130,12 @@ def test_merged_weights_compute_what_our_bank_does(opened, tmp_path, family, nam
         texts = ["Mark this.\nOutput: "]
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer(texts)["input_ids"] == model.context.backbone.tokenizer(texts)["input_ids"]
-    # the backbone itself is what it was
+    # the backbone itself is unchanged
     assert_same_to_rounding(logits(bare(model, tmp_path / "base")), logits(model.context.backbone.model), PASS)
 
 
-def test_merged_weights_have_the_buffers_of_a_checkpoint_beside_them(opened, tmp_path):
-    """As BART's bias of its vocabulary; transformers would take zeros in their place without a word."""
+def test_merged_folders_include_persistent_buffers(opened, tmp_path):
+    """E.g. BART's vocabulary bias; transformers silently replaces missing ones by zeros."""
     model = opened("tiny-llama", "latent_lora")
     module = model.context.backbone.model
     module.register_buffer("final_logits_bias", torch.arange(3.0))
@@ -149,8 +149,8 @@ def test_merged_weights_have_the_buffers_of_a_checkpoint_beside_them(opened, tmp
 
 
 @pytest.mark.parametrize(("family", "name", "expected"), CASES)
-def test_folders_are_as_servers_expect_them(opened, tmp_path, family, name, expected):
-    """Names, shapes and numbers as vLLM reads them: it knows peft's names, and a whole lora_alpha."""
+def test_folders_meet_servers_expectations(opened, tmp_path, family, name, expected):
+    """vLLM needs peft's names and shapes, and a whole lora_alpha."""
     model = opened(family, name)
     shapes = {target: module.weight.shape for target, module in model.context.backbone.targets.items()}
     for folder, positions in zip(export_peft(model, tmp_path / "adapters"), expected.values(), strict=True):
@@ -177,38 +177,38 @@ def test_folders_are_as_servers_expect_them(opened, tmp_path, family, name, expe
         assert all(model.content.learned[i].snapshot.lineage in card for i in positions)
 
 
-def test_cards_say_what_is_lost(opened, tmp_path):
-    said = {
-        "latent_lora": "cannot be mixed row by row",
-        "gain_lora": "The gates are not in these folders",
+def test_cards_name_the_losses(opened, tmp_path):
+    losses = {
+        "latent_lora": "posterior",
+        "gain_lora": "gates are not in these folders",
         "inc_lora": "loses nothing",
     }
-    for name, part in said.items():
+    for name, part in losses.items():
         export_peft(opened("tiny-llama", name), tmp_path / name)
         card = (tmp_path / name / "README.md").read_text()
         assert part in card
-        assert "Licence of its weights: unknown" in card
+        assert "license: unknown" in card
         assert all(f"| {task} |" in card for task in LEARNED)
 
 
 @pytest.mark.parametrize(
     ("family", "name", "learned", "answering"),
     [
-        ("tiny-t5", "seq_lora", "after mood, ticket", "the newest snapshot, which answers every text"),
-        ("tiny-llama", "inc_lora", "for mood, ticket", "an adapter for each task, which answer together"),
+        ("tiny-t5", "seq_lora", "after mood, ticket", "the newest snapshot"),
+        ("tiny-llama", "inc_lora", "for mood, ticket", "an adapter for each task"),
     ],
 )
-def test_cards_say_of_which_tasks_an_adapter_is(opened, tmp_path, family, name, learned, answering):
+def test_cards_name_an_adapters_tasks(opened, tmp_path, family, name, learned, answering):
     model = opened(family, name)
     (adapter,) = export_peft(model, tmp_path / "adapters")
     for folder in (adapter, adapter.parent):
         assert f"# LoRA adapters of {name} {learned}\n" in (folder / "README.md").read_text()
     card = (export_merged(model, tmp_path / "merged") / "README.md").read_text()
     assert f"# {name}, merged {learned}\n" in card
-    assert f"a frozen backbone with {answering}.\n" in (model.save(tmp_path / "model") / "README.md").read_text()
+    assert answering in (model.save(tmp_path / "model") / "README.md").read_text()
 
 
-def test_a_scale_that_gives_no_whole_alpha_goes_into_b(opened, tmp_path, monkeypatch):
+def test_a_fractional_alpha_moves_into_b(opened, tmp_path, monkeypatch):
     model = opened("tiny-llama", "latent_lora")
     settings = model.method.settings.model_copy(update={"alpha": 4.5})
     monkeypatch.setattr(model.method, "settings", settings)
@@ -219,21 +219,21 @@ def test_a_scale_that_gives_no_whole_alpha_goes_into_b(opened, tmp_path, monkeyp
     assert_same_to_rounding(found, ours(model, [0]), PASS)
 
 
-def test_target_modules_are_named_in_full_where_others_end_alike():
+def test_ambiguous_target_modules_have_full_names():
     module = torch.nn.ModuleDict({name: torch.nn.ModuleDict({"q": torch.nn.Linear(2, 2)}) for name in "ab"})
     assert target_modules(module, ["a.q", "b.q"]) == ["q"]
     assert target_modules(module, ["a.q"]) == ["a.q"]
 
 
-def test_what_is_no_adapter_is_refused(opened, tmp_path):
+def test_snapshots_without_adapters_are_refused(opened, tmp_path):
     bare_model = opened("tiny-llama", "zero_shot")
     for export in (export_peft, export_merged):
-        with pytest.raises(ConfigError, match="its snapshots are no LoRA adapters"):
+        with pytest.raises(ConfigError, match="method zero_shot"):
             export(bare_model, tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
 
 
-def test_a_blend_of_its_own_is_no_sum_of_adapters(opened, tmp_path, monkeypatch):
+def test_overridden_combinations_are_not_exported_as_sums(opened, tmp_path, monkeypatch):
     model = opened("tiny-llama", "inc_lora")
 
     class Halved(type(model.method)):
@@ -243,21 +243,21 @@ def test_a_blend_of_its_own_is_no_sum_of_adapters(opened, tmp_path, monkeypatch)
     monkeypatch.setattr(model, "method", Halved.__new__(Halved))
     model.method.__dict__.update(vars(opened("tiny-llama", "inc_lora").method))
     for export in (export_peft, export_merged):
-        with pytest.raises(ConfigError, match="blends its snapshots in a way of its own"):
+        with pytest.raises(ConfigError, match="method inc_lora"):
             export(model, tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "said"),
+    ("name", "task", "message"),
     [
-        ("latent_lora", None, "has an adapter for each task. Name one of mood, ticket"),
-        ("latent_lora", "cart", "expected one that was learned: mood, ticket"),
-        ("inc_lora", "mood", "answers every text with one adapter. Name none"),
+        ("latent_lora", None, "mood, ticket"),
+        ("latent_lora", "cart", "'cart'.*mood, ticket"),
+        ("inc_lora", "mood", "'mood'.*sum"),
     ],
 )
-def test_one_adapter_must_be_meant_to_merge(opened, tmp_path, name, task, said):
-    with pytest.raises(ConfigError, match=said):
+def test_merging_needs_an_unambiguous_adapter(opened, tmp_path, name, task, message):
+    with pytest.raises(ConfigError, match=message):
         export_merged(opened("tiny-llama", name), tmp_path / "merged", task)
     assert not (tmp_path / "merged").exists()
 
@@ -280,28 +280,28 @@ def test_export_and_ask_from_a_terminal(sweeps, tmp_path, capsys):
     assert main(["ask", sweep, "zzz qqq", "--trial", "method=latent_lora"]) == 0
     printed = capsys.readouterr().out
     assert "routed to" in printed
-    assert "it belongs to no learned task" in printed
+    assert "belongs to no learned task" in printed
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["ask", "{model}", "a", "--trial", "x"], "is an exported model, of one trial; found the trial 'x'"),
-        (["ask", "{nowhere}", "a"], "found no sweep.json"),
-        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--task", "mood"], "only --to merged takes one adapter"),
-        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--uri", "sqlite:///a"], "only --to mlflow has a tracker"),
-        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--allow-insecure"], "only --to mlflow has a tracker"),
-        (["export", "{sweep}", "none", "--to", "model", "{nowhere}"], "which fits no trial"),
-        (["export", "{sweep}", "--to", "model", "{sweep}"], "expected a new or an empty folder"),
-        (["export", "{sweep}", "--to", "onnx", "{nowhere}"], "found 'onnx'; expected one of peft, merged, model"),
-        (["export", "{sweep}", "--to", "peft"], "--to peft: found 0 folders; expected one"),
+        (["ask", "{model}", "a", "--trial", "x"], "'x'"),
+        (["ask", "{nowhere}", "a"], "sweep.json"),
+        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--task", "mood"], "--to merged"),
+        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--uri", "sqlite:///a"], "--to mlflow"),
+        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--allow-insecure"], "--to mlflow"),
+        (["export", "{sweep}", "none", "--to", "model", "{nowhere}"], "'none'"),
+        (["export", "{sweep}", "--to", "model", "{sweep}"], "empty folder"),
+        (["export", "{sweep}", "--to", "onnx", "{nowhere}"], "'onnx'"),
+        (["export", "{sweep}", "--to", "peft"], "--to peft"),
     ],
 )
-def test_wrong_commands_end_with_two_and_no_traceback(sweeps, tmp_path, capsys, arguments, said):
+def test_wrong_commands_exit_with_two(sweeps, tmp_path, capsys, arguments, message):
     sweep, model = str(sweeps["tiny-t5"]), tmp_path / "model"
     ContinualModel.from_sweep(sweep).save(model)
     places = {"sweep": sweep, "model": str(model), "nowhere": str(tmp_path / "nowhere")}
     assert main([argument.format(**places) for argument in arguments]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith("error: ") and said in printed.err
+    assert printed.err.startswith("error: ") and message in printed.err
     assert printed.out == ""

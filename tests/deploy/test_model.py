@@ -1,4 +1,4 @@
-"""A model out of a sweep answers as its trial did, and learns the next task as its trial would have."""
+"""A sweep's model answers as its trial did, and learns the next task as its trial would have."""
 
 import importlib
 import json
@@ -23,6 +23,7 @@ from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import NOVELTY_QUANTILE
 from latent_sweep.errors import ConfigError, DataError, StorageError
 from latent_sweep.methods import METHODS, method_class
+from latent_sweep.methods.protocol import Learner
 from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.folders import open_sweep
 
@@ -61,7 +62,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def some(home):
-    """Sweeps of three tasks and of two, over methods of every kind."""
+    """Sweeps of three and of two tasks, over all kinds of methods."""
     search = methods("latent_lora", "gain_lora")
     return sweep_of(home, "three", TASKS, search), sweep_of(home, "two", TASKS[:2], search)
 
@@ -91,7 +92,7 @@ def predictions(sweep, trial_id, task):
 
 
 def assert_answers_as_its_trial(model, sweep, trial_id):
-    """Answers and weights of all test rows are those that the trial has written down, to the bit."""
+    """Check that answers and weights of all test rows equal the trial's, bit for bit."""
     for task in model.tasks:
         told = predictions(sweep, trial_id, task)
         found = model.answer([row.input for row in rows_of(model, task)], task=task)
@@ -101,7 +102,7 @@ def assert_answers_as_its_trial(model, sweep, trial_id):
 
 
 def assert_learns_as_its_trial(three, two, trial_id, shorter_id, folder):
-    """Out of a folder, without the earlier tasks' rows, the third task is learned as the longer sweep has."""
+    """Check that the third task, learned without the earlier tasks' data, equals the longer sweep's."""
     whole = ContinualModel.from_sweep(three, trial_id)
     model = ContinualModel.from_sweep(two, shorter_id)
     model.save(folder)
@@ -161,14 +162,14 @@ def test_every_method_answers_and_learns_as_its_trial(tmp_path, family):
     for name in METHODS.keys() - CONTINUED:
         model = ContinualModel.from_sweep(three, longer[name])
         assert_answers_as_its_trial(model, three, longer[name])
-        with pytest.raises(ConfigError, match="it learns nothing"):
+        with pytest.raises(ConfigError, match="learns nothing"):
             model.learn("cart")
         model.close()
 
 
 @pytest.mark.one_machine
 @pytest.mark.parametrize("mode", MODES)
-def test_every_way_of_mixing_answers_as_its_trial(mixed, mode, tmp_path):
+def test_every_combination_answers_as_its_trial(mixed, mode, tmp_path):
     trial_id = by_setting(mixed, "router.combine")[mode]
     model = ContinualModel.from_sweep(mixed, trial_id)
     assert_answers_as_its_trial(model, mixed, trial_id)
@@ -194,7 +195,7 @@ READINGS = (
 
 @pytest.mark.slow
 def test_every_way_of_reading_prompts_routes_as_its_trial(mixed, home):
-    """Of one training: `mixed` has learned it; prompts are cut, so that the router may read more than the model."""
+    """With truncated prompts, so that the router can read more than the model."""
     search = {"router": [{"combine": "soft", **reading} for reading in READINGS]}
     sweep = sweep_of(
         home,
@@ -229,7 +230,7 @@ def test_without_a_task_a_text_is_the_prompt(mixed):
 
 
 def test_novelty_is_the_distance_from_everything_learned(mixed):
-    """Against dense formulas on embeddings that are averaged here."""
+    """Compared with dense formulas."""
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     table = model.context.backbone.embedding_table.double().numpy()
     settings = model.trial.settings.benchmark
@@ -302,7 +303,7 @@ def test_a_task_with_rows_of_its_own(mixed, tmp_path):
     model.save(tmp_path / "longer")
     again = ContinualModel.from_folder(tmp_path / "longer")
     assert again.answer([row["input"] for row in rows[8:]], task="colours") == found
-    assert "learned since" in (tmp_path / "longer" / "README.md").read_text()
+    assert "learned later" in (tmp_path / "longer" / "README.md").read_text()
     for opened in (model, again):
         opened.close()
 
@@ -325,28 +326,28 @@ FORTY = [{"input": f"number {i}", "output": "ab"[i % 2]} for i in range(40)]
 
 
 @pytest.mark.parametrize(
-    ("task", "more", "error", "said"),
+    ("task", "more", "error", "message"),
     [
-        ("mood", {}, ConfigError, "mood is one of the tasks that this model has learned"),
-        ("moot", {}, ConfigError, "found 'moot'; benchmark builtin has mood"),
-        ("cart", {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "expected a TaskSpec with rows"),
+        ("mood", {}, ConfigError, "mood is already learned"),
+        ("moot", {}, ConfigError, "'moot'.*mood"),
+        ("cart", {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "'cart'.*rows"),
         (OWN, {}, ConfigError, "own without rows"),
-        (OWN, {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "found 1 training rows; .* has 2 components"),
-        (OWN, {"rows": [{"input": "a"}] * 2}, DataError, "`output` missing"),
-        (OWN, {"rows": FORTY}, ConfigError, "found 40 training rows; this model's trial takes 8 of a task"),
-        (OWN, {"rows": FORTY[:8], "held_out": FORTY[8:]}, ConfigError, "found 32 held-out rows; .* takes 4 of a task"),
-        (OWN, {"rows": [{"input": "a", "output": {1}}]}, DataError, "set is not JSON"),
+        (OWN, {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "task own: .* 1 .* 2 "),
+        (OWN, {"rows": [{"input": "a"}] * 2}, DataError, "`output`"),
+        (OWN, {"rows": FORTY}, ConfigError, "task own: .* 40 .*train_per_task"),
+        (OWN, {"rows": FORTY[:8], "held_out": FORTY[8:]}, ConfigError, "task own: .* 32 .*test_per_task"),
+        (OWN, {"rows": [{"input": "a", "output": {1}}]}, DataError, "set"),
     ],
 )
-def test_what_cannot_be_learned_is_told_before_anything_is(mixed, task, more, error, said):
+def test_unlearnable_tasks_are_refused(mixed, task, more, error, message):
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         model.learn(task, **more)
     assert model.tasks == tuple(TASKS)
     model.close()
 
 
-# --- which trial, and what cannot be opened --------------------------------------------------------------------------
+# --- selecting a trial, and refusals --------------------------------------------------------------------------
 
 
 def test_the_best_trial_and_others_by_id_prefix_and_name(mixed):
@@ -358,9 +359,9 @@ def test_the_best_trial_and_others_by_id_prefix_and_name(mixed):
     trial_id = by_setting(mixed, "router.combine")["ngram"]
     for wanted in (trial_id, trial_id[:10], "combine=ngram"):
         assert ContinualModel.from_sweep(mixed, wanted).content.origin.trial_id == trial_id
-    with pytest.raises(ConfigError, match=r"'combine=none', which fits no trial; expected best, an id"):
+    with pytest.raises(ConfigError, match="'combine=none'"):
         ContinualModel.from_sweep(mixed, "combine=none")
-    with pytest.raises(ConfigError, match="fits 6 trials"):
+    with pytest.raises(ConfigError, match="6 trials"):
         ContinualModel.from_sweep(mixed, "")
 
 
@@ -369,30 +370,28 @@ def test_a_trial_that_has_not_finished_is_refused(home, mixed, tmp_path):
     trial_id = by_setting(mixed, "router.combine")["soft"]
     journal = tmp_path / "runs" / "mixed" / "trials" / trial_id / "journal.jsonl"
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ConfigError, match=f"trial {trial_id} is running; expected a finished one"):
+    with pytest.raises(ConfigError, match=f"trial {trial_id} is running"):
         ContinualModel.from_sweep(tmp_path / "runs" / "mixed", trial_id)
 
 
 @pytest.mark.parametrize(
-    ("texts", "task", "said"),
+    ("texts", "task", "message"),
     [
-        ("one text", None, "expected a list of texts"),
-        (["a"], "cart", "found 'cart'; expected one that was learned"),
-        (["a", "half \ud83d"], None, r"text 1 \(0-based\) is .*; expected a text of whole characters"),
-        ([None], None, r"text 0 \(0-based\) is None"),
+        ("one text", None, "list of texts"),
+        (["a"], "cart", "'cart'"),
+        (["a", "half \ud83d"], None, r"text 1 \(0-based\)"),
+        ([None], None, r"text 0 \(0-based\) .*None"),
     ],
 )
-def test_questions_that_cannot_be_answered(mixed, texts, task, said):
+def test_invalid_questions_are_refused(mixed, texts, task, message):
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
-    with pytest.raises((ConfigError, DataError), match=said):
+    with pytest.raises((ConfigError, DataError), match=message):
         model.answer(texts, task=task)
 
 
-def test_an_oracle_must_be_told_the_task(mixed):
+def test_an_oracle_needs_the_task(mixed):
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["oracle"])
-    with pytest.raises(
-        ConfigError, match=r"mixes as an oracle, which is told the task. Name one of mood, ticket, past"
-    ):
+    with pytest.raises(ConfigError, match="mood, ticket, past"):
         model.answer(["a text"])
 
 
@@ -404,44 +403,45 @@ def saved(mixed, tmp_path_factory):
     return folder
 
 
-def test_it_is_made_of_safetensors_and_json(saved):
+def test_a_model_folder_holds_only_safetensors_and_json(saved):
     kinds = {path.suffix for path, _ in files_of(saved)}
     assert kinds == {".json", ".safetensors", ".md"}
     texts = [content.decode() for path, content in files_of(saved) if path.suffix in (".json", ".md")]
     assert not [text for text in texts if str(saved.parent) in text]
 
 
-def test_its_card_says_whether_rows_may_be_in_it(saved):
+def test_the_card_says_whether_it_contains_task_data(saved):
     model = ContinualModel.from_folder(saved)
-    outside = replace(model.content, trial=replace(model.trial, method_source="0123"))
-    assert "No rows of tasks are in it." in model_card(model.content, model.context)
-    assert "What its method keeps of tasks' rows is in its snapshots." in model_card(outside, model.context)
+    plugin = replace(model.content, trial=replace(model.trial, method_source="0123"))
+    assert "It contains no task data." in model_card(model.content, model.context)
+    assert "It contains no task data." not in model_card(plugin, model.context)
     model.close()
 
 
-def test_the_methods_that_keep_rows_are_those_whose_learners_make_some():
+def test_methods_that_generate_examples_keep_rows():
     modules = {name: importlib.import_module(path.partition(":")[0]) for name, path in METHODS.items()}
-    found = {
+    generating = {
         name
         for name, module in modules.items()
-        if any(isinstance(one, type) and "examples" in vars(one) for one in vars(module).values())
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind is not Learner and "examples" in vars(kind)
     }
-    assert found == {name for name in METHODS if method_class(name).keeps_rows}
+    assert generating == {name for name in METHODS if method_class(name).keeps_rows}
 
 
 @pytest.mark.parametrize(
     "pattern", ["snapshots/*.safetensors", "router/mood.mixture.safetensors", "factors/*", "model.json"]
 )
-def test_a_damaged_or_missing_file_is_found(saved, tmp_path, pattern):
+def test_corrupt_and_missing_files_are_found(saved, tmp_path, pattern):
     shutil.copytree(saved, tmp_path / "model")
     path = next((tmp_path / "model").glob(pattern))
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=f"{path.name}: does not check against its digest"):
+    with pytest.raises(StorageError, match=f"{path.name}: .*digest"):
         ContinualModel.from_folder(tmp_path / "model")
     path.unlink()
-    with pytest.raises(StorageError, match=r"is missing|found no model.json"):
+    with pytest.raises(StorageError, match=r"missing|model\.json"):
         ContinualModel.from_folder(tmp_path / "model")
 
 
@@ -458,17 +458,17 @@ def test_a_damaged_or_missing_file_is_found(saved, tmp_path, pattern):
         lambda content: content["files"].update({"../elsewhere": "0" * 64}),
     ],
 )
-def test_what_is_no_model_of_this_version_is_told(saved, tmp_path, spoil):
+def test_unreadable_model_files_are_refused(saved, tmp_path, spoil):
     shutil.copytree(saved, tmp_path / "model")
     path = tmp_path / "model" / "model.json"
     content = read_checksummed_json(path)
     spoil(content)
     write_checksummed_json(path, content)
-    with pytest.raises(StorageError, match=r"model\.json: (holds no model|is of format 2|names '../elsewhere')"):
+    with pytest.raises(StorageError, match=r"model\.json: "):
         ContinualModel.from_folder(tmp_path / "model")
 
 
-def test_a_backbone_may_lie_in_another_folder(tmp_path):
+def test_the_backbone_can_move_to_another_folder(tmp_path):
     backbone = load_tiny("tiny-t5")
     for part in (backbone.model, backbone.tokenizer):
         part.save_pretrained(tmp_path / "here")
@@ -492,9 +492,9 @@ def test_a_backbone_may_lie_in_another_folder(tmp_path):
         ContinualModel.from_folder(tmp_path / "model").answer(["a text"])
 
 
-def test_it_is_never_written_over_something_else(saved, mixed):
+def test_models_are_not_written_into_used_folders(saved, mixed):
     model = ContinualModel.from_folder(saved)
-    with pytest.raises(ConfigError, match="expected a new or an empty folder"):
+    with pytest.raises(ConfigError, match="empty folder"):
         model.save(saved)
-    with pytest.raises(StorageError, match=r"found no model.json; expected the folder of a model"):
+    with pytest.raises(StorageError, match=r"model\.json"):
         ContinualModel.from_folder(mixed)

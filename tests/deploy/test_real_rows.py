@@ -1,4 +1,4 @@
-"""A trial on rows of SuperNI with SmolLM2: exported and loaded in fresh processes, it answers as the sweep has."""
+"""A trial on SuperNI with SmolLM2, exported and loaded in new processes, answers as in the sweep."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CUE = "\nOutput: "
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The sweep's folder and tracker, and what its one trial has answered by task: prompts and predictions."""
+    """The sweep's folder and tracker, and its one trial's prompts and predictions by task."""
     folder = tmp_path_factory.mktemp("superni")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     content = tiny(
@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
 
 
 def run_fresh(script, *arguments):
-    """Run a script in a process of its own; returns the JSON that it prints last."""
+    """Run a script in a new process; return the JSON that it prints last."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     ran = subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -92,17 +92,17 @@ answers = []
 for prompt in prompts:
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
     end = tokenizer.eos_token_id
-    said = model.generate(
+    output = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, do_sample=False,
         eos_token_id=end, pad_token_id=end,
     )
-    answers.append(tokenizer.decode(said[0, ids.shape[1]:], skip_special_tokens=True).strip())
+    answers.append(tokenizer.decode(output[0, ids.shape[1]:], skip_special_tokens=True).strip())
 print(json.dumps(answers))
 """
 
 
 def test_peft_answers_as_the_sweep(trained, tmp_path):
-    """Row by row and with transformers' own decoding, in float32: nothing is left but rounding."""
+    """Row by row with transformers' own decoding, in float32."""
     sweep, _, answered = trained
     model = ContinualModel.from_sweep(sweep.path)
     assert main(["export", str(sweep.path), "--to", "peft", str(tmp_path / "adapters")]) == 0

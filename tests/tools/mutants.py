@@ -1564,7 +1564,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a blend of a method's own is exported as a sum",
         "issubclass(pairs, blends)",
         "True",
-        "exports::test_a_blend_of_its_own_is_no_sum_of_adapters",
+        "exports::test_overridden_combinations_are_not_exported_as_sums",
     ),
 )
 
