@@ -384,8 +384,8 @@ def test_only_the_owner_may_read_what_nobody_has_placed(tmp_path, monkeypatch, u
     try:
         if there:
             Path("runs").mkdir()
-        open_storage("runs").make()
-        open_storage("shared").make()
+        open_storage("runs").create()
+        open_storage("shared").create()
         open_storage("runs").write(Path("runs/a/b.json"), b"{}")
         open_storage("shared").write(Path("shared/a/b.json"), b"{}")
     finally:

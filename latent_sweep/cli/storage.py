@@ -121,11 +121,11 @@ def _inventory(place: str | None) -> Inventory:
     """Open the given or the default storage."""
     from latent_sweep.errors import ConfigError
     from latent_sweep.storage.inventory import Inventory
-    from latent_sweep.storage.storage import default_place, open_storage
+    from latent_sweep.storage.storage import default_location, open_storage
 
-    storage = open_storage(place or default_place())
+    storage = open_storage(place or default_location())
     if not storage.is_remote and not storage.folder.is_dir():
-        raise ConfigError(f"{storage.place}: found no such folder; expected a storage, as `run.storage` names it")
+        raise ConfigError(f"{storage.location}: found no such folder; expected a storage, as `run.storage` names it")
     return Inventory(storage)
 
 
@@ -144,7 +144,7 @@ def _list(options: argparse.Namespace) -> int:
         best = "" if one["best_AP"] is None else f"{100 * one['best_AP']:.1f}"
         sizes = [bytes_text(one[kind]) for kind in ("bytes_own", "bytes_snapshots", "bytes_shared")]
         rows.append([one["name"], one["course"], done, best, *sizes, _day(one["changed"])])
-    print(printable(_table(rows) if records else f"{inventory.storage.place}: no sweeps"))
+    print(printable(_table(rows) if records else f"{inventory.storage.location}: no sweeps"))
     for one in records:
         if "fault" in one:
             print(printable(f"{one['name']}: {one['fault']}"))
@@ -199,7 +199,7 @@ def _gc(options: argparse.Namespace) -> int:
         return 0
     if not files:
         age = f"{options.keep_days:g} days" if options.keep_days * DAY > AT_WORK else "an hour; younger files stay"
-        print(printable(f"{inventory.storage.place}: nothing older than {age}"))
+        print(printable(f"{inventory.storage.location}: nothing older than {age}"))
         return 0
     rows = [[kind, f"{count:,}", bytes_text(size)] for kind, count, size in _by_kind(files)]
     print(printable(_table([["kind", "files", "bytes"], *rows])))

@@ -19,7 +19,7 @@ from latent_sweep.doctor.subject import Subject, check_first_step, check_plan
 from latent_sweep.doctor.tracker import check_tracker
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.storage.files import cache_folder
-from latent_sweep.storage.storage import Storage, default_place, open_storage
+from latent_sweep.storage.storage import Storage, default_location, open_storage
 from latent_sweep.sweep.planning import Plan, plan_sweep
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.tracking.addresses import ray_address
@@ -77,7 +77,7 @@ def examine(
 
 
 def _sections(plan: Plan | None, requested: str, profile: bool) -> Iterator[Section]:
-    run = plan.sweep.run if plan else RunSettings(storage=default_place())
+    run = plan.sweep.run if plan else RunSettings(storage=default_location())
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     packages: list[tuple[str, Check]] = [("packages", partial(check_packages, needed))]
     yield Section("packages", [*packages, ("imports", partial(check_imports, needed))])

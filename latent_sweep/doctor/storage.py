@@ -26,11 +26,12 @@ def check_storage(storage: Storage) -> Iterator[Finding]:
     try:
         if fault_text := _round_trip(storage, folder / "probe"):
             advice = "use a consistent folder that all nodes share, or an object store"
-            yield fault("storage", f"{storage.place}: {fault_text}", "what was written", advice)
+            yield fault("storage", f"{storage.location}: {fault_text}", "what was written", advice)
         else:
             seconds = time.monotonic() - began
             yield ok(
-                "storage", f"{storage.place}: {len(CONTENT):,} bytes written, listed, read, deleted in {seconds:.2f} s"
+                "storage",
+                f"{storage.location}: {len(CONTENT):,} bytes written, listed, read, deleted in {seconds:.2f} s",
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

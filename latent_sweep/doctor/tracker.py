@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from latent_sweep.doctor.findings import Finding, fault, ok, warning
 from latent_sweep.errors import ConfigError, TrackingError
-from latent_sweep.sweep.tracking_uris import address_faults, place_faults
+from latent_sweep.sweep.tracking_uris import address_faults, location_faults
 from latent_sweep.tracking.addresses import check_tracking_address
 from latent_sweep.tracking.mlflow import tracking_uri
 from latent_sweep.tracking.mlflow_probe import Probe, probe_tracker
@@ -27,7 +27,7 @@ def check_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) ->
     if uri == "none":
         yield ok("tracker", "none")
         return
-    if faults := address_faults(address) or place_faults(address):
+    if faults := address_faults(address) or location_faults(address):
         yield fault("tracker", "; ".join(faults), f"an MLflow that accepts runs ({WHERE})")
         return
     if find_spec("mlflow") is None:

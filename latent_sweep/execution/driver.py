@@ -171,7 +171,7 @@ def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
     if (folder.path / PAGE_FILE).exists():
         say(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
-        say(f"          (copied from {storage.place})")
+        say(f"          (copied from {storage.location})")
     if link := tracker.link():
         say(f"compare   {tracker.ui_command()}\n          {link}")
     return sum(count for state, count in summary.counts.items() if state not in ("finished", "stopped"))

@@ -159,7 +159,7 @@ def check_every_node_sees(storage: Storage, asked: str) -> None:
     unseen = []
     for node, answer in ask(others, sees, storage, asked).items():
         if answer.left:
-            log.warning("node %s left the cluster before it reported whether it sees %s", node.name, storage.place)
+            log.warning("node %s left the cluster before it reported whether it sees %s", node.name, storage.location)
         elif answer.error is not None:
             unseen.append(f"{node.name} ({type(answer.error).__name__}: {answer.error})")
         elif not (answer.value and has_answer(storage, asked, node.node_id)):

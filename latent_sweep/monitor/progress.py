@@ -59,7 +59,7 @@ class ProgressWriter:
             steps = {"step": at.step, "steps": at.steps, "loss": sum(at.losses.values()) if at.losses else None}
         task = None if at.position is None else self._tasks[at.position]
         content = {"doing": doing, "task": task, "position": at.position, "since": self._since, "time": time.time()}
-        heartbeat_of(self._sweep.path).say(WORKING, self._worker | content | steps)
+        heartbeat_of(self._sweep.path).report(WORKING, self._worker | content | steps)
         wait = self._written + PAUSE_SECONDS - time.monotonic()
         if at.doing == "starting" or wait <= 0:
             self._write(at_once=at.doing == "starting")
@@ -78,7 +78,7 @@ class ProgressWriter:
 
     def __exit__(self, *exception: object) -> None:
         """Report that the pack has ended here."""
-        heartbeat_of(self._sweep.path).say(WORKING, {"trials": [], "time": time.time()})
+        heartbeat_of(self._sweep.path).report(WORKING, {"trials": [], "time": time.time()})
         if (later := self._later) is not None:
             later.cancel()
         self._write(at_once=True)
@@ -86,10 +86,10 @@ class ProgressWriter:
 
 def say_driving(sweep: SweepFolder, doing: str) -> None:
     """Report a driver's activity while no worker reports."""
-    heartbeat_of(sweep.path).say(DRIVING, {"doing": doing, "time": time.time()})
+    heartbeat_of(sweep.path).report(DRIVING, {"doing": doing, "time": time.time()})
     _write(sweep, at_once=True)
 
 
 def _write(sweep: SweepFolder, at_once: bool) -> None:
     with suppress(StorageError):
-        sweep.storage.tell(sweep.path, at_once)
+        sweep.storage.publish_heartbeat(sweep.path, at_once)

@@ -232,7 +232,7 @@ class SweepWatch:
 
     def _moved(self, told: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return indices of trials with reported updates, plus the next slice of the round-robin scan."""
-        written = set(heartbeat_of(self.sweep.path).written()).union(*map(journal_writes, told))
+        written = set(heartbeat_of(self.sweep.path).recent_writes()).union(*map(journal_writes, told))
         self._round = (self._round + 1) % ROUND
         turn = range(self._round, len(self._trials), ROUND)
         return [*(self._numbers[trial_id] for trial_id in written if trial_id in self._numbers), *turn]

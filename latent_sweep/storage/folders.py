@@ -23,11 +23,11 @@ from latent_sweep.storage.journal import Event, Journal
 from latent_sweep.storage.leases import Lease, held
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import (
-    DEFAULT_PLACE,
+    DEFAULT_LOCATION,
     JOURNAL,
     STORAGE_VARIABLE,
     Storage,
-    default_place,
+    default_location,
     open_storage,
     storage_in,
 )
@@ -106,7 +106,7 @@ class SweepFolder:
     @property
     def where(self) -> str:
         """Where it lies, for messages."""
-        return f"{self.storage.place}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
+        return f"{self.storage.location}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
 
     @property
     def exists(self) -> bool:
@@ -242,12 +242,12 @@ def open_sweep(place: str | Path) -> SweepFolder:
         here = SweepFolder(storage_in(path.parent), path.name)
         if name is None:
             return here
-        there = SweepFolder(open_storage(default_place()), name)
+        there = SweepFolder(open_storage(default_location()), name)
         if there.storage.folder == path.parent or (_is_stored(here) and not _is_stored(there)):
             return here
         if _is_stored(here):
             raise ConfigError(
-                f"{text}: found this sweep in {path.parent} and in {STORAGE_VARIABLE}, {there.storage.place}. "
+                f"{text}: found this sweep in {path.parent} and in {STORAGE_VARIABLE}, {there.storage.location}. "
                 f"Write {path} for the first, or the second's whole address"
             )
         there.storage.pull(there.path)
@@ -264,7 +264,7 @@ def _name_in_default_storage(text: str) -> str | None:
     if text.startswith((".", "/", "~")):
         return None
     parts = Path(text).parts
-    return parts[-1] if len(parts) == 1 or (len(parts) == 2 and parts[0] == DEFAULT_PLACE) else None
+    return parts[-1] if len(parts) == 1 or (len(parts) == 2 and parts[0] == DEFAULT_LOCATION) else None
 
 
 def _is_stored(sweep: SweepFolder) -> bool:

@@ -25,7 +25,7 @@ ADVERTISED_SECONDS = 300.0
 """For so long it is told that a journal has been written: several times the pause between two looks."""
 
 
-class Written(NamedTuple):
+class JournalWrite(NamedTuple):
     """A journal that a process has written."""
 
     size: int
@@ -44,24 +44,24 @@ class Heartbeat:
     def __init__(self, name: str):
         self.name = name
         self._parts: dict[str, Any] = {}
-        self._journals: dict[str, tuple[float, Written]] = {}
+        self._journals: dict[str, tuple[float, JournalWrite]] = {}
         self._lock = threading.Lock()
 
-    def say(self, part: str, content: Mapping[str, Any]) -> None:
+    def report(self, part: str, content: Mapping[str, Any]) -> None:
         """Replace a part of what is told, which is plain JSON."""
         with self._lock:
             self._parts[part] = content
 
-    def wrote(self, trial_id: str, size: int, event: str) -> None:
+    def record_write(self, trial_id: str, size: int, event: str) -> None:
         """Tell for a while that the journal of a trial was written."""
         now = time.monotonic()
         with self._lock:
             old = [trial for trial, (at, _) in self._journals.items() if now - at > ADVERTISED_SECONDS]
             for trial in old:
                 del self._journals[trial]
-            self._journals[trial_id] = now, Written(size, event)
+            self._journals[trial_id] = now, JournalWrite(size, event)
 
-    def written(self) -> dict[str, Written]:
+    def recent_writes(self) -> dict[str, JournalWrite]:
         """The journals that this process has written lately, by trial id."""
         with self._lock:
             return {trial_id: written for trial_id, (_, written) in self._journals.items()}
@@ -72,30 +72,30 @@ class Heartbeat:
             parts = dict(self._parts)
         process = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         sent = {"requests": found} if (found := requests()) else {}
-        return json.dumps(process | sent | {"journals": self.written()} | parts).encode()
+        return json.dumps(process | sent | {"journals": self.recent_writes()} | parts).encode()
 
 
-_TELLINGS: dict[tuple[int, Path], Heartbeat] = {}
+_HEARTBEATS: dict[tuple[int, Path], Heartbeat] = {}
 _NAMES: dict[int, str] = {}
 
 
 def heartbeat_of(sweep_folder: Path) -> Heartbeat:
     """What this process tells of the sweep in a folder."""
     mine = pid, _ = os.getpid(), sweep_folder
-    if mine not in _TELLINGS:
+    if mine not in _HEARTBEATS:
         name = _NAMES.setdefault(pid, f"{socket.gethostname()}-{pid}-{uuid.uuid4().hex[:8]}.json")
-        _TELLINGS.setdefault(mine, Heartbeat(name))
-    return _TELLINGS[mine]
+        _HEARTBEATS.setdefault(mine, Heartbeat(name))
+    return _HEARTBEATS[mine]
 
 
-def journal_writes(content: Mapping[str, Any]) -> dict[str, Written]:
+def journal_writes(content: Mapping[str, Any]) -> dict[str, JournalWrite]:
     """The journals that a process tells of in the content of its file; what is not as we write it is left out."""
     found = content.get("journals")
     if not isinstance(found, dict):
         return {}
     pairs = {trial_id: one for trial_id, one in found.items() if isinstance(one, list) and len(one) == 2}
     return {
-        trial_id: Written(size, event)
+        trial_id: JournalWrite(size, event)
         for trial_id, (size, event) in pairs.items()
         if type(size) is int and isinstance(event, str) and "/" not in trial_id
     }

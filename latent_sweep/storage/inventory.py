@@ -123,7 +123,7 @@ class Inventory:
         candidates = [by_name[other] for other in self.readable if by_name[other].tuning_of == name]
         if name not in by_name and not candidates:
             known = ", ".join(by_name) or "none"
-            raise ConfigError(f"{self.storage.place}: found no sweep {name!r}; there are: {known}")
+            raise ConfigError(f"{self.storage.location}: found no sweep {name!r}; there are: {known}")
         return candidates + [sweep for sweep in self.sweeps if sweep.name == name]
 
     def size(self, sweep: SweepFolder) -> Size:
@@ -250,7 +250,7 @@ def _check_unwritten(inventory: Inventory) -> None:
     )
     if then != now:
         raise StorageError(
-            f"{inventory.storage.place}: a sweep was written while its files were looked at; nothing was deleted. Run "
+            f"{inventory.storage.location}: a sweep was written while its files were looked at; nothing was deleted. Run "
             "the same command again"
         )
 
@@ -416,7 +416,7 @@ def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = Tr
         if target.sync(placed[path]) and not content.startswith(placed[path].read_bytes()):
             sweep_path = target.folder / path.relative_to(source.folder).parts[0]
             raise ConfigError(f"{sweep_path}: the sweep has gone on there since it was copied; {_ELSEWHERE}")
-    target.make()
+    target.create()
     size = 0
     for path in files:
         content = path.read_bytes()

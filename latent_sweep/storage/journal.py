@@ -235,7 +235,7 @@ class Journal:
                 _sync_folder(self.path.parent)  # the new file's name must survive a power cut, too
             size = self.path.stat().st_size
         self._storage.push(self.path)
-        heartbeat_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, name)
+        heartbeat_of(self.path.parent.parent.parent).record_write(self.path.parent.name, size, name)
         return _event(json.loads(line))
 
     def read(self) -> list[Event]:

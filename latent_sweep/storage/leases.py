@@ -172,12 +172,12 @@ class Presence:
                 self._thread.start()
             self._holds += 1
 
-    def let_go(self) -> None:
+    def drop(self) -> None:
         """Need it for one lease less; where none is left after a while, it is not renewed any more."""
         with self._lock:
             self._holds -= 1
 
-    def tell(self, folder: str, at_once: bool) -> None:
+    def publish(self, folder: str, at_once: bool) -> None:
         """Put what this process tells of a sweep: at once, or when its presence is renewed anyway.
 
         Raises:
@@ -250,7 +250,7 @@ class ObjectLease:
                 time.sleep(LOOK_SECONDS)
         finally:
             if not taken:
-                self._presence.let_go()
+                self._presence.drop()
         return taken
 
     def release(self) -> None:
@@ -258,7 +258,7 @@ class ObjectLease:
         with suppress(StorageError):
             if not self._presence.lapsed_since(self._taken) or self._is_mine():
                 self._bucket.delete(self._key)
-        self._presence.let_go()
+        self._presence.drop()
 
     def holder(self) -> str:
         """Name who has it, for messages."""

@@ -40,7 +40,7 @@ JOURNAL = "journal.jsonl"
 PROBES = ".preflight"
 """Folder of what is written to find out what a node, or a clock, sees."""
 
-DEFAULT_PLACE = "runs"
+DEFAULT_LOCATION = "runs"
 """Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
 that of a folder with another name is the umask's and its administrator's."""
 STORAGE_VARIABLE = "LATENT_SWEEP_STORAGE"
@@ -80,16 +80,16 @@ class Storage:
     is_remote = False
     """Whether `folder` is only a cache of what is elsewhere."""
 
-    def __init__(self, folder: Path, place: str | None = None):
-        self.folder, self.place = folder, place or str(folder)
+    def __init__(self, folder: Path, location: str | None = None):
+        self.folder, self.location = folder, location or str(folder)
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Make the folder where that is not left to the first file in it.
 
         Raises:
             StorageError: it cannot be made.
         """
-        if self.place == DEFAULT_PLACE:
+        if self.location == DEFAULT_LOCATION:
             private_folder(self.folder)
 
     def write(self, path: Path, content: bytes | bytearray) -> None:
@@ -184,7 +184,7 @@ class Storage:
         """Return the lease of this name; it guards against processes on all nodes."""
         return FileLease(path)
 
-    def tell(self, sweep_folder: Path, at_once: bool) -> None:
+    def publish_heartbeat(self, sweep_folder: Path, at_once: bool) -> None:
         """Write what this process tells of a sweep.
 
         Args:
@@ -214,7 +214,7 @@ class ObjectStorage(Storage):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the working folder: another node has another one."""
-        return ObjectStorage, (self.place,)
+        return ObjectStorage, (self.location,)
 
     def write_once(self, path: Path, content: bytes | bytearray) -> None:
         """Do as `write` for a file that never changes: nobody will ask which of two is newer."""
@@ -310,10 +310,10 @@ class ObjectStorage(Storage):
         """Seconds since 1970 by the object store's clock."""
         return self._bucket.now()
 
-    def tell(self, sweep_folder: Path, at_once: bool) -> None:
+    def publish_heartbeat(self, sweep_folder: Path, at_once: bool) -> None:
         """Write what this process tells of a sweep; it is put at once, or with the next sign that the process lives."""
-        super().tell(sweep_folder, at_once)
-        self._presence.tell(self._key(sweep_folder), at_once)
+        super().publish_heartbeat(sweep_folder, at_once)
+        self._presence.publish(self._key(sweep_folder), at_once)
 
     def pull_heartbeats(self, sweep_folder: Path) -> None:
         """Bring here what other processes tell of a sweep, as far as it is newer."""
@@ -407,7 +407,7 @@ def open_storage(place: str) -> Storage:
         StorageError: pyarrow cannot open such a URI.
     """
     if "://" not in place:
-        return Storage(local_path(place).resolve(), place if place == DEFAULT_PLACE else None)
+        return Storage(local_path(place).resolve(), place if place == DEFAULT_LOCATION else None)
     return ObjectStorage(place)
 
 
@@ -419,7 +419,7 @@ def storage_in(folder: Path) -> Storage:
     return ObjectStorage(read_file(folder / "uri").decode())
 
 
-def place_faults(place: str) -> list[str]:
+def location_faults(place: str) -> list[str]:
     """Describe what is wrong with a value of `run.storage`, as far as the text tells."""
     if "://" in place:
         return uri_faults(place)
@@ -430,14 +430,14 @@ def place_faults(place: str) -> list[str]:
     return []
 
 
-def default_place() -> str:
+def default_location() -> str:
     """Return the storage of a command that names none: that of `LATENT_SWEEP_STORAGE`, else `runs`.
 
     Raises:
         ConfigError: the variable's value can name no storage.
     """
-    place = os.environ.get(STORAGE_VARIABLE) or DEFAULT_PLACE
-    if faults := place_faults(place):
+    place = os.environ.get(STORAGE_VARIABLE) or DEFAULT_LOCATION
+    if faults := location_faults(place):
         raise ConfigError(f"{STORAGE_VARIABLE}: {'; '.join(faults)}")
     return place
 
@@ -502,7 +502,7 @@ def unseen_message(storage: Storage, nodes: list[str]) -> str:
     """Advise what to do about nodes that do not see the storage."""
     found = "these nodes do not see" if len(nodes) > 1 else "this node does not see"
     return (
-        f"run.storage: {storage.place}: {found} what {socket.gethostname()} writes there: {', '.join(nodes)}. "
+        f"run.storage: {storage.location}: {found} what {socket.gethostname()} writes there: {', '.join(nodes)}. "
         "All nodes need the same storage: a folder of a file system that they share, at the same path, or an object "
         "store, e.g. --set run.storage=s3://bucket/prefix"
     )

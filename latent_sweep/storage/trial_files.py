@@ -323,7 +323,7 @@ class TrialFiles:
         """Return the rows as they were after so many tasks."""
         return ScoreMatrix(self._tasks, tuple(self.rows[:tasks_seen]))
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Set aside what is damaged; write again what the journal tells, and forget the rows whose answers are lost."""
         for damage in self.corrupt:
             if damage.path.exists():

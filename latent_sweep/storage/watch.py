@@ -17,7 +17,7 @@ from typing import Any
 
 from latent_sweep.errors import StorageError
 from latent_sweep.storage.files import read_json_or_nothing
-from latent_sweep.storage.heartbeat import ADVERTISED_SECONDS, FOLDER, Written, heartbeat_of, journal_writes
+from latent_sweep.storage.heartbeat import ADVERTISED_SECONDS, FOLDER, JournalWrite, heartbeat_of, journal_writes
 from latent_sweep.storage.storage import CONNECTIONS, JOURNAL, Storage
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Watcher:
                 list(pool.map(lambda pair: self._bring(*pair), moved))
         self._followed = began
 
-    def _bring(self, trial_id: str, written: Written) -> None:
+    def _bring(self, trial_id: str, written: JournalWrite) -> None:
         journal = self._folder / "trials" / trial_id / JOURNAL
         if journal.is_file() and journal.stat().st_size >= written.size:
             return

@@ -15,13 +15,13 @@ from typing import Any
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
 from latent_sweep.settings import local_path
-from latent_sweep.storage.storage import STORAGE_VARIABLE, default_place, in_job_package
+from latent_sweep.storage.storage import STORAGE_VARIABLE, default_location, in_job_package
 from latent_sweep.sweep.schema import RunSettings, TrackingSettings
 from latent_sweep.sweep.tracking_uris import (
     DEFAULT_URI,
     TRACKING_VARIABLE,
     address_faults,
-    place_faults,
+    location_faults,
     relative_place,
 )
 
@@ -46,7 +46,7 @@ def _storage(place: str, given: bool) -> tuple[str, list[str]]:
     where = "run.storage"
     if not given and os.environ.get(STORAGE_VARIABLE) and not _is_absolute(place):
         try:
-            place, where = default_place(), STORAGE_VARIABLE
+            place, where = default_location(), STORAGE_VARIABLE
         except ConfigError as error:
             return place, [str(error)]
     return place, [f"{where}: {fault}" for fault in _folder_faults(place)]
@@ -89,4 +89,4 @@ def _tracker(uri: str | None, given: bool) -> tuple[str | None, list[str]]:
     variable = os.environ.get(TRACKING_VARIABLE) if uri is None else None
     where, address = (TRACKING_VARIABLE, variable) if variable else ("run.tracking.uri", uri or DEFAULT_URI)
     text_faults = address_faults(address) if variable else []  # those of a setting are known when it is read
-    return uri, [f"{where}: {fault}" for fault in text_faults or place_faults(address)]
+    return uri, [f"{where}: {fault}" for fault in text_faults or location_faults(address)]

@@ -111,7 +111,7 @@ def plan_sweep(
         if to_run:
             check_pinned(sweep, [*trials, *tried])
         if storage is not None and to_run:
-            storage.make()
+            storage.create()
         for each, its_trials in ((sweep, trials), (tuned, tried)):
             marks = storage.folder if storage is not None and to_run else None
             warnings[each.name] = check_sweep(each, its_trials, marks) if its_trials else []

@@ -26,7 +26,7 @@ from latent_sweep.settings import (
     yaml_text,
 )
 from latent_sweep.storage.predictions import KeepAnswers
-from latent_sweep.storage.storage import DEFAULT_PLACE, place_faults
+from latent_sweep.storage.storage import DEFAULT_LOCATION, location_faults
 from latent_sweep.sweep.tracking_uris import address_faults
 
 
@@ -223,7 +223,7 @@ class PriceSettings(Settings):
 class RunSettings(Settings):
     """The `run:` group: how to run a sweep. It changes no result."""
 
-    storage: str = Field(DEFAULT_PLACE, min_length=1)
+    storage: str = Field(DEFAULT_LOCATION, min_length=1)
     """Where everything that is computed lies, shared by all sweeps that name it: a folder, which all nodes must see, or
     an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials. If
     LATENT_SWEEP_STORAGE is set, it replaces the default and a relative path."""
@@ -274,7 +274,7 @@ class RunSettings(Settings):
     @field_validator("storage")
     @classmethod
     def _can_be_opened(cls, place: str) -> str:
-        if faults := place_faults(place):
+        if faults := location_faults(place):
             raise ValueError("; ".join(faults))
         return place
 

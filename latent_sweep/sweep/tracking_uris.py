@@ -56,7 +56,7 @@ def address_faults(uri: str) -> list[str]:
     ]
 
 
-def place_faults(uri: str) -> list[str]:
+def location_faults(uri: str) -> list[str]:
     """Describe what on this machine's disk prevents the local database of an address; nothing for other addresses."""
     if (file := sqlite_file(uri)) is None:
         return []

@@ -41,7 +41,13 @@ from latent_sweep.security import has_credentials, redact
 from latent_sweep.storage.files import FileState, private_file, private_folder, state_of
 from latent_sweep.storage.folders import LOCKS, SweepFolder, TrialFolder
 from latent_sweep.storage.leases import FileLease, held
-from latent_sweep.sweep.tracking_uris import DEFAULT_URI, TRACKING_VARIABLE, address_faults, place_faults, sqlite_file
+from latent_sweep.sweep.tracking_uris import (
+    DEFAULT_URI,
+    TRACKING_VARIABLE,
+    address_faults,
+    location_faults,
+    sqlite_file,
+)
 from latent_sweep.tracking.addresses import check_tracking_address
 from latent_sweep.tracking.contents import (
     KEY_TAG,
@@ -635,7 +641,7 @@ def tracker_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = Fals
     if uri == "none":
         return NullTracker()
     tracker = MlflowTracker(uri, sweep, allow_insecure)
-    if faults := address_faults(tracker.uri) or place_faults(tracker.uri):
+    if faults := address_faults(tracker.uri) or location_faults(tracker.uri):
         raise ConfigError(f"tracker: {'; '.join(faults)}")
     check_tracking_address(tracker.uri, allow_insecure)
     return tracker

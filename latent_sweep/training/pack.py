@@ -84,7 +84,7 @@ def _lead(pack: Pack, members: ActiveRuns, emit: Emit) -> None:
     context = members.context
     runs = [run for member in members.all for run in member.trials]
     for run in runs:
-        run.files.mend()
+        run.files.repair()
         say_started(run.files, run.trial, context)
     try:
         if any(len(run.files.rows) < len(pack.tasks) for run in runs):

@@ -33,7 +33,7 @@ from latent_sweep.errors import ConfigError, MissingData
 from latent_sweep.security import printable, traceback_text
 from latent_sweep.settings import as_written
 from latent_sweep.storage.failures import free_frames
-from latent_sweep.storage.storage import default_place
+from latent_sweep.storage.storage import default_location
 from latent_sweep.storage.versions import installed
 from latent_sweep.training.context import hardware
 
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=[*PARTS, *ON_REQUEST], nargs="+", default=[])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the benchmark itself")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--storage", default=default_place(), help="storage that `store` measures")
+    parser.add_argument("--storage", default=default_location(), help="storage that `store` measures")
     options = parser.parse_args(arguments)
     report = run_bench(options.backbone, options.device, options.dtype, options.only, options.quick, options.storage)
     print(report.json() if options.json else report.text())

@@ -26,7 +26,7 @@ FILES = 5
 def store(bench: Workbench) -> list[Reading]:
     """Files, events and leases where sweeps lie (`--storage`), with the requests that each takes."""
     storage = open_storage(bench.subject.place)
-    storage.make()
+    storage.create()
     folder = storage.folder / PROBES / f"bench-{uuid.uuid4().hex}"
     turns = 1 if bench.subject.quick else 9
     try:

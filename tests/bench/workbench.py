@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from latent_sweep.settings import as_written
 from latent_sweep.storage.failures import free_memory
-from latent_sweep.storage.storage import DEFAULT_PLACE, Storage
+from latent_sweep.storage.storage import DEFAULT_LOCATION, Storage
 
 if TYPE_CHECKING:
     from bench.baseline import Config
@@ -134,7 +134,7 @@ class Subject:
     folder: str
     """For everything that is written meanwhile."""
     quick: bool
-    place: str = DEFAULT_PLACE
+    place: str = DEFAULT_LOCATION
     """The storage that is measured itself."""
 
     @property

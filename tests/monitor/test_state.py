@@ -26,7 +26,7 @@ from latent_sweep.monitor.state import SweepWatch, current
 from latent_sweep.monitor.terminal import draw
 from latent_sweep.report.tables import counts
 from latent_sweep.results.summaries import summarize
-from latent_sweep.storage import heartbeat as telling
+from latent_sweep.storage import heartbeat
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import driven_since, driving, open_sweep
 from latent_sweep.storage.journal import Journal
@@ -51,8 +51,8 @@ def look(sweep, **how):
 
 def another_process(monkeypatch):
     """Have later heartbeats come from another process."""
-    monkeypatch.setattr(telling, "_TELLINGS", {})
-    monkeypatch.setattr(telling, "_NAMES", {})
+    monkeypatch.setattr(heartbeat, "_HEARTBEATS", {})
+    monkeypatch.setattr(heartbeat, "_NAMES", {})
 
 
 def drawn(state, width, height=24):
@@ -362,7 +362,7 @@ def test_only_reported_journals_and_a_slice_of_the_others_are_examined(tmp_path,
         assert len(looked) <= 1 + 3, "the reported journal, and a sixtieth of all"
     another_process(monkeypatch)
     start(trials[5])
-    monkeypatch.setattr(telling, "_TELLINGS", {})  # killed before its heartbeat was written
+    monkeypatch.setattr(heartbeat, "_HEARTBEATS", {})  # killed before its heartbeat was written
     assert [watch.look().counts["running"] for _ in range(states.ROUND)][-1] == 2
 
 

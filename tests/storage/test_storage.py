@@ -109,7 +109,7 @@ def test_a_storage_that_travels_to_another_node_has_its_folder_there(node):
     here = node("a")
     sent = pickle.dumps(here)
     assert node("b").folder == pickle.loads(sent).folder != here.folder
-    assert open_sweep(pickle.loads(sent).folder / "tiny").storage.place == URI
+    assert open_sweep(pickle.loads(sent).folder / "tiny").storage.location == URI
 
 
 def test_a_copy_of_a_working_folder_is_a_plain_folder(node, tmp_path, bucket):

@@ -43,7 +43,7 @@ def record(files, *answers):
     for task, answer in zip(TASKS, answers, strict=False):
         row.add(task, 1.0, [{"id": "0", "prediction": answer, "references": [answer], "score": 1.0, "weights": {}}])
     files.record(row)
-    files.tell("lineage", False, files.matrix.measures(), {})
+    files.record_stage("lineage", False, files.matrix.measures(), {})
     return [name for name in files._storage.names if name not in ("t/scores.json", "t/journal.jsonl")]
 
 
@@ -75,7 +75,7 @@ def test_who_takes_a_trial_up_knows_what_is_there_and_what_is_not(storage):
     assert record(files_of(storage), "one", "two", "three") == ["answers/3.jsonl", "predictions/past.jsonl"]
     (files.folder / "predictions" / "mood.jsonl").write_text("spoilt")
     again = files_of(storage)
-    again.mend()
+    again.repair()
     assert record(again, "one", "two", "three") == ["answers/3.jsonl", "predictions/mood.jsonl"]
     assert predicted(again) == {"mood": "one", "ticket": "two", "past": "three"}
 
@@ -105,7 +105,7 @@ def test_a_row_that_is_made_again_as_it_was_is_not_told_again(storage):
     record(files, "one")
     (files.folder / "answers" / "1.jsonl").unlink()
     again = files_of(storage)
-    again.mend()
+    again.repair()
     assert record(again, "one") == ["answers/1.jsonl"]
     assert [event.name for event in again.journal.read()] == ["stage"]
     assert record(files_of(storage), "one", "two") == ["answers/2.jsonl", "predictions/ticket.jsonl"]

@@ -30,7 +30,7 @@ def test_code_that_nobody_has_installed_runs_a_sweep(uninstalled, tmp_path):
     content = tiny(search={}, trial__training__epochs=1)
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     (started, *_) = events(sweep_folder(tmp_path), "started")
-    assert started["versions"]["latent-sweep"] == latent_sweep.__version__
+    assert started.versions["latent-sweep"] == latent_sweep.__version__
 
 
 @READS_PYPROJECT

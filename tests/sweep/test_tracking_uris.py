@@ -4,7 +4,7 @@ import pytest
 from helpers.sweeps import tiny, write
 
 from latent_sweep.cli.main import main
-from latent_sweep.sweep.tracking_uris import address_faults, place_faults, relative_place
+from latent_sweep.sweep.tracking_uris import address_faults, location_faults, relative_place
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_the_file_of_a_database_is_looked_at(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("no database at all")
     (tmp_path / "empty").touch()
-    assert place_faults("sqlite:///empty") == place_faults("sqlite:///new/and/deeper/mlflow.db") == []
+    assert location_faults("sqlite:///empty") == location_faults("sqlite:///new/and/deeper/mlflow.db") == []
     assert not (tmp_path / "new").exists()
-    assert place_faults("https://a.example.org") == []
-    (fault,) = place_faults("sqlite:///folder")
+    assert location_faults("https://a.example.org") == []
+    (fault,) = location_faults("sqlite:///folder")
     assert "sqlite:///folder/mlflow.db" in fault
-    (fault,) = place_faults("sqlite:///text")
+    (fault,) = location_faults("sqlite:///text")
     assert "no SQLite database" in fault
-    (fault,) = place_faults("sqlite:///text/mlflow.db")
+    (fault,) = location_faults("sqlite:///text/mlflow.db")
     assert str(tmp_path / "text") in fault
     path = write(tmp_path, tiny())
     assert main(["plan", path, "--set", "run.tracking.uri=sqlite:///folder"]) == 2

@@ -153,7 +153,7 @@ def imitate(runs, pack, stages, backbone, counts):
         for task in trial.tasks[: position + 1]:
             row.add(task.name, 1.0, lines)
         files.record(row)
-        files.tell(lineage, False, files.matrix.measures(), {"steps": 1})
+        files.record_stage(lineage, False, files.matrix.measures(), {"steps": 1})
         if position:
             assert counts == {
                 "snapshots written": 2,
