@@ -31,7 +31,7 @@ def check_storage(storage: Storage) -> Iterator[Finding]:
             seconds = time.monotonic() - began
             yield ok(
                 "storage",
-                f"{storage.location}: {len(CONTENT):,} bytes written, listed, read, deleted in {seconds:.2f} s",
+                f"{storage.location}: wrote, listed, read, deleted {len(CONTENT):,} bytes in {seconds:.2f} s",
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -250,8 +250,8 @@ def _check_unwritten(inventory: Inventory) -> None:
     )
     if then != now:
         raise StorageError(
-            f"{inventory.storage.location}: a sweep was written while its files were looked at; nothing was deleted. Run "
-            "the same command again"
+            f"{inventory.storage.location}: a sweep was written during the inventory, so nothing was deleted. Run the "
+            "same command again"
         )
 
 
