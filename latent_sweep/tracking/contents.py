@@ -52,7 +52,7 @@ _RUN_STATUS: Mapping[Status, RunStatus] = {
 }
 MODEL_FOLDER = "model"
 """Name of the best trial's MLflow model, in the sweep's folder and among the artifacts of its run."""
-_TRIAL_FILES = (SETTINGS, "scores.json", "result.json", "journal.jsonl")
+_TRIAL_FILES = ("scores.json", "result.json", "journal.jsonl")
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
 
 
@@ -290,8 +290,7 @@ def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Ev
     from latent_sweep.report.figures import score_matrix_png
 
     artifacts: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
-    if trial.groups is not None:
-        artifacts[SETTINGS] = yaml_text(trial.settings())
+    artifacts[SETTINGS] = yaml_text(trial.settings())
     artifacts |= {f"{PREDICTIONS}/{path.name}": path for path in sorted((trial.path / PREDICTIONS).glob("*.jsonl"))}
     if stored_stages := stages(events):
         kept = [answers_file(stage.tasks_seen) for stage in stored_stages if saves_answers(stage)]

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.errors import ConfigError, StorageError
+from latent_sweep.errors import StorageError
 from latent_sweep.report.tables import PAGE_FILE, mixed_lines
 from latent_sweep.results import summaries
 from latent_sweep.results.definition import trial_name
 from latent_sweep.security import quoted
-from latent_sweep.settings import flatten, parse_yaml
 from latent_sweep.storage.checksummed import has_valid_checksum, quarantine
-from latent_sweep.storage.folders import SETTINGS, SweepFolder, TrialFolder, driving, writing
+from latent_sweep.storage.folders import SweepFolder, TrialFolder, driving, writing
 from latent_sweep.storage.journal import Event, Finished, Stage, stages, status
 from latent_sweep.storage.predictions import ANSWERS
 from latent_sweep.storage.storage import JOURNAL
@@ -167,9 +166,6 @@ _JOURNAL_REMEDY = "all rows are scored again from cached answers; stored snapsho
 def _file_faults(
     sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event], counts: Counter[str]
 ) -> Iterator[_Fault]:
-    settings = trial.path / SETTINGS
-    if trial.groups is None and (message := _settings_fault(settings, trial.params)) is not None:
-        yield _fault(sweep, trial, settings, f"{settings} {message}", "it is written again")
     if status(events) == "running":
         return
     counts["files"] += len({name for event in events if isinstance(event, (Stage, Finished)) for name in event.files})
@@ -188,21 +184,6 @@ def _file_faults(
 
 def _fault(sweep: SweepFolder, trial: TrialFolder, path: Path, text: str, remedy: str) -> _Fault:
     return _Fault(text, [trial], path, f"{trial_name(sweep, trial)}: {path.name}: {remedy}")
-
-
-def _settings_fault(path: Path, params: Mapping[str, object]) -> str | None:
-    """Describe the fault of a trial's settings file, if any."""
-    try:
-        settings = flatten("trial", parse_yaml(path.read_text(encoding="utf-8"), "it"))
-    except FileNotFoundError:
-        return "is missing"
-    except (OSError, ValueError, ConfigError) as error:
-        return f"cannot be read: {error}"
-    expected = dict(params)
-    tasks, names = settings.pop("benchmark.tasks", None), expected.pop("benchmark.tasks", None)
-    # sweep.json has the names in order of learning, whether the settings list them or name an order
-    same = not isinstance(tasks, list) or sorted(map(str, tasks)) == sorted(str(names).split())
-    return None if same and settings == expected else "differs from sweep.json"
 
 
 # --- the tracker -----------------------------------------------------------------------------------------------------

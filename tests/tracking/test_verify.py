@@ -1,4 +1,4 @@
-"""What a trial leaves is checked against its journal: damage is noticed, told, set aside, and made again as it was."""
+"""Files of a trial are checked against its journal: corruption is reported, quarantined, and repaired."""
 
 import hashlib
 import json
@@ -7,7 +7,6 @@ import re
 import shutil
 
 import pytest
-from helpers.sweep_folders import as_before
 from helpers.sweeps import SMALL, events, results, rewrite_line, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import journal_at
 
@@ -27,24 +26,24 @@ from latent_sweep.tracking.verify import repair_disk, verify_disk
 
 
 def first_of(path):
-    """The first line of a file of JSON lines."""
+    """Return the first line of a JSON lines file."""
     return json.loads(path.read_text().splitlines()[0])
 
 
 def run(folder):
-    """The same run command; its exit code."""
+    """Run the sweep; return the exit code."""
     return main(["run", write(folder, SMALL), "--local"])
 
 
 def all_results(folder):
-    """Every file that says what came out, the results with what was measured included."""
+    """Return all result files by name, including measured times."""
     sweep = sweep_folder(folder)
     files = {f"{trial.trial_id}/result.json": (trial.path / "result.json").read_bytes() for trial in sweep}
     return results(sweep) | files
 
 
 def everything(folder):
-    """Every file below a folder, with its content and its time."""
+    """Return the content and time of every file below a folder."""
     return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
 
 
@@ -59,7 +58,7 @@ def flip(path):
 
 
 def rewritten(change):
-    """A damage: the JSON file with its content changed."""
+    """Return a function that changes the content of a JSON file."""
     return lambda path: path.write_text(json.dumps(change(json.loads(path.read_text())), indent=1, sort_keys=True))
 
 
@@ -206,29 +205,6 @@ def test_a_corrupt_snapshot_of_a_finished_trial_is_learned_again_after_a_repair(
     assert "started again after damaged" in capsys.readouterr().out
 
 
-def test_what_an_earlier_version_has_left_is_not_believed_and_costs_no_learning(finished, copy, tmp_path, capsys):
-    """Its journals and its sweep.json have no digests."""
-    for trial in copy:
-        journal = trial.path / "journal.jsonl"
-        lines = [
-            {n: v for n, v in json.loads(line).items() if n != "sha256"} for line in journal.read_text().splitlines()
-        ]
-        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (copy.path / "sweep.json").write_text(json.dumps(json.loads((copy.path / "sweep.json").read_text())["content"]))
-    arguments = ["verify", str(copy.path), "--uri", "none", "--repair"]
-    assert main(arguments) == 2
-    assert "sweep.json: does not check against its digest: it is damaged, or was written by an earlier" in (
-        capsys.readouterr().err
-    )
-    assert run(tmp_path) == 2
-    assert "journal.jsonl, line 1: does not check against its digest" in capsys.readouterr().err
-    assert main(arguments) == 1
-    assert run(tmp_path) == 0
-    assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
-    assert {event.reused for event in events(sweep_folder(tmp_path), "stage")} == {True}
-    assert {event.metrics["generated_share"] for event in events(sweep_folder(tmp_path), "stage")} == {0.0}
-
-
 def test_repairing_intact_files_changes_nothing(copy, tmp_path):
     before = everything(tmp_path)
     assert main(["verify", str(copy.path), "--uri", "none", "--repair"]) == 0
@@ -241,17 +217,14 @@ def test_a_result_without_a_journal_is_a_fault(copy, tmp_path):
     (first, _) = copy
     (first.path / "journal.jsonl").unlink()
     (fault,) = verify_disk(copy).faults
-    assert (
-        fault
-        == f"{first.path / 'journal.jsonl'}: found no event; expected those that led to {first.path / 'result.json'}"
-    )
+    assert str(first.path / "journal.jsonl") in fault and str(first.path / "result.json") in fault
 
 
 @pytest.mark.parametrize(
     ("uri", "place"), [(None, "mlflow.db"), ("sqlite:///own/mlflow.db", "own/mlflow.db"), ("file:mlruns", "mlruns")]
 )
 def test_a_relative_address_without_a_database_is_refused(copy, tmp_path, monkeypatch, capsys, uri, place):
-    """Elsewhere than the sweep ran: everything would be missing, and a repair would make another store."""
+    """In another working directory everything would be missing, and a repair would create a second database."""
     path, elsewhere = copy.path.absolute(), tmp_path / "elsewhere"
     content = read_checksummed_json(path / "sweep.json")
     write_checksummed_json(path / "sweep.json", content | {"tracking_uri": uri})
@@ -261,9 +234,7 @@ def test_a_relative_address_without_a_database_is_refused(copy, tmp_path, monkey
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow refuses otherwise
     for more in ([], ["--repair"]):
         assert main(["verify", str(path), *more]) == 2
-        told = capsys.readouterr().err
-        assert f"found no {elsewhere / place}; expected" in told
-        assert "Run the command where the sweep ran, or name the tracker with --uri" in told
+        assert str(elsewhere / place) in capsys.readouterr().err
     assert list(elsewhere.iterdir()) == []
 
 
@@ -275,11 +246,11 @@ def test_verify_creates_no_database(copy, tmp_path):
         assert everything(tmp_path) == before
 
 
-# --- what checks against its digest and yet does not follow ----------------------------------------------------------
+# --- files with a valid digest that contradict the journal ----------------------------------------------------------
 
 
-def tell(trial, name):
-    """Have the journal tell the digest that a file has now."""
+def record_digest(trial, name):
+    """Record the current digest of a file in the journal."""
     *_, last = trial.events()
     digest = hashlib.sha256((trial.path / name).read_bytes()).hexdigest()
     journal = journal_at(trial.path / "journal.jsonl")
@@ -301,33 +272,26 @@ def tell(trial, name):
 def test_a_file_that_contradicts_the_journal_is_a_fault(copy, name, change):
     first, _ = copy
     rewritten(change)(first.path / name)
-    tell(first, name)
+    record_digest(first, name)
     (fault,) = verify_disk(copy).faults
-    assert fault == f"{first.path / name} does not follow from the rows that the journal tells"
+    assert fault.startswith(f"{first.path / name} ")
 
 
-def test_answers_whose_scores_average_to_another_row_are_noticed(copy):
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("predictions/mood.jsonl", lambda line: {"score": 1.0 - line["score"]}),
+        ("answers/1.jsonl", lambda line: {"score": 1.0 - line["score"]}),
+        ("predictions/mood.jsonl", lambda line: {"prediction": line["prediction"] + "?"}),  # not the latest answer
+    ],
+)
+def test_answers_that_contradict_the_rows_are_a_fault(copy, name, change):
     first, _ = copy
-    path = first.path / "predictions" / "mood.jsonl"
-    rewrite_line(path, 0, score=1.0 - first_of(path)["score"])
-    tell(first, "predictions/mood.jsonl")
-    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
-
-
-def test_kept_answers_whose_scores_average_to_another_row_are_noticed(copy):
-    first, _ = copy
-    path = first.path / "answers" / "1.jsonl"
-    rewrite_line(path, 0, score=1.0 - first_of(path)["score"])
-    tell(first, "answers/1.jsonl")
-    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
-
-
-def test_kept_answers_that_are_not_the_newest_are_noticed(copy):
-    first, _ = copy
-    path = first.path / "predictions" / "mood.jsonl"
-    rewrite_line(path, 0, prediction=first_of(path)["prediction"] + "?")
-    tell(first, "predictions/mood.jsonl")
-    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
+    path = first.path / name
+    rewrite_line(path, 0, **change(first_of(path)))
+    record_digest(first, name)
+    (fault,) = verify_disk(copy).faults
+    assert fault.startswith(f"{path} ")
 
 
 def test_measures_that_do_not_follow_from_the_rows_are_a_fault(copy):
@@ -335,18 +299,19 @@ def test_measures_that_do_not_follow_from_the_rows_are_a_fault(copy):
     *_, last = first.events()
     journal = journal_at(first.path / "journal.jsonl")
     journal.append("finished", metrics=last.metrics | {"AP": 0.9}, files=last.files)
-    assert verify_disk(copy).faults == [f"{journal.path} tells measures that do not follow from its rows"]
+    (fault,) = verify_disk(copy).faults
+    assert fault.startswith(f"{journal.path} ")
 
 
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Stands for the end of the process."""
 
 
 def killed_before(monkeypatch, kind, number):
-    """Have the process end right before a journal is told the n-th event of a kind."""
+    """End the process right before the n-th event of a kind is appended to a journal."""
     told = []
     append = Journal.append
 
@@ -361,10 +326,7 @@ def killed_before(monkeypatch, kind, number):
 
 @pytest.mark.parametrize("number", range(1, 9))
 def test_a_kill_between_any_two_writes_loses_no_answer(finished, copy, tmp_path, monkeypatch, number):
-    """Both stages are scored anew: two files of answers, of predictions and of scores, and a result.
-
-    The second stage answers the first task as the first stage did.
-    """
+    """Both stages write two files each of answers, predictions and scores, and the trial a result."""
     first, _ = copy
     (first.path / "journal.jsonl").unlink()
     written, write_file = [], Storage.write
@@ -391,7 +353,7 @@ def test_a_kill_between_any_two_writes_loses_no_answer(finished, copy, tmp_path,
 
 
 def test_keep_answers_last_saves_only_the_last_stage(finished, copy, tmp_path):
-    """And those that are kept from then on stand by themselves."""
+    """Answers saved later do not depend on the missing ones."""
     first, _ = copy
     for trial in copy:
         (trial.path / "journal.jsonl").unlink()
@@ -412,7 +374,7 @@ def test_keep_answers_last_saves_only_the_last_stage(finished, copy, tmp_path):
 
 @pytest.mark.parametrize("told", [2, 3], ids=["scores and answers", "result"])
 def test_a_kill_between_a_file_and_its_event_corrupts_nothing(finished, copy, tmp_path, caplog, told):
-    """The files of the second stage, or the result, are there; the journals do not tell of them yet."""
+    """The files of the second stage, or the result, exist without their event."""
     for trial in copy:
         journal = trial.path / "journal.jsonl"
         journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:told]))
@@ -466,30 +428,13 @@ def test_a_stopped_trial_is_restored_up_to_its_stop(runs):
     assert trial.files(runs.sweep).complete
 
 
-def test_a_sweep_that_an_earlier_version_wrote_is_read_and_goes_on_as_it_is(finished, copy, tmp_path):
-    new = [(trial.params, trial.settings(), trial.lineages, trial.values) for trial in copy]
-    old = as_before(copy)
-    assert [(trial.params, trial.settings(), trial.lineages, trial.values) for trial in old] == new
-    assert all((trial.path / "trial.yaml").exists() and trial.groups is None for trial in old)
-    for command in (["verify", "--uri", "none"], ["rescore"]):
-        assert main([command[0], str(copy.path), *command[1:]]) == 0
-    assert run(tmp_path) == 0
-    assert all_results(tmp_path) == all_results(finished)
-    again = open_sweep(copy.path)
-    assert [(trial.params, trial.settings(), trial.lineages, trial.values) for trial in again] == new
-    assert all(trial.groups is not None for trial in again)
-    next(iter(again)).path.joinpath("trial.yaml").unlink()  # nothing reads it any more
-    assert main(["verify", str(copy.path), "--uri", "none"]) == 0
-
-
-# --- every file that is read, spoiled in every way -------------------------------------------------------------------
+# --- every file, corrupted in every way -------------------------------------------------------------------
 
 FILES = {
     "sweep.json": lambda sweep: sweep.path / "sweep.json",
     "journal": lambda sweep: next(iter(sweep)).path / "journal.jsonl",
     "scores.json": lambda sweep: next(iter(sweep)).path / "scores.json",
     "result.json": lambda sweep: next(iter(sweep)).path / "result.json",
-    "trial.yaml": lambda sweep: next(iter(as_before(sweep))).path / "trial.yaml",
     "answers": lambda sweep: next(iter(sweep)).path / "answers" / "1.jsonl",
     "predictions": lambda sweep: next(iter(sweep)).path / "predictions" / "mood.jsonl",
     "snapshot's facts": lambda sweep: next(sweep.snapshots.folder.glob("*.json")),
@@ -497,7 +442,7 @@ FILES = {
 
 
 def without_a_key(content):
-    """The text without one `"name": value` in it; of YAML without one line."""
+    """Remove the first `"name": value` from a JSON text."""
     head, found, tail = content.partition(b'":')
     return head[: head.rindex(b'"')] + tail.partition(b",")[2] if found else content.partition(b"\n")[2]
 
@@ -514,12 +459,12 @@ SPOILED = {
     "a number is text": lambda content: re.sub(rb"\b(\d+)\b", rb'"\1"', content, count=1),
     "another number": lambda content: re.sub(rb"\d", lambda digit: b"%d" % (9 - int(digit[0])), content, count=1),
 }
-# the beginning of a journal is what a kill would have left: it goes on from there
+# the beginning of a journal is valid: a kill may leave it
 WRONG = [(f, s) for f in FILES for s in SPOILED if (f, s) not in {("journal", "empty"), ("journal", "cut")}]
 
 
 def outcome(capsys, *arguments):
-    """The exit code of a command and what it printed; a traceback is never among that."""
+    """Return the exit code of a command and its output, which must not contain a traceback."""
     code = main(list(arguments))
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err + printed.out
@@ -527,7 +472,7 @@ def outcome(capsys, *arguments):
 
 
 def points_of(sweep):
-    """What a tracker would be told of the sweep's trials; for a damaged file the error."""
+    """Return the points of the sweep's trials, or the error for a corrupt file."""
     try:
         return [content.points for content in verify._contents(sweep) if content.kind == "trial"]
     except StorageError as error:
@@ -562,7 +507,7 @@ def test_a_corrupt_journal_stops_a_run_and_a_corrupt_sweep_file_is_rewritten(cop
     journal = next(iter(copy)).path / "journal.jsonl"
     before = journal.read_bytes()
     journal.write_bytes(spoil(before))
-    if not before.startswith(journal.read_bytes()):  # its beginning is what a kill would have left
+    if not before.startswith(journal.read_bytes()):  # a beginning is valid
         code, printed = outcome(capsys, "run", write(tmp_path, SMALL), "--local")
         assert code == 2
         assert f"{journal}, line 1: " in printed
