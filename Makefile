@@ -61,9 +61,10 @@ portability: $(STAMP)
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)faults
 
-# breaks the code that decides results in some two hundred places, one at a time, and asks the tests whether they notice
+# changes the code that decides results in some two hundred random places, one at a time, and runs the tests that should
+# notice; e.g. MUTANTS="routing/ --per-file 20"
 mutants: $(STAMP)
-	$(TOOL)mutants
+	$(TOOL)mutants $(MUTANTS)
 
 # kills a sweep thirty times at random, seeded, and compares what it ends with; e.g. CHAOS="--seed 7 --kills 100"
 chaos: $(STAMP)
