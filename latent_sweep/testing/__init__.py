@@ -1,4 +1,4 @@
-"""What a method from outside is tested with: the same suite that holds the built-in methods.
+"""The conformance suite for methods, which also tests the built-in ones.
 
 from latent_sweep.testing import MethodConformance
 

@@ -1,7 +1,7 @@
-"""Finds what a method draws from generators that all code of a process shares, and what it validates on.
+"""Detects draws from generators that all code of a process shares, and which examples are used for validation.
 
-The loop seeds these generators before every step and at no other time. What a method draws elsewhere it takes from
-`task.generator`, which is derived from seed, task and purpose: other draws differ from one try to the next.
+The loop seeds these generators before each step only. Elsewhere a method must draw from `task.generator`, which is
+seeded by seed, task and purpose, because other draws are not repeatable.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ GENERATORS: Mapping[str, Callable[[], Any]] = {
     "NumPy's": lambda: pickle.dumps(np.random.get_state()),
     "Python's": random.getstate,
 }
-"""The state of each generator that a process shares, as a value that can be compared."""
+"""The state of each shared generator, as a comparable value."""
 
 OUTSIDE_STEPS = ("examples", "after_step", "finish", "facts")
-"""Members of a learner that are asked outside of the seeded part of a step."""
+"""Members of a learner that are called outside the seeded part of a step."""
 
 
 class Draws:
-    """Which shared generators were drawn from, by the name of what drew."""
+    """Records which shared generators were drawn from, by name of the caller."""
 
     def __init__(self) -> None:
         self.found: dict[str, set[str]] = {}
 
     @contextmanager
     def watching(self, name: str) -> Iterator[None]:
-        """Note draws within the block."""
+        """Record draws within the block."""
         before = {generator: state() for generator, state in GENERATORS.items()}
         yield
         if drawn := {generator for generator, state in GENERATORS.items() if state() != before[generator]}:
             self.found.setdefault(name, set()).update(drawn)
 
     def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its draws noted."""
+        """Return the function with its draws recorded."""
 
         @wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
@@ -62,7 +62,7 @@ class Draws:
 
 
 def validated_rows(stages: Stages, trial: Trial, position: int, held_out: Sequence[Example]) -> list[Example]:
-    """Learn a stage with these held-out rows; return the rows that its epochs were chosen by, in order, each once."""
+    """Train a stage with held-out examples; return the distinct examples that epochs were chosen by."""
     read: list[Example] = []
 
     def record(backbone: Any, bank: Any, rows: Sequence[Example], *others: Any) -> Any:
@@ -70,16 +70,15 @@ def validated_rows(stages: Stages, trial: Trial, position: int, held_out: Sequen
         return forward(backbone, bank, rows, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "forward", record)  # which epochs are chosen with
+        patch.setattr(trainer, "forward", record)  # used for validation only
         stages.snapshot(trial, position, validation=held_out)
     return read
 
 
 def shared_draws(stages: Stages, trial: Trial, position: int) -> dict[str, set[str]]:
-    """Learn a stage, and return which shared generators its method draws from, by the member that draws.
+    """Train a stage; return the shared generators that its method draws from, by member, and `step` for steps.
 
-    Draws of a step itself are those of `step`; they are repeated, but only where the method trains alone: a method that
-    says so by `packable` may draw there.
+    Steps may draw if the method is not packable: outside packs their draws are repeatable.
     """
     draws, kind = Draws(), type(trial.method())
     begin, packable = kind.begin_task, trial.method().packable

@@ -1,4 +1,4 @@
-"""Runs small sweeps below one folder, in this process, and looks at what they leave behind."""
+"""Runs small sweeps in this process and reads the files they leave."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from latent_sweep.training.pack import run_pack
 Event = Step | StageDone
 
 
-def _nothing(event: Event) -> None:
-    """Do nothing with an event: nobody looks."""
+def _ignore(event: Event) -> None:
+    """Ignore an event."""
 
 
 @dataclass
 class Runs:
-    """Runs the packs of small sweeps, all of one name, below a folder."""
+    """Runs packs of small sweeps of one name in a folder."""
 
     folder: Path
     """The storage."""
     name: str = "tiny"
-    """Of the sweeps."""
+    """Name of the sweeps."""
     stages: list[StageDone] = field(default_factory=list)
-    """Every finished stage, in order."""
+    """All finished stages, in order."""
 
     @property
     def sweep(self) -> SweepFolder:
-        """The sweep that the packs are of."""
+        """The folder of the sweep."""
         return SweepFolder(Storage(self.folder), self.name)
 
     def take_tokens(self, other: Runs) -> Runs:
-        """Begin with the tokenized rows of other runs, so that nobody tokenises them again; returns itself."""
+        """Copy the tokenized examples of other runs, and return itself."""
         shutil.copytree(other.folder / "tokens", self.folder / "tokens")
         return self
 
     def packs_of(self, content: Mapping[str, Any]) -> list[Pack]:
-        """The packs of a sweep file's content."""
+        """Return the packs of a sweep file's content."""
         sweep = parse_sweep(content, "test")
         return pack(expand(sweep), sweep.run.pack)
 
-    def run(self, packs: Sequence[Pack], on: Callable[[Event], None] = _nothing) -> None:
-        """Run packs here; `on` sees every step and stage, and may raise to cut the run."""
+    def run(self, packs: Sequence[Pack], on: Callable[[Event], None] = _ignore) -> None:
+        """Run packs; `on` receives every step and stage, and may raise to interrupt the run."""
 
         def emit(event: Begun | Event) -> None:
             if isinstance(event, Begun):
@@ -62,7 +62,7 @@ class Runs:
             run_pack(each, self.sweep, emit)
 
     def files(self) -> dict[str, bytes]:
-        """Score matrices, predictions, kept answers of trials and snapshots, byte for byte, by path."""
+        """Return the content of score matrices, predictions, answers and snapshots by path."""
         trials = f"{self.name}/trials/*"
         patterns = [f"{trials}/scores.json", f"{trials}/predictions/*.jsonl", f"{trials}/answers/*.jsonl"]
         patterns += ["snapshots/*.safetensors", "snapshots/*.json"]

@@ -1,8 +1,7 @@
-"""Learns single stages on rows of random bytes, and finds what a stage reads and does not declare.
+"""Trains single stages on random examples, and finds settings that a stage reads but does not declare.
 
-Equal lineages must mean equal snapshots, to the byte: a stored snapshot is taken for every trial of its lineage. Each
-setting of a method is changed in turn. Where the lineage stays what it was, the stage declares that it does not read
-the setting; it is learned with both values, and must leave the same bytes behind.
+Equal lineages must mean byte-equal snapshots, as all trials of a lineage share one. Each setting of a method is changed
+in turn; if the lineage stays the same, the stage must leave the same bytes with both values.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from latent_sweep.training.loop import train_pack
 from latent_sweep.training.trainer import Trainer, TrainingSummary, derived_seed
 
 Change = tuple[str, Settings, Trial]
-"""Path of a changed setting of the method, the method's settings with it as they are written, and the trial with it."""
+"""Path of a changed setting, the method's settings with the change as written, and the trial with it."""
 
 
 # --- one stage -------------------------------------------------------------------------------------------------------
 
 
 def random_rows(count: int, seed: int = 0, shortest: int = 3, longest: int = 12, targets: int = 4) -> list[Example]:
-    """Tokenised rows of random bytes with prompts and targets of different lengths; targets end with EOS."""
+    """Return tokenized examples of random bytes with varying lengths; targets end with EOS."""
     source = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -60,7 +59,7 @@ def random_rows(count: int, seed: int = 0, shortest: int = 3, longest: int = 12,
 def task_data(
     rows: Sequence[Example] = (), position: int = 0, seed: int = 0, n_tasks: int = 3, name: str = "task"
 ) -> TaskData:
-    """A task as a method sees it; what is drawn depends on seed, name and purpose."""
+    """Return a task as a method sees it, with generators seeded by seed, name and purpose."""
 
     def generator(purpose: str) -> torch.Generator:
         return torch.Generator().manual_seed(derived_seed(seed, name, purpose))
@@ -81,7 +80,7 @@ def learn(
     """Train one learner alone.
 
     Args:
-        checkpoint: the file of its checkpoints.
+        checkpoint: path of its checkpoint file.
         others: of `Trainer`, e.g. `validation` and `on_step`.
 
     Raises:
@@ -98,11 +97,11 @@ def learn(
 
 
 class Stages:
-    """Learns single stages of trials on a backbone; the snapshots of earlier ones are learned once for each lineage."""
+    """Trains single stages of trials on a backbone; earlier stages are trained once per lineage."""
 
     def __init__(self, backbone: Backbone, bank: AdapterBank, folder: Path):
         self._backbone, self._bank, self._folder = backbone, bank, folder
-        self._known: dict[str, Mapping[str, Tensor]] = {}
+        self._snapshots: dict[str, Mapping[str, Tensor]] = {}
         self._number = itertools.count()
 
     def snapshot(
@@ -113,12 +112,12 @@ class Stages:
         largest_rank: int = 16,
         validation: Sequence[Example] = (),
     ) -> Mapping[str, Tensor]:
-        """Tensors that a stage leaves behind, of six rows in two batches.
+        """Return the snapshot of a stage, trained on six examples in two batches.
 
         Args:
-            longer: how many tasks more the trial has.
-            largest_rank: of the sweep, as if it had trials of larger ranks.
-            validation: held-out rows, by which the best epoch is chosen where there are some.
+            longer: number of additional tasks in the trial.
+            largest_rank: largest rank of the sweep.
+            validation: held-out examples that the best epoch is chosen by.
         """
         s, task = trial.settings, trial.tasks[position]
         method = type(trial.method())(s.method, MethodContext(self._backbone, self._bank, self._folder, largest_rank))
@@ -133,17 +132,17 @@ class Stages:
         return learner.finish()
 
     def remembered(self, trial: Trial, position: int) -> Mapping[str, Tensor]:
-        """The snapshot of a stage, learned once for each lineage."""
+        """Return the snapshot of a stage, trained once per lineage."""
         lineage = trial.lineages()[position]
-        if lineage not in self._known:
-            self._known[lineage] = self.snapshot(trial, position)
-        return self._known[lineage]
+        if lineage not in self._snapshots:
+            self._snapshots[lineage] = self.snapshot(trial, position)
+        return self._snapshots[lineage]
 
     def differs(self, base: Trial, position: int, trial: Trial, longer: int = 0, largest_rank: int = 16) -> bool:
-        """Whether the same stage leaves other bytes behind in this trial, or under these circumstances."""
+        """Whether the same stage leaves another snapshot in this trial, or under these circumstances."""
         try:
             snapshot = self.snapshot(trial, position, longer, largest_rank)
-        except RuntimeError:  # with a scale of zero there is nothing to learn
+        except RuntimeError:  # a scale of zero trains nothing
             return True
         return save(dict(snapshot)) != save(dict(self.remembered(base, position)))
 
@@ -152,7 +151,7 @@ class Stages:
 
 
 def candidates(annotation: Any, value: Any) -> list[Any]:
-    """Values to try for a field of this type: every literal, and for numbers zero, which switches off, and another."""
+    """Return values to try for a field of this type: all literals; for numbers zero and another number."""
     kind, arguments = get_origin(annotation), get_args(annotation)
     if kind is Annotated:
         return candidates(arguments[0], value)
@@ -161,13 +160,13 @@ def candidates(annotation: Any, value: Any) -> list[Any]:
     if kind in (Union, types.UnionType):
         return [candidate for argument in arguments for candidate in candidates(argument, value)]
     number = value if isinstance(value, (int, float)) else 1
-    found: dict[Any, list[Any]] = {bool: [not value], int: [0, int(number) + 1], float: [0.0, 0.5 + number / 3]}
-    return found.get(annotation, [])
+    values: dict[Any, list[Any]] = {bool: [not value], int: [0, int(number) + 1], float: [0.0, 0.5 + number / 3]}
+    return values.get(annotation, [])
 
 
 def variants(group: Settings) -> list[tuple[str, Settings]]:
-    """The group with one field changed, by dotted path of the field: the allowed ones of all candidates."""
-    found = []
+    """Return valid copies of the group with one field changed, by the field's dotted path."""
+    changed = []
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
         if isinstance(value, Settings):
@@ -176,48 +175,48 @@ def variants(group: Settings) -> list[tuple[str, Settings]]:
             others = [(name, other) for other in candidates(field.annotation, value) if other != value]
         for path, other in others:
             try:
-                found.append((path, type(group).model_validate(dict(group) | {name: other})))
+                changed.append((path, type(group).model_validate(dict(group) | {name: other})))
             except ValidationError:
                 continue
-    return found
+    return changed
 
 
 def leaves(group: Settings) -> set[str]:
-    """Dotted paths of the fields of a group."""
-    found = set()
+    """Return the dotted paths of a group's fields."""
+    paths: set[str] = set()
     for name in type(group).model_fields:
         value = getattr(group, name)
-        found |= {f"{name}.{path}" for path in leaves(value)} if isinstance(value, Settings) else {name}
-    return found
+        paths |= {f"{name}.{path}" for path in leaves(value)} if isinstance(value, Settings) else {name}
+    return paths
 
 
 def with_group(trial: Trial, name: str, group: Settings) -> Trial:
-    """The trial with other settings in one group."""
+    """Return the trial with another settings group."""
     settings = trial.settings.model_copy(update={name: group})
     return dataclasses.replace(trial, settings=settings, backbone=backbone_identity(settings.backbone))
 
 
-# --- what a stage declares -------------------------------------------------------------------------------------------
+# --- declared settings -----------------------------------------------------------------------------------------------
 
 
 def undeclared(stages: Stages, trial: Trial, written: Mapping[str, Any], position: int) -> set[str]:
-    """Find the settings of a method that change what a stage leaves behind and not its lineage, by dotted path.
+    """Return dotted paths of the method's settings that change a stage's snapshot but not its lineage.
 
     Args:
-        written: the trial's `method:` group as a sweep file has it.
+        written: the trial's `method:` group in the sweep file.
     """
-    found: set[str] = set()
+    paths: set[str] = set()
     for settings, start in _starts(trial, written, position):
         if not start.method().learns_from(position, len(start.tasks)):
             continue
         lineage = start.lineages()[position]
         same = [(path, other) for path, _, other in _changed(start, settings) if other.lineages()[position] == lineage]
-        found |= {path for path, other in same if path not in found and stages.differs(start, position, other)}
-    return found
+        paths |= {path for path, other in same if path not in paths and stages.differs(start, position, other)}
+    return paths
 
 
 def untried(trial: Trial, written: Mapping[str, Any]) -> set[str]:
-    """Find the settings of a method that `undeclared` has no other value for, by dotted path; the name is one."""
+    """Return dotted paths of the method's settings that `undeclared` cannot change, except the name."""
     starts = _starts(trial, written, 1)
     groups = [group for settings, start in starts for group in (settings, start.settings.method)]
     tried = {path for group in groups for path, _ in variants(group)}
@@ -225,29 +224,29 @@ def untried(trial: Trial, written: Mapping[str, Any]) -> set[str]:
 
 
 def _starts(trial: Trial, written: Mapping[str, Any], position: int) -> list[tuple[Settings, Trial]]:
-    """Trials to change settings of, with their written settings, one for each set of settings that a stage declares.
+    """Return one trial, with its written settings, for each set of settings that a stage may declare.
 
-    The settings as they are, and neighbours: without a penalty, say, how it is measured is left out.
+    These are the trial and its neighbors with one change: without a penalty, for example, its details are undeclared.
     """
     settings = as_written(type(trial.settings.method)).model_validate(dict(written))
-    found: dict[Any, tuple[Settings, Trial]] = {}
+    starts: dict[Any, tuple[Settings, Trial]] = {}
     for _, group, other in [("", settings, trial), *_changed(trial, settings)]:
         content = other.stage_contents()[position]
         declared = frozenset(flatten("", content["settings"])), bool(content["parents"])
-        found.setdefault(declared, (group, other))
-    return list(found.values())
+        starts.setdefault(declared, (group, other))
+    return list(starts.values())
 
 
 def _changed(trial: Trial, written: Settings) -> list[Change]:
-    """The trial with one setting of its method changed, as written or once resolved."""
+    """Return the trial with one setting of its method changed, before or after settings are resolved."""
     kind, s = type(trial.method()), trial.settings
 
     def resolved(group: Settings) -> Settings:
         return kind.resolve(group, s.backbone.name, s.benchmark.name)
 
-    found = {}
+    groups = {}
     for path, group in [*variants(resolved(written)), *variants(written)]:
-        with contextlib.suppress(ConfigError):  # the method has no such preset, say
-            found[path, resolved(group)] = group
-    changes = [(path, group, with_group(trial, "method", complete)) for (path, complete), group in found.items()]
+        with contextlib.suppress(ConfigError):  # such as a preset that the method does not have
+            groups[path, resolved(group)] = group
+    changes = [(path, group, with_group(trial, "method", complete)) for (path, complete), group in groups.items()]
     return [change for change in changes if change[2].settings != s]
