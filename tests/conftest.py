@@ -20,7 +20,7 @@ LONGEST = (
     # with the slow tests
     *("test_ray_workers.py", "test_worker_group.py", "test_storage.py", "test_memory.py", "test_outage.py"),
     *("test_submission.py", "test_faults.py", "test_real_data.py", "test_scale.py", "test_real_rows.py"),
-    *("test_outside.py", "test_resume.py", "test_autoscaling.py", "test_chaos.py", "test_templates.py"),
+    *("test_plugins.py", "test_resume.py", "test_autoscaling.py", "test_chaos.py", "test_templates.py"),
 )
 """Files that take long in one process."""
 

@@ -4,24 +4,20 @@ import pytest
 import torch
 from helpers.in_turn import (
     begin,
-    check_cut_and_resumed,
-    check_identity_is_what_training_reads,
     equal,
     learned,
-    lesson,
     method_at_work,
 )
 from helpers.methods import changes
 from helpers.rounding import GRADIENT, assert_same_to_rounding
 from helpers.tiny import Runs, bank_of, random_rows, task_data
-from pydantic import ValidationError
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.lora import LoraDeltas, outputs_of
 from latent_sweep.backbones.batches import forward
 from latent_sweep.errors import DataError, NonFiniteLoss
 from latent_sweep.methods import ewc
-from latent_sweep.methods.ewc import Ewc, EwcSettings, diagonal_fisher
+from latent_sweep.methods.ewc import Ewc, diagonal_fisher
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.methods.seq_lora import SeqLora
 from latent_sweep.sweep.schema import TrainingSettings
@@ -187,19 +183,6 @@ def test_at_the_anchor_there_is_neither_penalty_nor_gradient(backbone, bank):
     assert not learner.A.grad.any() and not learner.B.grad.any()
 
 
-def test_online_holds_the_newest_pair_by_the_decayed_sum(backbone, bank):
-    history = random_history(backbone, 3)
-    learner = moved(begin(method_at_work(Ewc, backbone, bank, ewc_lambda=30.0, gamma=0.5), history))
-    fisher = [sum(0.5 ** (2 - i) * history[i][f"fisher_{name}"] for i in range(3)) for name in "AB"]
-    expected = 30.0 / 2 * distance(learner, fisher, (history[2]["A"], history[2]["B"]))
-    (penalty,) = learner.penalty().values()
-    assert float(penalty.detach()) == pytest.approx(expected, rel=1e-4)
-    penalty.backward()
-    for F, name in zip(fisher, "AB", strict=True):
-        parameter = learner.parameters()[name]
-        assert parameter.grad.allclose(30.0 * F * (parameter.detach() - history[2][name]), rtol=1e-4)
-
-
 def test_separate_holds_every_pair_by_its_own(backbone, bank):
     history = random_history(backbone, 3)
     learner = moved(begin(method_at_work(Ewc, backbone, bank, ewc_lambda=30.0, fisher="separate"), history))
@@ -214,88 +197,3 @@ def test_the_first_task_and_lambda_zero_have_no_penalty(backbone, bank, tmp_path
     plain = learned(method_at_work(SeqLora, backbone, bank), tmp_path, tasks=2)
     for one, other in zip(free, plain, strict=True):
         assert equal({name: one[name] for name in "AB"}, other)
-
-
-def test_a_larger_lambda_keeps_the_pair_where_the_first_task_needs_it(backbone, bank, tmp_path):
-    """The distance weighed by F, and the first task's loss, after the second task."""
-    first = lesson(method_at_work(Ewc, backbone, bank), [], tmp_path)[0]
-    training = TrainingSettings(learning_rate=0.02, batch_size=3, epochs=8)
-    distances = []
-    for ewc_lambda in (0.0, 1e2, 1e5):
-        method = method_at_work(Ewc, backbone, bank, ewc_lambda=ewc_lambda)
-        second = lesson(method, [first], tmp_path, training)[0]
-        distances.append(sum(float((first[f"fisher_{n}"] * (second[n] - first[n]).square()).sum()) for n in "AB"))
-    assert distances[0] > 1.5 * distances[1] > 5 * distances[2]
-
-
-# --- snapshots and settings ------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_holds_the_fisher_of_its_own_task_alone(backbone, bank, tmp_path):
-    method = method_at_work(Ewc, backbone, bank)
-    history = learned(method, tmp_path, tasks=2)
-    rows = random_rows(7, seed=1)
-    pair = history[1]["A"], history[1]["B"]
-    F_A, F_B = diagonal_fisher(pair, method.outputs, method.settings.s, rows, method.context)
-    assert history[1]["fisher_A"].allclose(F_A, rtol=1e-4, atol=1e-9)
-    assert history[1]["fisher_B"].allclose(F_B, rtol=1e-4, atol=1e-9)
-    assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in history[1].values())
-    _, learner, summary = lesson(method, history, tmp_path)
-    assert summary.losses.keys() == {"task", "ewc_penalty"}
-    assert learner.facts().keys() == {"fisher_mean", "fisher_max"}
-    assert 0 < learner.facts()["fisher_mean"] < learner.facts()["fisher_max"]
-
-
-@pytest.mark.one_machine
-def test_cut_and_resumed_ends_the_same(backbone, bank, tmp_path):
-    method = method_at_work(Ewc, backbone, bank)
-    history = learned(method, tmp_path, tasks=1)
-    check_cut_and_resumed(method, history, tmp_path, step=5)
-
-
-@pytest.mark.parametrize(
-    ("base", "change"),
-    [
-        ({}, {"ewc_lambda": 1e4}),
-        ({}, {"ewc_lambda": 0.0}),
-        ({}, {"gamma": 0.5}),
-        ({}, {"fisher": "separate"}),
-        ({}, {"fisher_samples": 2}),
-        ({"ewc_lambda": 0.0}, {"rank": 2}),
-    ],
-    ids=str,
-)
-@pytest.mark.one_machine
-def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(llama, tmp_path, base, change):
-    bank = bank_of(llama)
-    check_identity_is_what_training_reads(Ewc, llama, bank, tmp_path, change, base)
-    bank.remove()
-
-
-def test_without_a_penalty_nothing_names_how_it_is_summed():
-    def identity(**settings):
-        return Ewc(EwcSettings(ewc_lambda=0.0, **settings)).stage_identity(2)
-
-    assert identity() == identity(gamma=0.5) == identity(fisher="separate")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"ewc_lambda": -1.0},
-        {"ewc_lambda": float("nan")},
-        {"gamma": 1.5},
-        {"fisher": "full"},
-        {"fisher_samples": 0},
-        {"params": "full"},
-    ],
-)
-def test_values_out_of_range_are_refused(settings):
-    with pytest.raises(ValidationError):
-        EwcSettings(**settings)
-
-
-def test_gamma_without_a_sum_is_refused():
-    with pytest.raises(ValidationError, match=r"gamma = 0\.5"):
-        EwcSettings(fisher="separate", gamma=0.5)
-    assert EwcSettings(fisher="separate").gamma == 1

@@ -8,23 +8,19 @@ import torch
 from helpers.in_turn import (
     begin,
     check_cut_and_resumed,
-    check_identity_is_what_training_reads,
     learned,
     lesson,
     method_at_work,
 )
 from helpers.rounding import PASS, PRODUCT, assert_same_to_rounding
-from helpers.tiny import bank_of, random_rows, task_data
-from pydantic import ValidationError
+from helpers.tiny import random_rows, task_data
 
 from latent_sweep.adapters.gate import Gate, layers, new_maps, pooled
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
-from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError
 from latent_sweep.methods._gate import GateSettings, NewGate
 from latent_sweep.methods._gpm import GpmSettings
-from latent_sweep.methods.gain_lora import GainLora, GainLoraSettings
-from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.methods.gain_lora import GainLora
 
 GPM = {"eps_0": 0.7, "chunks": 1, "mask_padding": True, "cross_attention_v": "own_input"}
 GATE = {
@@ -39,7 +35,6 @@ INF = {"design": "svd", "old_branch_grad": "flow", "gpm": GPM, "gate": GATE}
 O_LORA = {"variant": "o_lora", "lambda_1": 0.5, "lambda_2": 0.1} | {k: v for k, v in INF.items() if k != "design"}
 EVERYTHING = GPM | {"energy": "sigma2", "eps_0": 1 - 1e-9}
 """A memory that holds all that the few prompts of a tiny task span."""
-COUNTED = GPM | {"mask_padding": False, "batch_size": 3}
 """A memory in which padding counts, of several batches."""
 PARTS = ("G1", "G2", "key")
 
@@ -121,15 +116,6 @@ def test_prompts_are_pooled_over_their_own_length_or_the_longest():
 # --- closed for what is old ------------------------------------------------------------------------------------------
 
 
-def test_the_first_key_is_the_leading_direction_of_the_prompts(method_of):
-    method = method_of()
-    gate = begin(method)._gate.gate
-    *_, p2 = gate.inputs(pooled(method.context.backbone.embedding_table, prompts_of(0)))
-    key, leading = gate.key.detach(), torch.linalg.svd(p2.detach().T).U[:, 0]
-    assert float(key.norm()) == pytest.approx((32 / 3) ** 0.5)
-    assert float((key @ leading).abs() / key.norm()) == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize("key_design", ["svd", "random_project"])
 def test_a_new_gate_is_closed_for_earlier_prompts_and_stays_so(method_of, tmp_path, key_design):
     method = method_of(O_LORA, gpm=EVERYTHING, gate=GATE | {"key_design": key_design})
@@ -145,18 +131,6 @@ def test_a_new_gate_is_closed_for_earlier_prompts_and_stays_so(method_of, tmp_pa
     assert before < 1e-3 and after < 1e-3
     assert learner.facts()["gate_mean"] == pytest.approx(method.gates([snapshot], prompts_of(2)).mean(), abs=1e-6)
     assert method.gates([snapshot], prompts_of(2)).mean() > 0.01, "it is open for its own"
-
-
-def test_a_key_starts_as_the_leading_direction_outside_of_its_memory(method_of, tmp_path):
-    method = method_of()
-    history = learned(method, tmp_path, tasks=1)
-    M, gate = memory_of(history, "key").double(), begin(method, history)._gate.gate
-    key = gate.key.detach().double()
-    *_, p2 = gate.inputs(pooled(method.context.backbone.embedding_table, prompts_of(1)))
-    C = (p2.T @ p2).detach().double()
-    leading = torch.linalg.svd(C - M @ M.T @ C).U[:, 0]
-    assert float((key @ leading).abs() / key.norm()) == pytest.approx(1, abs=1e-5)
-    assert (key @ M).abs().max() < 1e-5
 
 
 def test_changes_of_a_gate_lie_outside_of_its_memory(method_of, tmp_path, variant):
@@ -177,47 +151,6 @@ def test_without_the_projection_a_gate_opens_again(method_of, tmp_path, monkeypa
     monkeypatch.setattr(learner, "after_step", lambda step: None)
     snapshot, *_ = lesson(method, history, tmp_path, learner=learner)
     assert method.gates([snapshot], prompts_of(1)).max() > 1e-2
-
-
-def test_rescaled_rows_keep_the_norm_that_the_optimizer_gave_them(method_of, tmp_path):
-    history = learned(method_of(), tmp_path, tasks=1)
-    for rescale in (False, True):
-        gate = begin(method_of(gate=GATE | {"rescale_rows": rescale}), history)._gate
-        with torch.no_grad():
-            for parameter in gate.parameters().values():
-                parameter.add_(0.3)
-        norms = {name: parameter.norm(dim=-1).detach().clone() for name, parameter in gate.parameters().items()}
-        gate.project()
-        for name, parameter in gate.parameters().items():
-            assert torch.allclose(parameter.norm(dim=-1), norms[name], rtol=1e-5) == rescale
-
-
-@pytest.mark.parametrize("rescale", [False, True])
-def test_every_step_of_a_gate_is_projected_from_where_it_began(method_of, tmp_path, rescale):
-    """As the released code does it: where rows are rescaled, what that moves inside of the memory stays and adds up."""
-    history = learned(method_of(), tmp_path, tasks=1)
-    gate = begin(method_of(gate=GATE | {"rescale_rows": rescale}), history)._gate
-    source = torch.Generator().manual_seed(0)
-    parameters = gate.parameters()
-    expected = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
-    start = {name: values.copy() for name, values in expected.items()}
-    steps = 5
-    for _ in range(steps):
-        for name, parameter in parameters.items():
-            update = 0.1 * torch.randn(parameter.shape, generator=source)
-            with torch.no_grad():
-                parameter.add_(update)
-            M, u = history[0][f"memory.{name}"].double().numpy(), update.double().numpy()
-            stepped, after = expected[name] + u, expected[name] + u - u @ M @ M.T
-            norms = [np.linalg.norm(values, axis=-1, keepdims=True) for values in (stepped, after)]
-            expected[name] = after * norms[0] / norms[1] if rescale else after
-        gate.project()
-    for name, parameter in parameters.items():
-        # a step rounds sums of at most 32 numbers, none above 4, some ten times
-        assert np.allclose(parameter.detach(), expected[name], rtol=0, atol=steps * 10 * 4 * 32**0.5 * 6e-8)
-        inside = np.abs((expected[name] - start[name]) @ history[0][f"memory.{name}"].double().numpy()).max()
-        # the key has nothing inside that rescaling could move
-        assert inside > 1e-3 if rescale and name != "gate.key" else inside < 1e-6
 
 
 def test_earlier_gates_answer_the_same_after_later_tasks(method_of, tmp_path, variant):
@@ -259,18 +192,6 @@ def test_training_sees_the_model_that_answers(method_of, backbone, bank, tmp_pat
         plain = label_logits(backbone, batch)
     assert_same_to_rounding(*logits, PASS)
     assert not torch.allclose(logits[0], plain, atol=1e-2)
-
-
-def test_gradients_stop_at_detached_earlier_pairs(method_of, backbone, bank, tmp_path):
-    method = method_of()
-    history = learned(method, tmp_path, tasks=1)
-    rows, found = random_rows(5, seed=9), []
-    for grad in ("flow", "detach"):
-        learner = begin(method_of(old_branch_grad=grad), history)
-        with bank.active(learner.adaptation(rows)):
-            label_logits(backbone, collate([rows], backbone)).square().sum().backward()
-        found.append(learner.B.grad)
-    assert not found[0].allclose(found[1])
 
 
 def test_where_only_the_new_pair_is_active_earlier_gates_do_nothing(method_of, backbone, bank, tmp_path):
@@ -385,124 +306,3 @@ def test_padded_memories_are_of_the_batches_that_inputs_are_read_in(method_of):
             longest = max(len(rows[i]["prompt_ids"]) for i in batch)
             expected += [table[rows[i]["prompt_ids"]].sum(0) / longest for i in batch]
         assert_same_to_rounding(NewGate(gate, gpm, table, task, [])._pooled_for_memory(), torch.stack(expected))
-
-
-def test_what_no_stage_reads_names_none():
-    """Tokens of padding where none counts; at the first task how later keys are made."""
-
-    def stages(base=INF, **change):
-        method = GainLora(GainLoraSettings(**base | change, rank=4, alpha=8.0))
-        return [method.stage_identity(position) for position in range(2)]
-
-    assert stages(gpm=GPM | {"padding": "released"}) == stages()
-    own, released = (stages(gpm=GPM | {"mask_padding": False, "padding": how}) for how in ("own", "released"))
-    assert own[0] != released[0]
-    random = stages(gate=GATE | {"key_design": "svd_then_random"})
-    assert random[0] == stages()[0] and random[1] != stages()[1]
-    padded = GATE | {"pooling": "padded"}
-    for change in ({"batch_size": 3}, {"max_batches": 1}, {"group_by_length": False}):
-        assert stages(O_LORA, gpm=GPM | change) == stages(O_LORA), "gates alone read no batches"
-        assert stages(O_LORA, gpm=GPM | change, gate=padded)[0] != stages(O_LORA, gate=padded)[0], "but padded ones"
-
-
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("base", "change"),
-    [
-        (INF, {"gpm": GPM | {"chunks": 2}}),
-        (INF, {"gate": GATE | {"form": "one_silu"}}),
-        (INF, {"gate": GATE | {"pooling": "padded"}}),
-        (INF, {"gate": GATE | {"rescale_rows": True}}),
-        (INF, {"gate": GATE | {"chunks": 2}}),
-        (INF, {"gate": GATE | {"key_design": "svd_then_random"}}),
-        (INF | {"gpm": COUNTED}, {"gpm": COUNTED | {"padding": "released"}}),
-        (INF | {"gpm": COUNTED}, {"gpm": COUNTED | {"group_by_length": False}}),
-        (O_LORA, {"gpm": GPM | {"eps_0": 0.9}}),
-        (O_LORA, {"lambda_1": 0.0}),
-        (O_LORA, {"gate": GATE | {"key_design": "random_project"}}),
-    ],
-    ids=lambda setting: next(iter(setting)),
-)
-@pytest.mark.one_machine
-def test_settings_name_what_they_change(llama, tmp_path, base, change):
-    bank = bank_of(llama)
-    check_identity_is_what_training_reads(GainLora, llama, bank, tmp_path, change, base)
-    bank.remove()
-
-
-@pytest.mark.parametrize("change", [{"chunks": 2}, {"mask_padding": False}, {"batch_size": 3}, {"max_batches": 1}])
-def test_the_variant_o_lora_reads_no_inputs(change):
-    one, other = (
-        GainLora(GainLoraSettings(**O_LORA | {"gpm": GPM | more}, rank=4, alpha=8.0)) for more in ({}, change)
-    )
-    assert [one.stage_identity(i) for i in range(2)] == [other.stage_identity(i) for i in range(2)]
-
-
-def test_the_first_task_knows_neither_ramp_nor_overlap():
-    one, other = (
-        GainLora(GainLoraSettings(**O_LORA | {"gpm": GPM | {"ramp": ramp}, "lambda_1": weight}, rank=4, alpha=8.0))
-        for ramp, weight in ((5, 0.1), (15, 0.5))
-    )
-    assert one.stage_identity(0) == other.stage_identity(0)
-    assert one.stage_identity(1) != other.stage_identity(1)
-    assert [one.reads_history(position) for position in range(3)] == [False, True, True]
-
-
-def test_presets():
-    unified = GainLora.resolve(GainLoraSettings(), "llama-2-7b", "superni")
-    assert (unified.rank, unified.alpha, unified.design, unified.lambda_1, unified.gpm.chunks) == (
-        8,
-        16,
-        "svd",
-        None,
-        1,
-    )
-    assert unified.gate.model_dump() == GATE | {"width": 100}
-    t5 = GainLora.resolve(GainLoraSettings(preset="official"), "t5-large", "long_sequence")
-    assert (t5.rank, t5.alpha, t5.design, t5.old_branch_grad, t5.gpm.chunks) == (8, 32, "svd", "detach", 1)
-    assert t5.gate.model_dump() == GATE | {"width": 100, "pooling": "padded", "rescale_rows": True}
-    assert (t5.gpm.padding, t5.gpm.group_by_length, t5.gpm.mask_padding) == ("released", False, False)
-    llama = GainLora.resolve(GainLoraSettings(preset="official"), "llama-2-7b", "superni")
-    assert (llama.rank, llama.design, llama.gpm.chunks) == (4, "random_project", 4)
-    released = {"width": 50, "form": "one_silu", "key_design": "random_project", "pooling": "padded", "chunks": 4}
-    assert llama.gate.model_dump() == GATE | released
-    later = GainLora.resolve(GainLoraSettings(preset="official-2025-11"), "t5-large", "long_sequence")
-    assert later.gate.model_dump() == t5.gate.model_dump() | {"key_design": "svd_then_random"}
-    assert later.model_dump(exclude={"preset", "gate", "design"}) == t5.model_dump(exclude={"preset", "gate", "design"})
-    assert later.design == "random_project"
-    same = GainLora.resolve(GainLoraSettings(preset="official-2025-11"), "llama-2-7b", "superni")
-    assert same.model_dump(exclude={"preset"}) == llama.model_dump(exclude={"preset"}), "the first release has no Llama"
-    o_lora = GainLora.resolve(GainLoraSettings(variant="o_lora"), "t5-large", "superni")
-    assert (o_lora.design, o_lora.lambda_1, o_lora.lambda_2) == (None, 0.5, 0.0)
-    for resolved in (unified, t5, llama, later, o_lora):
-        assert GainLoraSettings.model_validate(resolved.model_dump()) == resolved, "what is written can be read"
-    assert GainLora.combinations[:2] == ("gates", "sum")
-    assert GainLora.training_defaults(t5, "t5", "superni")["epochs"] == 100
-    training = TrainingSettings(**GainLora.training_defaults(llama, "llama", "superni"))
-    assert (training.learning_rate, training.adam_eps, training.group_by_length) == (5e-5, "before_correction", False)
-    assert GainLora.training_defaults(unified, "llama", "superni") == {}
-
-
-@pytest.mark.parametrize(("width", "gate"), [(100, 205_824), (50, 103_424)])
-def test_numbers_per_task(width, gate):
-    shapes = target_shapes("t5", REGISTRY["t5-large"].config)
-    for variant, pairs in (("inf_lora", 1_179_648), ("o_lora", 2_359_296)):
-        settings = GainLoraSettings(variant=variant, gate={"width": width})
-        method = GainLora(GainLora.resolve(settings, "t5-large", "superni"))
-        assert method.parameter_count(shapes, 1024) == pairs + gate
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lambda_1": 0.5}, "lambda_1 .*'inf_lora'"),
-        ({"variant": "o_lora", "design": "svd"}, "design .*'o_lora'"),
-        ({"gate": {"width": 0}}, "greater than or equal to 1"),
-        ({"gate": {"form": "silu"}}, "two_silu"),
-    ],
-)
-def test_faults_of_settings(settings, message):
-    with pytest.raises(ValidationError, match=message):
-        GainLoraSettings(**settings)

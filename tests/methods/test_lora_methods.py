@@ -7,25 +7,18 @@ import pytest
 import torch
 from helpers.peft_models import peft_model
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding, assert_trained_alike
-from helpers.tiny import bank_of, checkpoint_at, learn, learns, load_tiny, random_rows, task_data
-from pydantic import ValidationError
+from helpers.tiny import bank_of, learn, learns, load_tiny, random_rows, task_data
 
 from latent_sweep.adapters.lora import DeltaSum, new_pair, outputs_of
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
-from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.data.schema import load_benchmark
-from latent_sweep.errors import ConfigError
 from latent_sweep.methods import method_class
-from latent_sweep.methods.lora import Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import LONG_LAMBDA_1, LONG_LAMBDA_2, OLoraPenalty
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
 from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.training.engine import Engine
-from latent_sweep.training.loop import train_pack
-from latent_sweep.training.trainer import Trainer, derived_seed
+from latent_sweep.training.trainer import derived_seed
 
-LORA = ("seq_lora", "inc_lora", "o_lora", "joint_lora")
 ROWS = random_rows(12, seed=1)
 TRAINING = {"learning_rate": 0.02, "batch_size": 4, "epochs": 4}
 
@@ -99,128 +92,7 @@ def changed_logits(backbone, *pairs, s=4.0):
         return label_logits(backbone, collate([ROWS], backbone))
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", LORA)
-def test_the_unified_preset_is_the_papers_protocol(name):
-    settings = resolved(name)
-    assert (settings.rank, settings.alpha, settings.dropout) == (8, 16.0, 0.0)
-    assert settings.s == 2
-    assert method_class(name).training_defaults(settings, "t5", "superni") == {}
-    assert method_class(name)(settings).packable
-
-
-@pytest.mark.parametrize("name", LORA)
-def test_the_official_preset_is_o_loras_release(name):
-    settings = resolved(name, preset="official")
-    assert (settings.rank, settings.alpha, settings.dropout) == (8, 32.0, 0.1)
-    assert not method_class(name)(settings).packable, "masks are drawn for a whole batch"
-    for backbone, rate, dropout in (("t5-large", 1e-3, 0.1), ("llama-2-7b", 1e-4, 0.0)):
-        found = method_class(name).training_defaults(settings, backbone, "superni")
-        expected = {"learning_rate": rate, "batch_size": 64, "epochs": 1, "backbone_dropout": dropout}
-        assert found == expected | {"group_by_length": False}, "trainers call model.train()"
-
-
-@pytest.mark.parametrize(
-    ("backbone", "benchmark", "rank", "training"),
-    [
-        ("t5-large", "superni", 4, (3e-4, 32, 100)),
-        ("t5-large", "long_sequence", 8, (3e-4, 32, 10)),
-        ("llama-2-7b", "superni", 4, (5e-5, 32, 50)),
-        ("someone/llama-3", "long_sequence", 4, (5e-5, 32, 20)),
-        ("someone/T5-small", "long_sequence", 8, (3e-4, 32, 10)),
-    ],
-)
-def test_the_gain_lora_lineage_depends_on_backbone_and_benchmark(backbone, benchmark, rank, training):
-    class Lineage(method_class("inc_lora")):
-        @classmethod
-        def official(cls, family: str, benchmark: str) -> Scripts:
-            return gain_lora_scripts(family, benchmark)
-
-    settings = Lineage.resolve(Lineage.settings_class(preset="official"), backbone, benchmark)
-    assert (settings.rank, settings.alpha, settings.dropout) == (rank, 32.0, 0.0)
-    assert settings.old_branch_grad == "detach"
-    family = "t5" if "t5" in backbone.lower() else "llama"
-    found = Lineage.training_defaults(settings, family, benchmark)
-    expected = dict(zip(("learning_rate", "batch_size", "epochs"), training, strict=True))
-    expected |= {"backbone_dropout": 0.1 if family == "t5" else 0.0}
-    assert found == expected | {"group_by_length": False, "adam_eps": "before_correction"}
-
-
-def test_what_is_written_stays_whatever_the_preset():
-    settings = resolved("o_lora", preset="official", rank=2, alpha=3.0, dropout=0.0, lambda_1=[0.1, 0.2])
-    assert (settings.rank, settings.alpha, settings.dropout, settings.lambda_1) == (2, 3.0, 0.0, (0.1, 0.2))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"rank": 0},
-        {"rank": 2.0},
-        {"alpha": 0.0},
-        {"dropout": 1.0},
-        {"preset": "theirs"},
-        {"lambda_1": -0.1},
-        {"lambda_1": []},
-        {"lambda_2": [0.1, -0.1]},
-        {"lambda_2": "0.1"},
-        {"penalty": "l2"},
-        {"train_active": "all"},
-    ],
-    ids=str,
-)
-def test_a_fault_is_found_when_the_settings_are_read(fault):
-    with pytest.raises(ValidationError):
-        method_class("o_lora").settings_class(**fault)
-
-
-@pytest.mark.parametrize(
-    ("backbone", "count"),
-    [
-        ("t5-large", 2_359_296),
-        ("t5-3b", 5_898_240),
-        ("llama-2-7b", 4_194_304),
-        ("llama-3-8b", 3_407_872),
-        ("llama-2-13b", 6_553_600),
-    ],
-)
-def test_the_parameter_counts_of_the_papers_table(backbone, count):
-    """At r = 8; Llama-3-8B is narrower in v than the paper's table counts."""
-    known = REGISTRY[backbone]
-    assert planned("seq_lora").parameter_count(target_shapes(known.family, known.config), 1024) == count
-
-
-def test_a_faulty_schedule_is_told_with_its_values():
-    with pytest.raises(ValidationError, match=r"\(0\.5, -1\.0\)"):
-        method_class("o_lora").settings_class(lambda_1=[0.5, -1.0])
-
-
 # --- what names a snapshot -------------------------------------------------------------------------------------------
-
-
-def test_the_preset_names_no_snapshot_but_what_it_resolves_to_does():
-    written = planned("o_lora", preset="official")
-    same = planned("o_lora", rank=8, alpha=32.0, dropout=0.1, lambda_1=0.5, lambda_2=0.0, old_branch_grad="flow")
-    assert written.stage_identity(1) == same.stage_identity(1) != planned("o_lora").stage_identity(1)
-    assert "preset" not in written.settings.training_identity()
-
-
-def test_learning_alone_reads_no_history_and_ignores_the_order():
-    """IncLoRA with only its own pair active: with the oracle's mixing, per-task fine-tuning."""
-    alone, beside = planned("inc_lora", train_active="current"), planned("inc_lora")
-    assert [alone.reads_history(position) for position in range(3)] == [False, False, False]
-    assert alone.stage_identity(0) == alone.stage_identity(2) == beside.stage_identity(0) != beside.stage_identity(2)
-    assert [beside.reads_history(position) for position in range(3)] == [False, True, True]
-
-
-def test_the_first_task_is_shared_by_all_that_earlier_tasks_decide():
-    first = planned("o_lora").stage_identity(0)
-    changes = {"lambda_1": 3.0, "penalty": "squared", "train_active": "current", "old_branch_grad": "detach"}
-    for change in ({name: value} for name, value in changes.items()):
-        assert planned("o_lora", **change).stage_identity(0) == first
-        assert planned("o_lora", **change).stage_identity(1) != planned("o_lora").stage_identity(1)
-    assert planned("o_lora", lambda_2=0.1).stage_identity(0) != first
 
 
 def test_a_schedule_gives_each_task_its_weights():
@@ -236,13 +108,6 @@ def test_a_schedule_gives_each_task_its_weights():
     assert method.stage_identity(2) == plain.stage_identity(2), "only its own position counts"
 
 
-def test_o_lora_without_overlap_reads_history_like_inc_lora():
-    for settings in ({"train_active": "sum"}, {"train_active": "current"}):
-        for lambda_1, more in ((0.0, False), (0.5, True)):
-            found = planned("o_lora", lambda_1=lambda_1, **settings).reads_history(1)
-            assert found == (planned("inc_lora", **settings).reads_history(1) or more)
-
-
 def test_the_official_schedules_of_long_sequence():
     method = planned("o_lora", preset="official", backbone="t5-large", benchmark="long_sequence")
     found = [method.coefficients(position) for position in range(15)]
@@ -256,40 +121,7 @@ def test_the_official_schedules_of_long_sequence():
         assert other.coefficients(9) == (0.5, 0.0)
 
 
-def test_o_lora_in_gain_loras_later_release():
-    method = planned("o_lora", preset="official-2025-11", backbone="llama-2-7b", benchmark="superni")
-    found = [method.coefficients(position) for position in range(15)]
-    assert [first for first, _ in found] == [0, 0.5, 0.02] + [0.5] * 12
-    assert {i: second for i, (_, second) in enumerate(found) if second} == {
-        **dict.fromkeys((3, 8, 9, 11, 13), 0.1),
-        **dict.fromkeys((6, 14), 0.3),
-    }
-    s = method.settings
-    assert (s.rank, s.alpha, s.dropout, s.old_branch_grad) == (4, 32.0, 0.0, "detach")
-    training = type(method).training_defaults(s, "llama-2-7b", "superni")
-    assert (training["learning_rate"], training["epochs"], training["batch_size"]) == (5e-5, 50, 32)
-    with pytest.raises(ConfigError):
-        planned("o_lora", preset="official-2025-11", backbone="t5-large", benchmark="superni")
-
-
-@pytest.mark.parametrize("name", ["seq_lora", "inc_lora", "inf_lora", "tasl", "lfpt5"])
-def test_only_what_was_released_twice_has_the_later_preset(name):
-    with pytest.raises(ValidationError):
-        method_class(name).settings_class(preset="official-2025-11")
-
-
 # --- SeqLoRA ---------------------------------------------------------------------------------------------------------
-
-
-def test_seq_lora_goes_on_from_the_previous_pair_and_leaves_it_alone(backbone, method_of, train):
-    method, (first,) = method_of("seq_lora"), snapshots(backbone, 1)
-    kept = {name: tensor.clone() for name, tensor in first.items()}
-    learner = method.begin_task(task_data(position=1), [first])
-    assert all(torch.equal(learner.finish()[name], first[name]) for name in "AB")
-    second, _ = train(learner)
-    for name in "AB":
-        assert torch.equal(first[name], kept[name]), "the earlier snapshot is not what is trained"
-        assert not torch.equal(second[name], first[name])
 
 
 def test_the_newest_pair_answers_like_the_changed_weights(backbone, bank, method_of):
@@ -376,16 +208,6 @@ def test_detached_earlier_pairs_change_gradients_below_the_last_layer_only(backb
     assert float((found["flow"][0] - found["detach"][0]).abs().max()) > 1e-3 * float(found["flow"][0].abs().max())
 
 
-def test_gradients_that_flow_are_those_of_the_changed_weights(backbone, bank, method_of):
-    (earlier,) = snapshots(backbone, 1)
-    learner = method_of("inc_lora").begin_task(task_data(position=1), [earlier])
-    found = first_gradients(backbone, bank, learner)
-    alone = method_of("inc_lora", train_active="current").begin_task(task_data(position=1), [])
-    with weights_changed(backbone, earlier):
-        expected = first_gradients(backbone, bank, alone)
-    assert_same_to_rounding(found, expected, GRADIENT)
-
-
 def test_all_pairs_answer_as_their_sum_and_the_scale_stays_one_tasks(backbone, bank, method_of):
     method, history = method_of("inc_lora"), snapshots(backbone, 3)
     assert method.combinations[0] == "sum"
@@ -404,33 +226,6 @@ def test_dropout_is_for_learning_only(backbone, bank, method_of):
     assert learner.adaptation(ROWS).deltas.rate == 0.5
     with torch.no_grad():
         assert not learner.adaptation(ROWS).deltas.rate, "nor is it for validation"
-
-
-PACK = [
-    ({"rank": 8, "alpha": 16.0}, {"learning_rate": 3e-3, "batch_size": 4}),
-    ({"rank": 2, "alpha": 8.0}, {"learning_rate": 1e-2, "batch_size": 4}),
-    ({"rank": 4, "alpha": 4.0}, {"learning_rate": 5e-3, "batch_size": 3}),
-]
-
-
-def test_members_beside_earlier_pairs_end_as_alone(backbone, bank, method_of, tmp_path):
-    def trainings(folder):
-        for i, (settings, training) in enumerate(PACK):
-            history = [{k: t / 2 for k, t in s.items()} for s in snapshots(backbone, 2, rank=settings["rank"])]
-            learner = method_of("inc_lora", **settings).begin_task(task_data(position=2, seed=i), history)
-            train = TrainingSettings(epochs=20, max_steps=20, **training)
-            checkpoint = checkpoint_at(tmp_path / folder / str(i))
-            yield Trainer(learner, random_rows(14, seed=i, longest=5 + 3 * i), train, (i, "task"), checkpoint)
-
-    together, alone = list(trainings("together")), list(trainings("alone"))
-    start = [lesson.learner.finish() for lesson in alone]
-    train_pack(together, Engine(backbone=backbone), bank)
-    for member, lesson, first in zip(together, alone, start, strict=True):
-        train_pack([lesson], Engine(backbone=backbone), bank)
-        found, expected = member.learner.finish(), lesson.learner.finish()
-        for key in "AB":
-            assert float((expected[key] - first[key]).abs().max()) > 1e-3
-            assert_trained_alike(found[key], expected[key], first[key])
 
 
 # --- O-LoRA ----------------------------------------------------------------------------------------------------------
@@ -480,25 +275,6 @@ def test_a_pair_that_is_zero_has_a_finite_gradient(backbone, method_of):
     sum(terms.values()).backward()
     assert learner.A.grad.isfinite().all() and learner.A.grad.any()
     assert not learner.B.grad.any()
-
-
-def test_the_overlap_shrinks_while_it_is_learned_under_it(backbone, method_of, train):
-    """Against the same task without the penalty: the new rows turn away from the earlier ones."""
-    history = snapshots(backbone, 2)
-
-    def cosine(A):
-        old = torch.cat([snapshot["A"] for snapshot in history], 1)
-        return float(torch.nn.functional.cosine_similarity(old.unsqueeze(2), A.unsqueeze(1), dim=-1).abs().mean())
-
-    found = {}
-    for lambda_1 in (0.0, 0.1):
-        learner = method_of("o_lora", lambda_1=lambda_1).begin_task(task_data(position=2), history)
-        end, losses = train(learner, learning_rate=3e-3, epochs=10)
-        found[lambda_1] = cosine(end["A"])
-        assert ("ortho_penalty" in losses[0]) == bool(lambda_1)
-    assert found[0.1] < 0.5 * found[0.0]
-    assert losses[-1]["task"] < losses[0]["task"]
-    assert losses[-1]["ortho_penalty"] < 0.5 * losses[0]["ortho_penalty"]
 
 
 # --- references ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Methods from outside of the package, in a folder that knows nothing of the repository."""
+"""Plugin methods, in a folder outside the repository."""
 
 import itertools
 import os
@@ -64,7 +64,7 @@ class TestSharp(MethodConformance):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with a package `mine`; its name is another in every test, since Python imports a name once."""
+    """The name of a plugin method in a new folder; each test has its own package, as Python imports a name once."""
     package = f"mine_{tmp_path.name}".replace("-", "_")
     folder = tmp_path / package
     folder.mkdir()
@@ -91,7 +91,7 @@ def identities(trial):
 
 
 def answers_of(trial):
-    """The name of some answers that the trial's method gives."""
+    """The name under which answers of the trial's method are saved."""
     backbone = SimpleNamespace(
         weights_digest="w", tokenizer_digest="t", device=torch.device("cpu"), model=SimpleNamespace(dtype=torch.float32)
     )
@@ -100,7 +100,7 @@ def answers_of(trial):
     )
 
 
-def test_a_method_from_outside_plans_like_one_of_ours_and_is_another(place):
+def test_a_plugin_plans_like_a_built_in_method_with_another_identity(place):
     trial, ours = trial_of(place), trial_of("latent_lora")
     assert type(trial.method()) is method_class(place)
     assert trial.settings.router.combine == "soft"
@@ -133,8 +133,8 @@ class Named(TaskAdapterMethod):
 """
 
 
-def test_its_loss_terms_have_the_names_that_it_gives_them(place, tmp_path, runs):
-    """None needs to be called `task`, also beside a penalty."""
+def test_loss_terms_may_have_any_name(place, tmp_path, runs):
+    """No term needs to be called `task`."""
     package = place.partition(".")[0]
     (tmp_path / package / "named.py").write_text(NAMED)
     benchmark = {"name": "builtin", "tasks": ["mood", "past"], "train_per_task": 8, "test_per_task": 2}
@@ -231,6 +231,15 @@ class OverflowLearner(LoraLearner):
         return super().finish() | {"scale": self.A.sum().detach() / 0}
 
 
+class RepeatLearner(LoraLearner):
+    def examples(self, rows):
+        return [*rows, *rows]
+
+
+class Undeclared(Learns):
+    learner = RepeatLearner
+
+
 class Float(Learns):
     learner = FloatLearner
 
@@ -284,7 +293,7 @@ class Noisy(Learns):
 
 @pytest.fixture
 def odd(place, tmp_path):
-    """The content of a sweep of one of the classes of `ODD`."""
+    """Makes the content of a sweep of a class in `ODD`."""
     package = place.partition(".")[0]
     (tmp_path / package / "odd.py").write_text(ODD)
     benchmark = {"name": "builtin", "tasks": ["mood", "past"], "train_per_task": 8, "test_per_task": 2}
@@ -298,48 +307,43 @@ def odd(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "found"),
     [
-        ("Hook", r"the frozen backbone is not what it was .*: the model \(LlamaForCausalLM\)\..*left hooks"),
-        ("Writes", r"the frozen backbone is not what it was .*embed_tokens\.weight.*written to parameters"),
-        ("HookInGates", r"the frozen backbone is not what it was"),
-        ("NaN", r"gates gave numbers that are not finite; expected finite weights \(rows, snapshots\), \(2, 1\)"),
-        ("Flat", r"gates gave an array of shape \(2,\); expected .*\(2, 1\)"),
-        ("Words", r"gates gave str, no array of numbers"),
-        ("Float", r"method FloatLearner: penalty gave 'norm' as a float; expected tensors without dimensions, by name"),
-        ("Rows", r"method RowsLearner: loss gave 'task' as a tensor of shape \(\d+,\); expected tensors without"),
-        ("List", r"method ListLearner: finish gave a list; expected the snapshot's tensors, by name"),
-        ("EmptyMean", r"method EmptyMeanLearner: facts gave \{'mean': nan\}; expected finite numbers"),
+        ("Hook", r"LlamaForCausalLM.*hooks"),
+        ("Writes", r"embed_tokens\.weight"),
+        ("HookInGates", r"hooks"),
+        ("NaN", r"gates .*\(2, 1\)"),
+        ("Flat", r"gates .*\(2,\).*\(2, 1\)"),
+        ("Words", r"gates .*str"),
+        ("Float", r"FloatLearner: penalty .*'norm' as a float"),
+        ("Rows", r"RowsLearner: loss .*'task' as .*\(\d+,\)"),
+        ("List", r"ListLearner: finish .* list"),
+        ("EmptyMean", r"EmptyMeanLearner: facts .*\{'mean': nan\}"),
+        ("Undeclared", r"RepeatLearner .*`replays`"),
     ],
 )
-def test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept(odd, runs, name, said):
-    """Nor anything that another trial would take for its own: hooks and weights are no part of what names answers."""
-    with pytest.raises(ConfigError, match=said):
+def test_results_of_a_faulty_method_are_refused_and_not_stored(odd, runs, name, found):
+    """Not even where another trial could use them: hooks and changed weights are not part of any name."""
+    with pytest.raises(ConfigError, match=found):
         runs.run(runs.packs_of(odd(name)))
     assert not list((runs.folder / "predictions").rglob("*.json"))
     learned = list((runs.folder / "snapshots").glob("*.safetensors"))
     assert len(learned) == (name in ("HookInGates", "NaN", "Flat", "Words"))
-    clean = runs.packs_of(odd("Odd"))  # by the same process, which has loaded the backbone before
+    clean = runs.packs_of(odd("Odd"))  # in the same process, with the backbone already loaded
     runs.run(clean)
     assert [done.tasks_seen for done in runs.stages] == [1, 2]
 
 
 def test_a_snapshot_that_is_not_finite_is_not_stored(odd, runs):
-    """The loss was: it is that of the parameters before the last step."""
-    with pytest.raises(NonFiniteLoss, match="what was learned of mood is not finite: scale"):
+    """Although every loss was finite."""
+    with pytest.raises(NonFiniteLoss, match=r"mood .*scale"):
         runs.run(runs.packs_of(odd("Overflow")))
     assert not list((runs.folder / "snapshots").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("Absent", r"`gates` is among its combinations; expected a method gates\(history, prompts\)"),
-        ("NoCombination", r"combinations is \(\); expected some of soft, "),
-    ],
-)
-def test_mixings_that_cannot_be_are_refused_when_a_sweep_is_planned(odd, name, said):
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize("name", ["Absent", "NoMixing"])
+def test_impossible_combinations_are_refused_when_a_sweep_is_planned(odd, name):
+    with pytest.raises(ConfigError, match=rf"method\.name: .*{name}.*combinations"):
         parse_sweep(odd(name), "sweep.yaml")
 
 
@@ -349,7 +353,7 @@ def test_an_identity_that_is_no_json_is_refused_when_a_sweep_is_planned(odd):
         trial.lineages()
 
 
-def test_every_generator_is_seeded(odd, tmp_path, runs):
+def test_all_shared_generators_are_seeded(odd, tmp_path, runs):
     from latent_sweep.testing.runs import Runs
 
     other = Runs(tmp_path / "other")
@@ -358,16 +362,16 @@ def test_every_generator_is_seeded(odd, tmp_path, runs):
     assert runs.files() == other.files()
 
 
-def test_a_setting_that_learning_is_said_not_to_read_names_answers(odd):
-    """Whether or not it is marked so: a trial with another value shares the training, and no answers."""
+def test_a_setting_that_training_does_not_read_still_names_answers(odd):
+    """Even if it is not marked INFERENCE_ONLY."""
     one, other = (expand(parse_sweep(odd("Unmarked", answer_scale=scale), "test"))[0] for scale in (1.0, 5.0))
     assert one.lineages() == other.lineages()
     assert not {*one.row_keys()} & {*other.row_keys()}
     assert answers_of(one) != answers_of(other)
 
 
-def test_a_stage_at_another_position_is_another(odd):
-    """A method from outside is told of the position, and may read it; ours do where they say so."""
+def test_the_position_is_part_of_a_plugins_lineage(odd):
+    """A plugin may read it; built-in methods declare it in `stage_identity`."""
     stages = []
     for tasks in (["mood", "past"], ["past"]):
         alone = odd("Odd", train_active="current")
@@ -377,51 +381,50 @@ def test_a_stage_at_another_position_is_another(odd):
 
 
 @pytest.mark.parametrize("file", ["sharp.py", "__init__.py", "helper.py"])
-def test_its_code_is_part_of_what_identifies_its_results(place, tmp_path, file):
-    """Of all of its package, since the module may import any of it."""
+def test_the_code_of_its_package_is_part_of_its_identity(place, tmp_path, file):
     before = *identities(trial_of(place)), answers_of(trial_of(place))
     path = tmp_path / place.partition(".")[0] / file
     path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
-    os.utime(path, ns=(1, 1))  # a file system's clock may be too coarse for a test
+    os.utime(path, ns=(1, 1))  # the file system's clock may be too coarse
     after = *identities(trial_of(place)), answers_of(trial_of(place))
     assert all(old != new for old, new in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("attribute", "said"),
+    ("attribute", "found"),
     [
-        ("sharp:Missing", r"has no class Missing derived from latent_sweep's Method"),
-        ("sharp:NOT_A_METHOD", r"has no class NOT_A_METHOD"),
+        ("sharp:Missing", "Missing"),
+        ("sharp:NOT_A_METHOD", "NOT_A_METHOD"),
         ("nothing:Sharp", r"cannot be imported \(ModuleNotFoundError: .*must be installed, or lie below the working"),
         (
             "broken:Sharp",
             r"\(ZeroDivisionError: division by zero in .*broken\.py, line 1\)\. Correct it there",
         ),
-        ("sharp.py:Sharp", r"cannot be imported .* Write \S*sharp:Sharp"),
+        ("sharp.py:Sharp", r"sharp:Sharp"),
         ("../sharp:Sharp", r"expected the name of a method, or package\.module:Class"),
         ("sharp:", r"expected the name of a method"),
     ],
 )
-def test_what_is_no_method_is_named_with_what_to_do(place, tmp_path, attribute, said):
+def test_a_name_that_is_not_a_method_is_refused(place, tmp_path, attribute, found):
     package = place.partition(".")[0]
     (tmp_path / package / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ConfigError, match=said) as found:
+    with pytest.raises(ConfigError, match=found) as raised:
         parse_sweep(content(f"{package}.{attribute}"), "sweep.yaml")
-    assert "method.name" in str(found.value)
+    assert "method.name" in str(raised.value)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_methods.md"
 
 
 def run_command(*command, **environment):
-    """A command in the current folder, which sees the installed package and nothing of the repository's tests."""
+    """Run a command in the current folder without access to the repository's tests."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @pytest.mark.slow
 def test_the_command_runs_it_on_ray_from_its_folder(place, tmp_path):
-    """By the console script, which does not look for modules in the working directory by itself."""
+    """The console script must add the working directory to the import path."""
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(place)))
     script = Path(sys.executable).with_name("latent-sweep")
     done = run_command(str(script), "run", "sweep.yaml")
@@ -442,8 +445,8 @@ def test_a_worker_with_other_code_learns_nothing(place, tmp_path, runs):
     assert [event.name for event in told] == ["started", "failed"] and told[1].kind == "error"
 
 
-def test_that_other_code_makes_other_trials_is_said(place, tmp_path, capsys):
-    """And not of trials with another setting that the search does not vary."""
+def test_scored_trials_of_changed_code_are_reported(place, tmp_path, capsys):
+    """But not trials that differ in a setting."""
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(place)))
     command = ["run", str(tmp_path / "sweep.yaml"), "--local"]
     assert main(command) == 0
@@ -452,11 +455,11 @@ def test_that_other_code_makes_other_trials_is_said(place, tmp_path, capsys):
     os.utime(path, ns=(1, 1))
     capsys.readouterr()
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "1 scored trials that" in said and "1 of them have every setting of trials that it has" in said
+    message = capsys.readouterr().err
+    assert "1 scored trials" in message and "the code of a method" in message
     assert main([*command, "--set", "trial.method.sharpness=0.5"]) == 2
-    said = capsys.readouterr().err
-    assert "1 scored trials that" in said and "every setting" not in said
+    message = capsys.readouterr().err
+    assert "1 scored trials" in message and "the code of a method" not in message
 
 
 @pytest.mark.slow
@@ -555,6 +558,8 @@ class Noisy(AnchoredLearner):
 
 
 class Replaying(Anchored):
+    replays = True
+
     def begin_task(self, task, history):
         return Replay(self.carried(task, history), self.outputs, self.settings)
 
@@ -635,25 +640,25 @@ class TestUntried(Suite):
 """
 
 FOUND = {
-    "TestUndeclared::test_a_stage_reads_what_it_declares[tiny-llama-0]": "leaves behind: anchor; `stage_identity` has",
-    "TestUndeclared::test_a_stage_reads_what_it_declares[tiny-llama-1]": "leaves behind: anchor; `stage_identity` has",
-    "TestOncePerMicroBatch::test_micro_batches_add_up[tiny-llama]": "a term of parameters alone belongs in `penalty`",
+    "TestUndeclared::test_a_stage_reads_what_it_declares[tiny-llama-0]": "anchor; `stage_identity`",
+    "TestUndeclared::test_a_stage_reads_what_it_declares[tiny-llama-1]": "anchor; `stage_identity`",
+    "TestOncePerMicroBatch::test_micro_batches_add_up[tiny-llama]": "belongs in `penalty`",
     "TestForgetful::test_cut_anywhere_and_run_again_ends_the_same[tiny-llama-inside the second task]": "its B by up to",
     **{
-        f"{kind}::test_what_it_draws_comes_from_the_tasks_generator[tiny-llama-{position}]": "Draw from `task.generator"
+        f"{kind}::test_what_it_draws_comes_from_the_tasks_generator[tiny-llama-{position}]": "`task.generator"
         for kind, position in itertools.product(("TestDrawing", "TestDrawingInSteps"), (0, 1))
     },
     **{
-        f"TestRewriting::test_epochs_are_chosen_by_the_held_out_rows_alone[tiny-llama-{position}]": "that were held out"
+        f"TestRewriting::test_epochs_are_chosen_by_the_held_out_rows_alone[tiny-llama-{position}]": "held out"
         for position in (0, 1)
     },
-    "TestUntried::test_every_setting_has_another_value[tiny-llama]": "by their types, of note: name them in `untried`",
+    "TestUntried::test_every_setting_has_another_value[tiny-llama]": "note. List them in `untried`",
 }
 
 
 @pytest.mark.slow
-def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path, monkeypatch):
-    """And nothing in the methods of the page that tells how to write one, nor in the file of a sweep that it shows."""
+def test_the_suite_finds_faulty_methods(tmp_path, monkeypatch):
+    """And passes the methods and the sweep file of the page on writing methods."""
     blocks = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.S)
     modules = [text for language, text in blocks if language == "python" and "class TestPulled" not in text]
     assert len(modules) == 2
@@ -675,5 +680,5 @@ def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path, monkey
     done = run_command(*command, "test_spoiled.py", PYTHONPATH=str(tmp_path))
     failed = set(re.findall(r"^FAILED test_spoiled\.py::(.*?\])(?: - |$)", done.stdout, re.M))
     assert failed == set(FOUND), done.stdout
-    for said in FOUND.values():
-        assert said in " ".join(done.stdout.split())
+    for text in FOUND.values():
+        assert text in " ".join(done.stdout.split())
