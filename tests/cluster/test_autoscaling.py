@@ -88,7 +88,7 @@ def test_workers_are_added_for_trials_and_removed_afterwards(cluster, begun, tmp
     process = start(write(tmp_path, content), **cluster.environment)
     try:
         wait_until(lambda: counts.append(cluster.workers()) or counts[-1] >= MOST_WORKERS, process)
-        begun.let_go()  # no worker goes before all have come
+        begun.release()  # no worker goes before all have come
         printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)

@@ -1,4 +1,4 @@
-"""The tiny sweep on a Ray cluster of its own: the same bytes as without Ray, and what only Ray can do."""
+"""The tiny sweep on its own Ray cluster: the same bytes as without Ray, and features that need Ray."""
 
 import contextlib
 import os
@@ -46,11 +46,11 @@ for path in sys.argv[1:]:
     print("MLflow was imported" if "mlflow" in sys.modules else "without MLflow")
     print(f"\\nended with {code}", flush=True)
 """
-"""Runs one sweep after another on the cluster that the first would have started: a start costs ten seconds."""
+"""Runs several sweeps on one cluster, because a start takes ten seconds."""
 
 
 def run_on_ray(content, folder, **environment):
-    """Run a sweep as the main job does; returns its exit code and what it printed."""
+    """Run a sweep; return its exit code and output."""
     process = start(write(folder, content), **environment)
     try:
         printed, _ = process.communicate(timeout=PATIENCE)
@@ -60,10 +60,10 @@ def run_on_ray(content, folder, **environment):
 
 
 def run_in_turn(contents, folder, meanwhile, **environment):
-    """Run sweeps by name on one cluster of their own; gives what each printed with its exit code in its last line.
+    """Run sweeps on one cluster, calling `meanwhile` repeatedly.
 
     Returns:
-        These texts by name, and the addresses that a process listened on. `meanwhile` is called again and again.
+        The output of each sweep by name, with the exit code in its last line, and all addresses listened on.
     """
     paths = [write(folder / name, content) for name, content in contents.items()]
     process = launch("-c", IN_TURN, *paths, "latent_sweep.run", **environment)
@@ -83,7 +83,7 @@ def run_in_turn(contents, folder, meanwhile, **environment):
 
 
 def listening_addresses(pids):
-    """Where these processes listen."""
+    """Return the addresses that these processes listen on."""
     connections = psutil.net_connections("tcp")
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.pid in pids}
 
@@ -92,21 +92,21 @@ WISHES = {
     "too large": {"resources": {"cpus": 4096, "accelerator": "A100"}},
     "too many": {"resources": {"workers": 4096, "cpus": 1}, "engine": {"name": "deepspeed"}},
 }
-"""Settings of `run` that no cluster started here can ever fulfil."""
+"""Settings of `run` that no cluster started here can satisfy."""
 
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory):
-    """The folder of wishes that are refused and of the tiny sweep; what each printed; where processes listened.
+    """The folder of the refused sweeps and the tiny one, their output, and the addresses listened on.
 
-    The sweep's first pack waits at its first step until the other one is there, too.
+    The first pack waits at its first step until the other one has started.
     """
     folder = tmp_path_factory.mktemp("ray")
     began = at_step(folder / "moment", position=0, step=1)
 
     def go_on_together():
         if len(list((folder / "tiny" / "runs" / "tiny" / "trials").glob("*/journal.jsonl"))) == (4 if TWO_CPUS else 2):
-            began.let_go()
+            began.release()
 
     contents = {name: tiny(**{f"run__{key}": value for key, value in wish.items()}) for name, wish in WISHES.items()}
     return folder, *run_in_turn(contents | {"tiny": TINY}, folder, go_on_together, **began.environment)
@@ -201,11 +201,11 @@ def test_an_unreachable_worker_is_a_lost_node():
 
 @pytest.mark.slow
 def test_a_worker_without_requested_gpus_sees_none(tmp_path):
-    """On a cluster that was there before, which knows nothing of how we start our own."""
+    """On a cluster that was not started by this program."""
     seen = tmp_path / "seen"
-    tells = f"open({str(seen)!r}, 'a').write(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    write = f"open({str(seen)!r}, 'a').write(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
     looks = Moment(
-        tmp_path / "moment", "latent_sweep.training.pack:run_pack", f"lambda *pack, **more: {tells} and False"
+        tmp_path / "moment", "latent_sweep.training.pack:run_pack", f"lambda *pack, **more: {write} and False"
     )
     content = tiny(search={}, trial__training__epochs=1, trial__benchmark__train_per_task=8)
     with nodes(1, CUDA_VISIBLE_DEVICES="0,1", **looks.environment) as (_, environment):
@@ -216,7 +216,7 @@ def test_a_worker_without_requested_gpus_sees_none(tmp_path):
 
 @pytest.mark.parametrize(("gpus", "asked"), [(0, []), (0.01, [0.005]), (0.25, [0.225]), (0.5, [0.475]), (1, [])])
 def test_a_fraction_of_a_gpu_limits_its_memory(monkeypatch, gpus, asked):
-    """With what CUDA takes in every process beside torch's allocator, whose part alone is kept to the fraction."""
+    """The limit of torch's allocator leaves space for the CUDA context."""
     fractions = []
     card = SimpleNamespace(total_memory=40 * ray_group.CONTEXT)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -229,11 +229,11 @@ def test_a_fraction_of_a_gpu_limits_its_memory(monkeypatch, gpus, asked):
 
 
 def test_every_process_limits_itself_to_its_share(monkeypatch, tmp_path):
-    """Before it does anything else that could ask what there is."""
-    told = []
+    """Before anything initializes CUDA."""
+    limited = []
 
     def keep(resources):
-        told.append(resources.gpus)
+        limited.append(resources.gpus)
         raise InterruptedError
 
     monkeypatch.setattr(ray_group, "limit_to_share", keep)
@@ -246,11 +246,11 @@ def test_every_process_limits_itself_to_its_share(monkeypatch, tmp_path):
         ray_tune._measure_on_node(one, folder.storage, sweep.run)
     with pytest.raises(InterruptedError):
         ray_group._Worker(0, 2).run("127.0.0.1", 0, one, folder, sweep.run)
-    assert told == [0.5] * 3
+    assert limited == [0.5] * 3
 
 
 def test_out_of_memory_in_a_group_is_recorded_with_its_phase(tmp_path, monkeypatch):
-    """So that the next try takes half the rows of that."""
+    """The next attempt then halves the rows of that phase."""
     sweep = parse_sweep(tiny(search={}, run__resources={"workers": 2}), "test")
     (one,) = pack(expand(sweep))
     folder = open_sweep(tmp_path / sweep.name)
@@ -270,10 +270,10 @@ def test_out_of_memory_in_a_group_is_recorded_with_its_phase(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("tasks", "grace"), [(3, 3), (4, 2), (6, 3), (15, 15), (15, 20), (1, 3)])
 def test_asha_never_stops_a_trial_after_its_last_task(tasks, grace):
-    """Where a rung falls on the last task, which a grace of all tasks asks for: it would be a result thrown away."""
+    """Even if a rung falls on the last task, as with a grace of all tasks."""
     settings = {"name": "asha", "grace_tasks": grace, "reduction_factor": 2}
-    told: list[str] = []
-    scheduler = ray_tune._scheduler(RunSettings.model_validate({"scheduler": settings}), tasks, told.append)
+    stopped: list[str] = []
+    scheduler = ray_tune._scheduler(RunSettings.model_validate({"scheduler": settings}), tasks, stopped.append)
     scheduler.set_search_properties("AP", "max")
     ended = []
     for number, performance in enumerate((0.9, 0.8, 0.7, 0.95)):
@@ -284,7 +284,7 @@ def test_asha_never_stops_a_trial_after_its_last_task(tasks, grace):
         ended.append(decisions.index("STOP") + 1 if "STOP" in decisions else None)
     assert tasks not in ended
     assert any(ended) == (grace < tasks), "and still those that have tasks left"
-    assert set(told) == {f"pack {number}" for number, end in enumerate(ended) if end}
+    assert set(stopped) == {f"pack {number}" for number, end in enumerate(ended) if end}
 
 
 @pytest.mark.slow
@@ -353,14 +353,14 @@ from latent_sweep.execution import ray_private, ray_tune
 from latent_sweep.training.packing import PackTiming
 from latent_sweep.sweep.schema import RunSettings
 
-def told(pack, storage, run):
+def measured(pack, storage, run):
     return [PackTiming(1, os.getpid(), None)]
 
 class Pack:
     runs = ()
 
 ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, logging_level="ERROR")
-ray_tune._measure_on_node = told
+ray_tune._measure_on_node = measured
 run = RunSettings.model_validate({"resources": {"gpus": 1}})
 seen, ray_tune.ray_get = [], ray.get
 ray.get = lambda wanted: seen.append(ray_tune.ray_get(wanted)) or seen[-1]
@@ -372,7 +372,7 @@ sys.stdin.readline()
 
 @pytest.mark.slow
 def test_the_process_that_measures_packs_on_a_gpu_ends(one_thread):
-    """Its process would keep a context, a backbone and an allocator's cache beside the packs."""
+    """It would keep a CUDA context and a backbone in GPU memory."""
     command = [sys.executable, "-c", MEASURING]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -415,14 +415,14 @@ def test_a_worker_killed_by_the_memory_monitor_is_a_lost_one():
     from ray.exceptions import OutOfMemoryError
 
     ray_private.treat_killed_workers_as_lost()
-    told, manager = [], RayActorManager(PlacementGroupResourceManager())
-    actor = TrackedActor(1, on_error=lambda actor, error: told.append(("actor", error)))
-    task = TrackedActorTask(actor, on_error=lambda actor, error: told.append(("task", error)))
+    errors, manager = [], RayActorManager(PlacementGroupResourceManager())
+    actor = TrackedActor(1, on_error=lambda actor, error: errors.append(("actor", error)))
+    task = TrackedActorTask(actor, on_error=lambda actor, error: errors.append(("task", error)))
     manager._live_actors_to_ray_actors_resources[actor] = None, mock.Mock()  # it lives, on a slot
     manager._resource_manager = mock.Mock()
     error = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
-    manager._actor_task_failed(task, error)  # without that, Tune raises here and the run ends
-    assert told == [("actor", error), ("task", error)]
+    manager._actor_task_failed(task, error)  # would raise and end the run without the hook
+    assert errors == [("actor", error), ("task", error)]
     assert manager.is_actor_failed(actor)
     assert _loss_kind(error) == "out_of_memory"
 
@@ -434,10 +434,10 @@ def test_a_memory_monitor_that_kills_every_worker_fails_trials_not_the_sweep(tmp
     assert code == 1, printed
     assert "2 trials (2 failed)" in printed
     for trial in sweep_folder(tmp_path):
-        told = trial.events()
-        assert status(told) == "failed"
-        assert {event.kind for event in told if event.name == "lost"} <= {"out_of_memory", "worker_died"}
-        assert not any(event.message == "None" for event in told if event.name == "lost")
+        journal = trial.events()
+        assert status(journal) == "failed"
+        assert {event.kind for event in journal if event.name == "lost"} <= {"out_of_memory", "worker_died"}
+        assert not any(event.message == "None" for event in journal if event.name == "lost")
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_a_memory_monitor_that_kills_every_worker_fails_trials_not_the_sweep(tmp
     ],
 )
 def test_advised_settings_fit(asked, advice):
-    """Where a trial asks for more than there is, the settings that are named are those that do not fit."""
+    """The advice names exactly the settings that do not fit."""
     nodes = [{"CPU": 8.0}, {"CPU": 4.0, "memory": 1.0}]
     resources = ResourceSettings(**asked)
     assert not fits(nodes, resources)

@@ -1,4 +1,4 @@
-"""Trials of several workers on Ray: placed together, ended together, and resumed with nothing lost but a few steps."""
+"""Worker groups on Ray: placed together, ended together, and resumed from a checkpoint."""
 
 import os
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def together(**changes):
-    """A sweep whose trials have two workers each."""
+    """Return a sweep with two workers per trial."""
     settings = {
         "search": {"router.components": [1]},
         "trial__training__learning_rate": 0.01,
@@ -38,7 +38,7 @@ def run(content, folder, **environment):
 
 
 def workers():
-    """The Ray workers that run a trial's parts, below the cluster's nodes, which are below this process."""
+    """Return the processes of the worker group, which descend from this process."""
     return [m for m in psutil.Process().children(recursive=True) if "_Worker" in " ".join(m.cmdline())]
 
 
@@ -84,10 +84,9 @@ def test_a_failed_group_records_the_cause_and_ends(two_cpus, tmp_path, checkpoin
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
 def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, one_thread, tmp_path):
-    """SmolLM2 in shards over two workers, against one whole worker.
+    """SmolLM2 sharded over two workers, compared with one worker.
 
-    Shards add up in another order: 1e-7 of a gradient, which Adam's first steps make up to 1e-3 of an update where a
-    gradient is that small. Other rows, or a reduction that is none, would turn updates by their own size.
+    Shards are summed in another order, a relative difference of 1e-7 that Adam amplifies to 1e-3 for tiny gradients.
     """
     content = {
         "name": "tiny",
@@ -128,7 +127,7 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, one_
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A tiny backbone as a folder of its own."""
+    """A tiny backbone saved to a folder."""
     from latent_sweep.backbones.loading import load_backbone
     from latent_sweep.backbones.registry import BackboneSettings
     from latent_sweep.backbones.tokenizers import byte_tokenizer

@@ -1,4 +1,4 @@
-"""Which trials are tried again, and how: from what their journals say."""
+"""Retries are decided from the journal."""
 
 import gc
 import weakref
@@ -99,13 +99,13 @@ def test_retries_have_reasons():
 
 
 def short(**changes):
-    """A sweep of two trainings that takes moments."""
+    """Return a short sweep of two trainings."""
     return tiny(trial__training__epochs=1, trial__benchmark__train_per_task=8, **changes)
 
 
 @pytest.fixture
 def out_of_memory(monkeypatch):
-    """A machine whose memory suffices for forward passes of so many rows only; the sizes that were tried."""
+    """Limit the rows per forward pass; return the sizes that were tried."""
     tried = []
 
     def limit(rows):
@@ -182,7 +182,7 @@ def test_failed_runs_only_failed_trials(tmp_path, capsys):
 
 
 def test_out_of_memory_while_answering_halves_batches(tmp_path, capsys, monkeypatch):
-    """The whole batches that were answered before are not mixed with halves, in whichever order they come."""
+    """Answers of whole batches are not mixed with those of halves."""
     content = short(search={"router.components": [1]}, trial__evaluation={"batch_size": 8})
     passes = []
 
@@ -202,8 +202,8 @@ def test_out_of_memory_while_answering_halves_batches(tmp_path, capsys, monkeypa
     assert (end.kind, end.during) == ("out_of_memory", "answering")
     assert [event.halved for event in events(sweep_folder(tmp_path), "started")] == [[], ["answering"]]
     assert [event.micro_batch_size for event in events(sweep_folder(tmp_path), "started")] == [None, None]
-    told = [event.scored_with["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
-    assert told == ["whole", "in halves"]
+    batches = [event.scored_with["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
+    assert batches == ["whole", "in halves"]
     printed = capsys.readouterr().out
     assert "started again after out_of_memory; now answers of half a batch at a time" in printed
     assert "batches answered: in halves (1 trial: " in printed
@@ -212,7 +212,7 @@ def test_out_of_memory_while_answering_halves_batches(tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize("method", ["ewc", "inf_lora", "gain_lora"])
 def test_out_of_memory_in_statistics_halves_batches(tmp_path, monkeypatch, method):
-    """The passes of statistics are those outside of the loop over steps."""
+    """Statistics are the forward passes outside the training loop."""
     from helpers.methods import changes
 
     content = tiny(**changes(method, "tiny-llama"))
@@ -255,7 +255,7 @@ def test_out_of_memory_in_statistics_halves_batches(tmp_path, monkeypatch, metho
 
 
 def test_a_failed_attempt_frees_backbone_and_activations(tmp_path, monkeypatch):
-    """The collector is off: nothing is freed by chance."""
+    """With garbage collection off, so that nothing is freed by chance."""
     alive, seen = [], []
 
     def gradients(batches, engine, bank):
@@ -311,7 +311,7 @@ LOST_GPU = "CUDA error: an illegal memory access was encountered"
 
 @pytest.fixture
 def losing_the_gpu(monkeypatch):
-    """A process whose GPU is lost at the first optimizer step; how often the step was tried until it is mended."""
+    """Lose the GPU at the first optimizer step; give the patch and the tried steps."""
     tried = []
 
     def gradients(batches, engine, bank):

@@ -1,8 +1,7 @@
-"""Moments of a running program, made and not raced for: a process halts where it calls a function until it is let go.
+"""Halts a process of a running sweep at a chosen function call until the test releases it.
 
-What a test does to it in the meantime (kill it, end the tracker, take the disk away) meets it there on any machine,
-fast or slow. The programs know nothing of it: a folder with a `sitecustomize.py`, which Python imports at its start,
-wraps the function in the processes of one sweep.
+Meanwhile a test can kill the process, stop the tracker, or remove the disk, without a race on slow machines. Programs
+need no change: a `sitecustomize.py`, which Python imports at its start, wraps the function.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import sys
 
 
 class Arrival:
-    # Calls `then(module)` when it is imported, and not before: Ray gives a worker a minute to appear, and torch takes
-    # long on a busy machine.
+    # Calls `then(module)` when the module is imported. Importing it here would delay the start of Ray workers, which
+    # must appear within a minute.
 
     def __init__(self, name, then):
         self.name, self.then = name, then
@@ -36,7 +35,7 @@ class Arrival:
         spec.loader.exec_module = lambda module: (run(module), self.then(module))
         return spec
 """
-"""The beginning of a `sitecustomize` that changes a module as soon as it is there."""
+"""Start of a `sitecustomize` that changes a module when it is imported."""
 
 HALTING = (
     ARRIVALS
@@ -65,10 +64,10 @@ def wrap():
         @functools.wraps(call)
         def halting(*arguments, **named):
             if halts(*arguments, **named):
-                with contextlib.suppress(FileExistsError):  # somebody has halted before: only the first one does
+                with contextlib.suppress(FileExistsError):  # only the first process halts
                     with open(os.path.join(PLACE, "reached"), "x", encoding="utf-8") as file:
                         file.write(str(os.getpid()))
-                    while os.path.isdir(PLACE) and not os.path.exists(os.path.join(PLACE, "let go")):
+                    while os.path.isdir(PLACE) and not os.path.exists(os.path.join(PLACE, "released")):
                         time.sleep(0.02)
             return call(*arguments, **named)
 
@@ -84,12 +83,12 @@ if any(name in argument for argument in sys.orig_argv for name in PROGRAMS):
 
 
 class Moment:
-    """The first time that one of the processes started with `environment` is about to call a function.
+    """The first call of a function in one of the processes started with `environment`.
 
     Args:
-        folder: a new one.
+        folder: a new folder.
         function: "module:name" or "module:Class.name".
-        when: an expression for a function of the call's arguments that says whether this is the call.
+        when: source of a function of the call's arguments that returns whether to halt.
     """
 
     def __init__(self, folder: Path, function: str, when: str):
@@ -105,30 +104,30 @@ class Moment:
 
     @property
     def reached(self) -> bool:
-        """Whether a process has halted and said which one it is."""
+        """Whether a process has halted."""
         path = self._folder / "reached"
         return path.exists() and bool(path.read_text())
 
     @property
     def pid(self) -> int:
-        """The process that has halted."""
+        """The id of the halted process."""
         return int((self._folder / "reached").read_text())
 
     def wait(self, process: subprocess.Popen[str]) -> None:
-        """Wait until a process has halted, while `process` runs, which is the one or has started it."""
+        """Wait until a process has halted; `process` is that process or its parent."""
         wait_until(lambda: self.reached, process)
 
-    def let_go(self) -> None:
-        """Have the process that halts go on, and no other halt."""
-        (self._folder / "let go").touch()
+    def release(self) -> None:
+        """Let the halted process continue; no other process will halt."""
+        (self._folder / "released").touch()
         (self._folder / "reached").touch()
 
 
 def at_step(folder: Path, position: int, step: int, of: int | None = None) -> Moment:
-    """When a training has taken so many steps of the task at this position, and a checkpoint that was due is written.
+    """Return the moment after this step of the task at this position, when a due checkpoint has been written.
 
     Args:
-        of: how many steps the task must have in all; None is for any number.
+        of: total number of steps that the task must have; None for any.
     """
     when = f"lambda self, at: at.doing == 'learning' and (at.position, at.step) == ({position}, {step})"
     when += "" if of is None else f" and at.steps == {of}"

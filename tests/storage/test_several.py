@@ -144,7 +144,7 @@ def test_sweeps_that_share_trainings_run_at_once_while_one_reads_and_one_cleans_
             assert main(["report", f"{storage}/one"]) == 0
             assert main(["gc", storage, "--keep-days", "0", "--delete"]) == 0
             assert main(["verify", f"{storage}/both"]) == 0
-        learning.let_go()
+        learning.release()
         printed = [driver.communicate(timeout=PATIENCE)[0] for driver in drivers]
     finally:
         for driver in drivers:

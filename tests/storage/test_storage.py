@@ -731,7 +731,7 @@ def test_two_drivers_of_one_sweep_do_everything_once(request, tmp_path, on_node,
         on_node("two")
         drivers.append(start(path, "--local"))
         wait_for_line("waiting for its end", drivers[1])
-        begun.let_go()
+        begun.release()
         first, second = (driver.communicate(timeout=PATIENCE)[0] for driver in drivers)
     finally:
         for driver in drivers:

@@ -171,7 +171,7 @@ class Disturbed:
 
     def finish(self, process: subprocess.Popen[str], codes: Collection[int] = (0,)) -> str:
         """Wait for the end of a main job, where nothing halts any more; returns what it has printed."""
-        self.steps.strike.free_frames()
+        self.steps.strike.release()
         self.members |= set(family(process))
         printed, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode in codes, f"ended with {process.returncode}, expected {codes}:\n{printed}"
@@ -244,7 +244,7 @@ def _tracker(sweep: Disturbed) -> str:
         process = sweep.start("--local")
         sweep.reach_the_middle(process)
         server.kill()
-        sweep.steps.strike.free_frames()
+        sweep.steps.strike.release()
         before = len(events(sweep.sweep, "stage"))
         wait_until(lambda: len(events(sweep.sweep, "stage")) > before, process)
         server.start()

@@ -34,17 +34,17 @@ def test_final_metrics_are_sent_once():
 
 
 def test_interrupted_uploads_converge_to_the_latest_values():
-    """Bringings at random moments, some of which end after some of the points and before the mark."""
+    """Uploads at random moments, some of which fail after some of the points and before the cursor."""
     chance = random.Random(5)
     for _ in range(300):
         events = [stage(n, chance.randint(1, 2), chance.choice([0.25, 0.5])) for n in range(chance.randint(1, 8))]
         sent, arrived = {}, 0
-        for told in sorted(chance.sample(range(1, len(events) + 1), k=chance.randint(1, len(events)))):
-            points = new_points(events[:told], arrived)
-            is_cut = told < len(events) and chance.random() < 0.5
+        for n_events in sorted(chance.sample(range(1, len(events) + 1), k=chance.randint(1, len(events)))):
+            points = new_points(events[:n_events], arrived)
+            is_cut = n_events < len(events) and chance.random() < 0.5
             for point in chance.sample(points, k=chance.randint(0, len(points))) if is_cut else points:
                 sent[point.step, point.time] = point.value
-            arrived = arrived if is_cut else told
+            arrived = arrived if is_cut else n_events
         points = new_points(events, arrived)
         sent |= {(point.step, point.time): point.value for point in points}
         newest = {step: sent[step, time] for step, time in sorted(sent)}
@@ -52,21 +52,21 @@ def test_interrupted_uploads_converge_to_the_latest_values():
 
 
 def of_reference(sweep):
-    """A finished trial that leaves behind the same snapshot at every stage."""
+    """Run a trial that has the same snapshot at every stage."""
     (trial,) = sweep
     start(trial)
     for seen in (1, 2, 3):
         scores = dict.fromkeys(["sentiment", "summary", "intent"][:seen], 0.5)
         metrics = {"AP": 0.5, "FM": 0.0, "BWT": 0.0, "FM_scorer": 0.0}
-        told = {"tasks_seen": seen, "task": list(scores)[-1], "lineage": "first", "reused": False}
-        journal_of(trial).append("stage", **told, scores=scores, metrics=metrics)
+        fields = {"tasks_seen": seen, "task": list(scores)[-1], "lineage": "first", "reused": False}
+        journal_of(trial).append("stage", **fields, scores=scores, metrics=metrics)
     journal_of(trial).append("finished", metrics=metrics, files={})
     return trial
 
 
 @pytest.mark.parametrize("planned", [None, ("first",) * 3])
 def test_undefined_measures_are_not_sent(tmp_path, planned):
-    """From the first stage on where the snapshots were planned, else once two stages have shown it."""
+    """They are known from the first stage if snapshots were planned, else after two stages."""
     sweep = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
     trial = of_reference(sweep)
     trial = TrialFolder(**vars(trial) | {"lineages": planned})
@@ -76,7 +76,7 @@ def test_undefined_measures_are_not_sent(tmp_path, planned):
     (summary,) = configuration_contents(sweep, summarize(sweep))
     assert {point.key for point in summary.history} == {"n", "AP_mean"}
     events = trial.events()
-    for count in range(len(events)):  # or a tracker would hold points that nothing says any more
+    for count in range(len(events)):  # else a tracker would hold outdated points
         assert defined_events(trial, events[:count]) == defined_events(trial, events)[:count]
 
 

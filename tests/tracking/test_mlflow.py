@@ -36,7 +36,7 @@ AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}
 
 @pytest.fixture(scope="module")
 def first_use(tmp_path_factory):
-    """A new default database, which takes seconds to make and no time to copy, and what making it printed."""
+    """A new default database, which takes seconds to create but not to copy, and the output of creating it."""
     folder, printed, before = tmp_path_factory.mktemp("template"), io.StringIO(), os.umask(0o022)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def client(uri):
 
 @pytest.fixture
 def plain_matrices(monkeypatch):
-    """Drawing takes most of the time of a trial's end."""
+    """Replace the figure, which takes most of the time."""
     monkeypatch.setattr(figures, "score_matrix_png", lambda tasks, scores: b"a picture")
 
 
@@ -85,7 +85,7 @@ def runs_of(client, sweep, kind):
 
 
 def steps_of(client, run):
-    """(metric, step) -> how many points."""
+    """Return the number of points by metric and step."""
     history = (client.get_metric_history(run.info.run_id, key) for key in run.data.metrics)
     return Counter((point.key, point.step) for points in history for point in points)
 
@@ -171,7 +171,7 @@ class Crash(Exception):
 
 
 class Crashing:
-    """What the tracker writes with, which dies right after its n-th write, as a killed driver would."""
+    """Wraps the tracker's clients so that its n-th write raises, like a killed driver."""
 
     def __init__(self, patch, writes_left, writes=("create_", "log_", "set_", "update_", "delete_")):
         self.writes_left, self.writes = writes_left, writes
@@ -188,7 +188,7 @@ class Crashing:
 
 
 class Watched:
-    """A client, or a run's artifacts, whose writes are counted."""
+    """A client or artifact repository whose writes are counted."""
 
     def __init__(self, watched, crashing):
         self.watched, self.crashing = watched, crashing
@@ -233,7 +233,7 @@ def test_a_crash_after_any_write_duplicates_nothing(uri, client, tmp_path, monke
 
 
 def test_mlflow_writes_the_tags_of_a_batch_after_its_points(uri, sweep, client, tmp_path):
-    """Hence the mark may travel with what it speaks of: a server that is killed in between leaves no mark."""
+    """So the cursor may travel in the batch with its points."""
     start(trial := next(iter(sweep)))
     MlflowTracker(uri, sweep).sync()
     learn(trial, 1, 0.5)
@@ -420,7 +420,7 @@ def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
 
 @pytest.mark.slow
 def test_the_default_database_and_its_artifacts_are_private(tmp_path, sweep, monkeypatch, plain_pictures):
-    """A database under another name keeps to the umask, as does one that was there before."""
+    """A database under another name or an existing one keeps its permissions."""
     monkeypatch.chdir(tmp_path)
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
@@ -445,7 +445,7 @@ def test_a_new_default_database_is_private(first_use):
 
 @pytest.fixture
 def dead_uri(monkeypatch):
-    """An address where nobody listens, with a password in it."""
+    """An unused address that contains a password."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -462,23 +462,23 @@ def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
 
 def test_a_dead_tracker_never_blocks_and_a_later_sync_uploads_everything(dead_uri, uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
-    told, started, tracker = [], threading.Event(), MlflowTracker(dead_uri, sweep)
+    lines, started, tracker = [], threading.Event(), MlflowTracker(dead_uri, sweep)
     connect = tracker.open
     tracker.open = lambda: connect() if started.wait(60) else pytest.fail("`start` waits for the tracker")
-    thread = SyncThread(tracker, interval_seconds=0.01, log_line=told.append)
+    thread = SyncThread(tracker, interval_seconds=0.01, log_line=lines.append)
     thread.start()
     started.set()
     assert thread.stop(timeout_seconds=60) is False
-    assert len(told) == 2
-    assert "behind" in told[0]
-    assert "latent-sweep sync" in told[1]
-    assert "hunter2" not in "".join(told)
-    revived = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, log_line=told.append)
+    assert len(lines) == 2
+    assert "behind" in lines[0]
+    assert "latent-sweep sync" in lines[1]
+    assert "hunter2" not in "".join(lines)
+    revived = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, log_line=lines.append)
     revived.start()
     assert revived.stop(timeout_seconds=60) is True
     (run,) = runs_of(client, sweep, "trial")
     assert steps_of(client, run) == WHOLE_TRIAL
-    assert len(told) == 2
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize("code", [403, 500, 503])
@@ -495,15 +495,15 @@ def test_a_refusing_tracker_never_blocks(code, sweep, monkeypatch):
             pass
 
     run_to_end(next(iter(sweep)), 0.5, 0.1)
-    told = []
+    lines = []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         uri = f"http://127.0.0.1:{server.server_port}"
-        thread = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, log_line=told.append)
+        thread = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, log_line=lines.append)
         thread.start()
         assert thread.stop(timeout_seconds=60) is False
         server.shutdown()
-    behind, left = told
+    behind, left = lines
     assert f"MLflow at {uri}: " in behind
     assert str(code) in behind
     assert f"latent-sweep sync {sweep.path} --uri {uri}" in left
@@ -535,15 +535,15 @@ class FlakyTracker(NullTracker):
 
 
 def test_failures_and_recovery_are_logged_once():
-    told, tracker = [], FlakyTracker(failures=4)
-    thread = SyncThread(tracker, interval_seconds=0.001, longest_pause_seconds=0.01, log_line=told.append)
+    lines, tracker = [], FlakyTracker(failures=4)
+    thread = SyncThread(tracker, interval_seconds=0.001, longest_pause_seconds=0.01, log_line=lines.append)
     thread.start()
     assert tracker.synced.wait(PATIENCE)
     assert thread.stop(10) is True
-    assert len(told) == 2
-    assert told[0].startswith("tracking is behind since 20")
-    assert "no route" in told[0]
-    assert told[1] == "tracking has caught up"
+    assert len(lines) == 2
+    assert lines[0].startswith("tracking is behind since 20")
+    assert "no route" in lines[0]
+    assert lines[1] == "tracking has caught up"
     assert tracker.opened == 1
 
 
@@ -555,11 +555,11 @@ def test_stop_does_not_wait_longer_than_its_timeout():
             release.wait(30)
             return 0
 
-    told = []
-    thread = SyncThread(Hanging(), log_line=told.append)
+    lines = []
+    thread = SyncThread(Hanging(), log_line=lines.append)
     thread.start()
     assert thread.stop(timeout_seconds=0.05) is False
-    assert len(told) == 1
+    assert len(lines) == 1
     release.set()
 
 
@@ -601,11 +601,11 @@ def test_two_trackers_of_one_sweep_take_turns(uri, sweep, client, plain_pictures
     assert verify_tracker(sweep, first).faults == []
 
 
-# --- another life ----------------------------------------------------------------------------------------------------
+# --- another generation -----------------------------------------------------------------------------------------------
 
 
 def begun_again(sweep):
-    """The same sweep after its folder was deleted by hand: none of its trials has started."""
+    """Delete the sweep's folder and plan the sweep again."""
     shutil.rmtree(sweep.path)
     return write_sweep(sweep.storage.folder, AXES)
 
@@ -657,8 +657,8 @@ def test_a_crash_while_a_generation_is_replaced_is_repaired_by_the_next_sync(
             Crashing(patch, writes_left, dies_after)
             with pytest.raises(TrackingError, match="Crash"):
                 MlflowTracker(uri, sweep).sync()
-        there = {run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")}
-        assert there == {trial.trial_id for trial in trials}, "it is never gone"
+        stored = {run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")}
+        assert stored == {trial.trial_id for trial in trials}, "it is never gone"
         MlflowTracker(uri, sweep).sync()
         assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials[:number]}, dies_after
     tracker = MlflowTracker(uri, sweep)
@@ -668,14 +668,14 @@ def test_a_crash_while_a_generation_is_replaced_is_repaired_by_the_next_sync(
 
 
 def test_a_mean_of_fewer_trials_than_before_replaces_the_old_one(uri, sweep, client, plain_pictures):
-    """MLflow shows the value of the highest step, which is the number of trials: the old mean, in the same run."""
+    """MLflow shows the value of the highest step, and the step is the number of trials."""
     for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
     MlflowTracker(uri, sweep).close()
     (_, second, *_) = sweep
     fail_again(second)
-    told = verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
-    assert "metric AP_mean: shows 0.6, of step 2; expected step 1" in told
+    text = verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
+    assert "metric AP_mean: shows 0.6, of step 2; expected step 1" in text
     MlflowTracker(uri, sweep).close()
     shown = {run.data.metrics["n"]: run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")}
     assert shown == {1.0: 0.5, 2.0: 0.4}
@@ -688,29 +688,29 @@ def test_summaries_count_stopped_and_failed_trials(uri, sweep, client, plain_pic
         run_to_end(trial, 0.5, 0.0)
     MlflowTracker(uri, sweep).close()
 
-    def told():
+    def counts():
         tags = [run.data.tags for run in runs_of(client, sweep, "summary")]
         return sorted((each["n_trials"], each["n_stopped"], each["n_failed"]) for each in tags)
 
-    assert told() == [("2", "0", "0"), ("2", "0", "0")]
+    assert counts() == [("2", "0", "0"), ("2", "0", "0")]
     start(fourth)
     journal_of(fourth).append("stopped", tasks_seen=1, reason="below the median")
     assert "tag n_stopped: found '0'; expected '1'" in verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
     MlflowTracker(uri, sweep).close()
-    assert told() == [("2", "0", "0"), ("2", "1", "0")]
+    assert counts() == [("2", "0", "0"), ("2", "1", "0")]
     assert verify_tracker(sweep, MlflowTracker(uri, sweep)).faults == []
 
 
 def test_a_mean_without_finished_trials_disappears(uri, sweep, client, plain_pictures):
-    """Neither in a run of its configuration nor as the best of the sweep, which has fewer finished trials then."""
+    """Both as a summary run and as the best AP of the sweep."""
     for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
     MlflowTracker(uri, sweep).close()
     first, second, *others = sweep
     fail_again(first, second)
-    told = verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
-    assert "found 1 runs; expected none" in told
-    assert "metric best_AP at step" in told
+    text = verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
+    assert "found 1 runs; expected none" in text
+    assert "metric best_AP at step" in text
     MlflowTracker(uri, sweep).close()
     assert [run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")] == [0.4]
     (parent,) = runs_of(client, sweep, "sweep")
@@ -734,7 +734,7 @@ def fail_again(*trials):
 
 
 def test_a_sweeps_value_may_return_to_an_earlier_one(uri, sweep, client, plain_pictures):
-    """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
+    """The best AP is 0.5, then 0.75 after the folder was deleted, then 0.5 again."""
     tracker = MlflowTracker(uri, sweep)
     for average in (0.5, 0.75, 0.5):
         sweep = tracker.sweep = begun_again(sweep)
@@ -880,7 +880,7 @@ def test_requests_do_not_check_for_databricks(uri, monkeypatch):
 
 
 def test_a_local_database_is_written_without_new_threads(uri, sweep, client, monkeypatch, plain_pictures):
-    """A new thread for each sync has a new heap: a driver of hundreds of trials held several times what it used."""
+    """Each new thread would add a malloc arena to the driver."""
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
     monkeypatch.delattr(mlflow_tracker.threading, "Thread")

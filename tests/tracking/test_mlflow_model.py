@@ -1,4 +1,4 @@
-"""The winner's model in MLflow: what it answers there is what the sweep has answered."""
+"""The best trial's model in MLflow answers as in the sweep."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ from latent_sweep.tracking.verify import verify_tracker
 pytestmark = pytest.mark.filterwarnings("ignore:.*type hint is inferred as AnyType.*:UserWarning")
 """MLflow's, of its own type hints, when its part for models is imported."""
 
-"""What a journal adds to what an event says."""
+"""Fields that the journal adds to an event."""
 TEXTS = ["the room was clean", "the lift is broken", "zzz qqq"]
 
 
@@ -88,13 +88,13 @@ def test_the_best_model_is_logged_at_the_end(logged, address):
 
 
 def test_changed_scores_rewrite_the_model(logged, tmp_path):
-    """Of the same snapshots, where only test rows have changed."""
+    """With the same snapshots, as after a change of test examples."""
     shutil.copytree(logged[0] / "runs", tmp_path / "runs")
     sweep = sweep_folder(tmp_path)
     best = find_trial(sweep)
-    (*_, told), finished = stages(best.events()), best.events()[-1]
-    scores = dict.fromkeys(told.scores, 1.0)
-    best.journal.append("stage", **fields_of(told) | {"scores": scores})
+    (*_, last), finished = stages(best.events()), best.events()[-1]
+    scores = dict.fromkeys(last.scores, 1.0)
+    best.journal.append("stage", **fields_of(last) | {"scores": scores})
     best.journal.append("finished", metrics=finished.metrics | {"AP": 1.0})
     log_best(sweep)
     there = sweep.path / MODEL_FOLDER / "data" / "continual_model"
@@ -156,7 +156,7 @@ def test_logging_a_model_needs_a_tracker(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_mlflow_serves_it(logged, address):
-    """On loopback, in the environment as it is, by a process that knows nothing of this one."""
+    """On the loopback interface, in the current environment."""
     _, uri = logged
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -169,8 +169,11 @@ def test_mlflow_serves_it(logged, address):
     )
 
     def answers():
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=1) as said:
-            return said.status == 200
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=1) as response,
+        ):
+            return response.status == 200
         time.sleep(0.2)
         return False
 
@@ -180,14 +183,14 @@ def test_mlflow_serves_it(logged, address):
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=PATIENCE) as said:
-            found = json.loads(said.read())["predictions"]
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            found = json.loads(response.read())["predictions"]
     finally:
         end(server)
     expected = mlflow.pyfunc.load_model(address).predict(pd.DataFrame({"text": TEXTS, "task": ["mood"] * 3}))
-    for one, told in zip(found, expected.to_dict("records"), strict=True):
-        assert one.pop("novelty") == pytest.approx(told.pop("novelty"))
-        assert one == told
+    for row, wanted in zip(found, expected.to_dict("records"), strict=True):
+        assert row.pop("novelty") == pytest.approx(wanted.pop("novelty"))
+        assert row == wanted
 
 
 OUTSIDE = """
@@ -204,7 +207,7 @@ class Mine(SeqLora):
 
 
 def test_the_code_of_a_plugin_method_is_included(tmp_path, monkeypatch, capsys):
-    """It loads where Python would find none; a folder of our own says what it needs."""
+    """The MLflow model loads without the plugin installed; our own export names the module that it needs."""
     (tmp_path / "code_of_mine").mkdir()
     (tmp_path / "code_of_mine" / "method.py").write_text(OUTSIDE)
     monkeypatch.chdir(tmp_path)
@@ -244,7 +247,7 @@ print(mlflow.pyfunc.load_model(sys.argv[2]).predict(pd.DataFrame({"text": sys.ar
 
 @pytest.mark.slow
 def test_a_copy_of_the_package_is_included(logged, address, tmp_path):
-    """Where the package is not installed, the model brings its own: here, where Python would find none else."""
+    """In a process that cannot import the package otherwise."""
     _, uri = logged
     expected = mlflow.pyfunc.load_model(address).predict(pd.DataFrame({"text": TEXTS}))["answer"].tolist()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

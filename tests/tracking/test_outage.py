@@ -1,4 +1,4 @@
-"""A real MLflow server is down, dies, comes back, hangs: training takes no notice, and `sync` brings everything."""
+"""A real MLflow server is down, dies, comes back, or hangs: training goes on, and `sync` uploads everything."""
 
 import os
 import signal
@@ -20,9 +20,9 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 pytestmark = pytest.mark.slow
 
 AWAY_SECONDS = 10.0
-"""What an absent tracker may cost at a run's end."""
+"""Delay that an absent tracker may cause at the end of a run."""
 EXIT_SECONDS = 30.0
-"""How long a busy machine may take to end a process that has nothing more to do."""
+"""Time that a busy machine may take to end a finished process."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory, one_thread):
 
 
 def finish(process):
-    """The exit code of a process and all that it printed."""
+    """Return the exit code and output of a process."""
     try:
         printed, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, printed
@@ -61,12 +61,12 @@ def launch(folder, server, **environment):
 
 
 def run_behind(folder, server):
-    """Run the sweep, whose training halts until the tracker was found away; the exit code and all that was printed."""
+    """Run the sweep, halting training until the tracker was reported as unreachable; return exit code and output."""
     halted = at_step(folder / "moment", position=1, step=1)
     process = launch(folder, server, **halted.environment)
     try:
         seen = wait_for_line("tracking is behind since 20", process)
-        halted.free_frames()
+        halted.release()
         code, printed = finish(process)
     finally:
         end(process)
@@ -83,7 +83,7 @@ def command(*arguments):
 
 
 def assert_all_arrives(folder, server, capsys):
-    """Sync brings everything once, verify agrees, and a second sync finds nothing to do."""
+    """Check that sync uploads everything once, verify agrees, and a second sync has nothing to do."""
     path = str(sweep_folder(folder).path)
     assert main(["sync", path]) == 0
     assert main(["verify", path]) == 0, capsys.readouterr().out
@@ -110,7 +110,7 @@ def test_a_tracker_that_starts_during_the_run_gets_everything(tmp_path, server, 
     try:
         halted.wait(process)
         server.start()
-        halted.free_frames()
+        halted.release()
         code, printed = finish(process)
     finally:
         end(process)
@@ -125,9 +125,9 @@ def test_a_tracker_killed_during_the_run(tmp_path, server, undisturbed, capsys):
     process = launch(tmp_path, server, **halted.environment)
     try:
         halted.wait(process)
-        wait_until(lambda: server.runs("trial"), process)  # the first trial's run is there, or all that is known of it
+        wait_until(lambda: server.runs("trial"), process)
         server.kill()
-        halted.free_frames()  # only now, for certain, is there more to tell
+        halted.release()  # now there is more to upload
         code, printed = finish(process)
     finally:
         end(process)
@@ -140,7 +140,7 @@ def test_a_tracker_killed_during_the_run(tmp_path, server, undisturbed, capsys):
 
 
 def test_a_hanging_tracker_delays_the_end_for_a_bounded_time(tmp_path, server, undisturbed, monkeypatch):
-    """The system takes connections for a socket that listens; nobody ever answers."""
+    """The socket accepts connections and never answers."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", server.port))
