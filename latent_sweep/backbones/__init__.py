@@ -1,1 +1,1 @@
-"""The frozen models: known by name, identified, loaded, batched for, and asked for answers."""
+"""The frozen models: their registry, identity, loading, batching and generation."""

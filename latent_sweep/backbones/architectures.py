@@ -22,8 +22,7 @@ WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
     """Return the device for `backbone.device` on this machine.
 
-    Raises:
-        ConfigError: a GPU was requested and there is none.
+    Raises ConfigError if a GPU was requested and there is none.
     """
     import torch
 

@@ -98,7 +98,6 @@ def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _shared(runs: Sequence[Sequence[Example]], layout: Shared, backbone: Backbone) -> Batch:
-    """Lay out one sequence per run."""
     n, rows = layout.shared, [row for of_run in runs for row in of_run]
     ids = np.full((layout.runs, layout.tokens), backbone.pad_id, np.int64)
     for sequence, of_run in zip(ids, runs, strict=True):

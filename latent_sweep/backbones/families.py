@@ -140,9 +140,9 @@ _FUSED = _decoder(
 
 
 def _t5_block(prefix: str, count: str, cross: bool) -> Stack:
-    def attention(place: str) -> tuple[Projection, ...]:
-        read = [Projection(f"{place}.{name}", "queries", "width") for name in ("q", "k", "v")]
-        return (*read, Projection(f"{place}.o", "width", "queries"))
+    def attention(prefix: str) -> tuple[Projection, ...]:
+        read = [Projection(f"{prefix}.{name}", "queries", "width") for name in ("q", "k", "v")]
+        return (*read, Projection(f"{prefix}.o", "width", "queries"))
 
     mlp = f"layer.{2 if cross else 1}.DenseReluDense"
     projections = attention("layer.0.SelfAttention")
@@ -267,8 +267,7 @@ class Sizes:
 def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Read the sizes that a family's shapes depend on.
 
-    Raises:
-        KeyError, TypeError, ZeroDivisionError: a size is missing or invalid.
+    Raises KeyError, TypeError or ZeroDivisionError if a size is missing or invalid.
     """
     config = {**family.defaults, **config}
     called = {**NAMES, **family.names}

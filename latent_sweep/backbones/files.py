@@ -38,11 +38,7 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedded_version() -> str:
-    """Return the version of the package with the embedded backbone.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the version of the package with the embedded backbone. Raises ConfigError if it is not installed."""
     try:
         return importlib.metadata.version(EMBEDDED_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -139,8 +135,7 @@ def _reading_gguf() -> Iterator[None]:
 def local_folder(settings: BackboneSettings) -> Path:
     """Return a checkpoint folder of this backbone: converted, created or downloaded if necessary.
 
-    Raises:
-        ConfigError: it is neither registered nor a folder, and the hub does not provide it.
+    Raises ConfigError if it is neither registered nor a folder, and the hub does not provide it.
     """
     hide_progress_bars()
     spec = describe(settings)

@@ -35,8 +35,7 @@ KERNELS: Mapping[str, str] = {
 def folder_faults(settings: BackboneSettings) -> list[str]:
     """Return why the folders of a backbone cannot be loaded; hub names and registered backbones have no faults.
 
-    Raises:
-        ConfigError: the backbone's folder is not a checkpoint of a supported model.
+    Raises ConfigError if the backbone's folder is not a checkpoint of a supported model.
     """
     faults = []
     if registered_backbone(settings.name) is None:
@@ -84,7 +83,6 @@ def _tokenizer_faults(settings: BackboneSettings) -> Iterator[str]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return why a tokenizer.json cannot be read; None if it can."""
     from tokenizers import Tokenizer
 
     try:
@@ -134,6 +132,5 @@ def _kernel_faults(settings: BackboneSettings) -> Iterator[str]:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that describes text."""
     text = config.get("text_config")
     return text if isinstance(text, dict) and "vocab_size" not in config else config

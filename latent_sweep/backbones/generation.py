@@ -63,10 +63,8 @@ class Sampler:
     """Draws each row's next token from its `top_k` most likely ones.
 
     A draw depends on the rows before it. For the same draws on every device a row must leave the batch as soon as it
-    ends, so the host checks every token; it waits for each token anyway, to draw it.
-
-    Raises:
-        ValueError: `top_k` or the penalty is not positive.
+    ends, so the host checks every token; it waits for each token anyway, to draw it. Raises ValueError if `top_k` or
+    the penalty is not positive.
     """
 
     top_k: int
@@ -123,13 +121,13 @@ def generate(
     with torch.inference_mode(), bank.active(adaptation):
         decoder = _decoder(backbone, prompts, max_new_tokens, shared)
         written = torch.empty(len(prompts), max_new_tokens, dtype=torch.long, device=backbone.device)
-        for place in range(max_new_tokens):
-            if place:
-                decoder.feed(written[:, place - 1])
-            written[:, place] = choose(decoder.next_logits(), written[:, :place])
-            if place + 1 in (seen + look_every, max_new_tokens):
-                new = written[:, seen : place + 1].tolist()
-                seen = place + 1
+        for step in range(max_new_tokens):
+            if step:
+                decoder.feed(written[:, step - 1])
+            written[:, step] = choose(decoder.next_logits(), written[:, :step])
+            if step + 1 in (seen + look_every, max_new_tokens):
+                new = written[:, seen : step + 1].tolist()
+                seen = step + 1
                 active = [i for i, row in enumerate(rows) if _extend(answers[row], new[i], backbone, stop)]
                 if not active or seen == max_new_tokens:
                     break
@@ -229,7 +227,6 @@ class _StaticLayer(DynamicLayer):
         self._expose()
 
     def _allocated(self, keys: Tensor) -> Tensor:
-        """Return a buffer for the tokens so far and some to come."""
         steps = max(1, math.ceil((self._filled - self._read) / ROOM))
         capacity = self._read + min(self._later, steps * ROOM)
         return keys.new_empty(2, *keys.shape[:-2], capacity, keys.shape[-1])
@@ -239,7 +236,6 @@ class _StaticLayer(DynamicLayer):
         self._all_keys, self._all_values = buffer
 
     def _expose(self) -> None:
-        """Set the filled part as the layer's keys and values."""
         self.keys = self._all_keys.narrow(-2, 0, self._filled)
         self.values = self._all_values.narrow(-2, 0, self._filled)
 

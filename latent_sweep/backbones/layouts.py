@@ -244,9 +244,9 @@ def _split_front(gradient: Tensor, layout: Shared) -> Tensor:
     return torch.stack([part.sum(0) for part in gradient.split(layout.rows)])
 
 
-def _gathered(rows: Tensor, place: Tensor, front: Tensor | None, layout: Shared) -> Tensor:
-    """Return tokens (P, T, C) from those of rows, at `place`, and those of the prefix; padding is zero."""
-    tokens = rows.flatten(0, 1).index_select(0, place)
+def _gathered(rows: Tensor, index: Tensor, front: Tensor | None, layout: Shared) -> Tensor:
+    """Return tokens (P, T, C) from those of rows, at `index`, and those of the prefix; padding is zero."""
+    tokens = rows.flatten(0, 1).index_select(0, index)
     if layout.padding is not None:
         tokens.index_fill_(0, layout.padding, 0)
     tokens = tokens.view(layout.runs, layout.tokens, -1)

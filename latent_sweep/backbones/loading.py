@@ -168,10 +168,8 @@ class Backbone:
     def dropout(self, rate: float) -> Iterator[None]:
         """Apply this rate to all of the model's own dropout in the block.
 
-        It acts in training mode only; masks come from torch's random state.
-
-        Raises:
-            ConfigError: the architecture has no dropout and the rate is not 0.
+        It acts in training mode only; masks come from torch's random state. Raises ConfigError if the architecture has
+        no dropout and the rate is not 0.
         """
         if rate and not self.traits.dropout:
             raise ConfigError(
@@ -187,8 +185,7 @@ class Backbone:
 def load_backbone(settings: BackboneSettings) -> Backbone:
     """Load the model and its tokenizer, frozen and with dropout off; the embedded one is converted once and mapped.
 
-    Raises:
-        ConfigError: the backbone is not found or not supported; the message says what to do.
+    Raises ConfigError if the backbone is not found or not supported; the message says what to do.
     """
     import torch
 

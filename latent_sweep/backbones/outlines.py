@@ -41,9 +41,8 @@ class Outline:
 def outline(model_type: str, config: Mapping[str, Any]) -> Outline:
     """Return a model's outline, from its family's tables or from the model without weights.
 
-    Raises:
-        ConfigError: adapters cannot be added to such a model.
-        KeyError, TypeError, ZeroDivisionError: the configuration lacks a size.
+    Raises ConfigError if adapters cannot be added to such a model; KeyError, TypeError or ZeroDivisionError if the
+    configuration lacks a size.
     """
     family = family_of_type(model_type, config)
     if family.stacks:
@@ -79,8 +78,7 @@ def _outline_of_empty_model(model_type: str, config: str) -> Outline:
 def model_config(model_type: str, config: Mapping[str, Any]) -> Any:
     """Return the transformers configuration object of a family; error messages start with the family.
 
-    Raises:
-        ConfigError: transformers does not know the family, or rejects the configuration.
+    Raises ConfigError if transformers does not know the family, or rejects the configuration.
     """
     import transformers
 
@@ -103,8 +101,7 @@ def model_config(model_type: str, config: Mapping[str, Any]) -> Any:
 def model_class(config: Any) -> Any:
     """Return the class of the language model with this transformers configuration; errors as in `model_config`.
 
-    Raises:
-        ConfigError: there is none, or adapters cannot be added to it.
+    Raises ConfigError if there is none, or adapters cannot be added to it.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 

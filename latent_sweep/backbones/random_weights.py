@@ -85,8 +85,7 @@ class _PortableRandom(TorchDispatchMode):
 def portable_random() -> Iterator[None]:
     """Fill modules created in the block from the sequence, starting anew.
 
-    Raises:
-        NotImplementedError: a tensor keeps random numbers that are not normal.
+    Raises NotImplementedError if a tensor keeps random numbers that are not normal.
     """
     with _PortableRandom() as mode:
         yield

@@ -86,8 +86,7 @@ class BackboneSpec:
     def adapted(self, settings: BackboneSettings) -> dict[str, tuple[int, int]]:
         """Return names and shapes (out, in) of the projections that these settings adapt.
 
-        Raises:
-            ConfigError: it has no such projections.
+        Raises ConfigError if it has no such projections.
         """
         return target_shapes(self.family, self.config, settings.targets)
 
@@ -185,8 +184,7 @@ def registered_backbone(name: str) -> BackboneSpec | None:
 def describe(settings: BackboneSettings) -> BackboneSpec | None:
     """Return a backbone's family, source and configuration without loading it; None if only the hub has them.
 
-    Raises:
-        ConfigError: a local folder is not a checkpoint of a supported model.
+    Raises ConfigError if a local folder is not a checkpoint of a supported model.
     """
     spec = registered_backbone(settings.name)
     if spec is not None:
@@ -237,8 +235,7 @@ def family_of(name: str) -> Protocol:
 def dropout_rate(name: str) -> float:
     """Return a backbone's dropout rate in training mode from its configuration; 0 if it has no dropout.
 
-    Raises:
-        ConfigError: a local folder's configuration has an invalid rate.
+    Raises ConfigError if a local folder's configuration has an invalid rate.
     """
     spec = describe(BackboneSettings(name=name))
     family = spec.traits if spec else FAMILIES[family_of(name)]
@@ -258,8 +255,7 @@ def target_shapes(
 ) -> dict[str, tuple[int, int]]:
     """Return names and shapes (out, in) of the projections that `select` adapts, by `model_type` and configuration.
 
-    Raises:
-        ConfigError: the model has no such projections.
+    Raises ConfigError if the model has no such projections.
     """
     names = tuple(targets) if targets is not None and not isinstance(targets, str) else targets
     return dict(_target_shapes(family, canonical_json(dict(config)), names))
@@ -274,8 +270,7 @@ def _target_shapes(family: str, config: str, targets: Sequence[str] | str | None
 def canonical_targets(settings: BackboneSettings) -> BackboneSettings:
     """Normalize `targets`, so that equal selections are spelled alike; the default selection becomes None.
 
-    Raises:
-        ConfigError: the backbone has no such projections.
+    Raises ConfigError if the backbone has no such projections.
     """
     if settings.targets is None or settings.targets == ALL_LINEAR:
         return settings

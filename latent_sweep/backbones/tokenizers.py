@@ -29,8 +29,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 def load_tokenizer(settings: BackboneSettings) -> Any:
     """Return the transformers tokenizer of a backbone.
 
-    Raises:
-        ConfigError: there is none under this name, or it is not usable.
+    Raises ConfigError if there is none under this name, or it is not usable.
     """
     spec = describe(settings)
     if settings.tokenizer is not None:

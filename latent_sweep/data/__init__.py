@@ -1,1 +1,1 @@
-"""Benchmarks as data: what their tasks are, how prompts are written, and where rows come from."""
+"""Benchmarks: their definitions, prompts and examples."""

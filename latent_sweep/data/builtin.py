@@ -72,8 +72,7 @@ VERBS = {
 def generate(task: str, split: Literal["train", "test"]) -> list[tuple[str, str]]:
     """Return the examples of a built-in task as (input, answer); inputs are unique across both splits.
 
-    Raises:
-        KeyError: there is no built-in task of that name.
+    Raises KeyError if there is no built-in task of that name.
     """
     rows = _all_rows(task)
     return list(rows[:TRAIN_ROWS] if split == "train" else rows[TRAIN_ROWS:])

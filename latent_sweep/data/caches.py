@@ -69,11 +69,7 @@ def complete_or_quarantined(target: Path, label: str) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file of any size.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the SHA-256 of a file of any size. Raises OSError if the file cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

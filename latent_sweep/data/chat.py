@@ -66,7 +66,6 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, message: str, answer: str | None = None) -> str:
-    """Render a user's message, up to the answer or including it."""
     messages = [{"role": "user", "content": message}]
     messages += [{"role": "assistant", "content": answer}] if answer is not None else []
     try:

@@ -86,8 +86,6 @@ class _Draft:
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Properties of a task's examples."""
-
     counts: Mapping[str, int]
     """Examples by split."""
     labels: list[str] | None
@@ -264,7 +262,6 @@ def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) 
 
 
 def _texts(record: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return the columns with text that are neither read nor ids."""
     texts = [column for column, value in record.items() if isinstance(value, (str, list, dict)) and column not in read]
     return [column for column in texts if not ID_COLUMN.fullmatch(column)]
 
@@ -275,7 +272,6 @@ def _not_read(columns: Sequence[str]) -> list[str]:
 
 
 def _safe(name: str) -> str:
-    """Return a name without the characters that are unsafe in file names."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_.-")[:90]
 
 
@@ -422,7 +418,6 @@ def _task_lines(task: _Draft, statistics: _Statistics, home: Path) -> Iterator[s
 
 
 def _one_line(text: str) -> str:
-    """Return a text that fits into a comment."""
     return " ".join(text.split())
 
 

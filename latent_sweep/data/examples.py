@@ -63,7 +63,6 @@ def to_example(where: str, record: Any, default_id: str, reader: RecordReader | 
 
 
 def _by_columns(where: str, record: Mapping[str, Any], default_id: str) -> Example:
-    """Convert a record whose column names have a known shape."""
     shape, example_id = shape_of(record), record.get("id", default_id)
     if type(example_id) not in (str, int):
         raise DataError(f"{where}: `id` is {json_type(example_id)}; expected a string or a whole number.")
@@ -130,8 +129,7 @@ def is_labelled(example: Example) -> bool:
 def check_labels(where: str, example: Example, labels: tuple[str, ...]) -> None:
     """Check the references of a labelled example against its task's labels.
 
-    Raises:
-        DataError: a reference is not a label.
+    Raises DataError if a reference is not a label.
     """
     unknown = [reference for reference in example.references if reference not in labels]
     if unknown and is_labelled(example):

@@ -68,8 +68,6 @@ KEY = "[key]"
 
 
 class _Setting(NamedTuple):
-    """The setting at a fault's location."""
-
     model: type[BaseModel]
     """The class of its group."""
     annotation: Any
@@ -106,7 +104,6 @@ def _setting(model: type[BaseModel], location: Location) -> tuple[Location, _Set
 
 
 def _plain(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Unwrap `Annotated`."""
     while get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
         for extra in more:
@@ -115,12 +112,10 @@ def _plain(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, Sequence[Any]
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union, or the type itself."""
     return list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else [annotation]
 
 
 def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the group of settings among a type's alternatives."""
     for alternative in _alternatives(annotation):
         if isinstance(alternative, type) and issubclass(alternative, BaseModel):
             return alternative
@@ -141,7 +136,6 @@ def _entry(annotation: Any, part: int | str) -> Any:
 
 
 def _kind(annotation: Any) -> str:
-    """Classify a type's values: list, mapping or plain."""
     annotation, _ = _plain(annotation, ())
     origin = get_origin(annotation) or annotation
     if not isinstance(origin, type):
@@ -165,8 +159,8 @@ def _explain(fault: Any, setting: _Setting, axis: str, elsewhere: Elsewhere) -> 
         name, known = str(fault["loc"][-1]), list(setting.model.model_fields)
         if name.isdigit():  # `{rate: 0,5}` parses as two keys, `rate` and `5`
             return "found a number instead of a key; write decimals with a point, as in 0.5, and lists in brackets"
-        if place := _inside(name, setting.model) or elsewhere(name):
-            return f"unknown key {name!r}; {place}"
+        if location := _inside(name, setting.model) or elsewhere(name):
+            return f"unknown key {name!r}; {location}"
         return f"{unknown_name(name, known, 'key')}; there are {', '.join(known)}"
     wanted = _joined(list(_wanted(setting.annotation, setting.metadata)))
     if fault["type"] == "missing":
@@ -187,7 +181,6 @@ def _inside(name: str, model: type[BaseModel]) -> str:
 
 
 def _joined(parts: Sequence[str]) -> str:
-    """Join alternatives: `a`, `a or b`, `a, b or c`."""
     *first, last = parts
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -213,7 +206,6 @@ SEVERAL: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "text
 
 
 def _wanted(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
-    """Describe the values of a type, one alternative after another."""
     annotation, metadata = _plain(annotation, metadata)
     alternatives = _alternatives(annotation)
     if len(alternatives) > 1:
@@ -247,7 +239,6 @@ BOUNDS: Mapping[str, str] = {"ge": "of at least", "gt": "above", "le": "at most"
 
 
 def _range(metadata: Sequence[Any]) -> str:
-    """Describe the bounds of a number."""
     bounds = [
         f"{words} {getattr(each, name):g}" for name, words in BOUNDS.items() for each in metadata if hasattr(each, name)
     ]
@@ -299,14 +290,12 @@ def _written(value: Any) -> str:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Return whether a value could be an entry of a list of this type."""
     entry, _ = _plain((get_args(annotation) or (Any,))[0], ())
     choices = get_args(entry) if get_origin(entry) is Literal else ()
     return value in choices or entry is Any or (entry in SEVERAL and isinstance(value, entry))
 
 
 def _number(text: str) -> str | None:
-    """Return the number in a text, as YAML writes it."""
     plain = text.replace("_", "")
     try:
         float(plain)

@@ -41,9 +41,7 @@ def pinned(source: SourceSpec) -> SourceSpec:
 def hub_split(source: SourceSpec, name: str) -> Path:
     """Return the Arrow file of a split, downloading it on first use.
 
-    Raises:
-        MissingData: the split is not cached and cannot be downloaded.
-        StorageError: the cache cannot be written.
+    Raises MissingData if the split is not cached and cannot be downloaded; StorageError if the cache cannot be written.
     """
     key = [source.hub, source.config, source.revision, name]
     target = cache_folder() / "hub_data" / content_hash(key, length=32)

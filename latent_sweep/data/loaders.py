@@ -99,9 +99,7 @@ def count_examples(
 ) -> int:
     """Count the examples that `load_examples` returns; without the data, from the published size.
 
-    Raises:
-        DataError: the data is malformed.
-        MissingData: there is neither data nor a published size.
+    Raises DataError if the data is malformed; MissingData if there is neither data nor a published size.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
     selection = _selection(_source_count(spec, task, split, settings), task, split, settings, carve_validation)

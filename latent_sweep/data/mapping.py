@@ -174,8 +174,7 @@ class RecordReader:
     def with_class_names(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Replace class numbers by their names.
 
-        Raises:
-            DataError: a class has no name, or `names` lists a column that does not exist.
+        Raises DataError if a class has no name, or `names` lists a column that does not exist.
         """
         for column in self.source.names:
             self._value(where, record, column, ())
@@ -184,8 +183,7 @@ class RecordReader:
     def matches(self, where: str, record: Mapping[str, Any]) -> bool:
         """Return whether a record passes the `where` filter.
 
-        Raises:
-            DataError: `where` lists a column that does not exist.
+        Raises DataError if `where` lists a column that does not exist.
         """
         return all(
             text_of(self._value(where, record, column, ())) in wanted for column, wanted in self.source.where.items()
@@ -194,8 +192,7 @@ class RecordReader:
     def apply_templates(self, where: str, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
         """Return input and references of a record; None if the source has no templates.
 
-        Raises:
-            DataError: a template names a column that does not exist or does not hold text.
+        Raises DataError if a template names a column that does not exist or does not hold text.
         """
         if self.source.input is None or self.source.output is None:
             return None
@@ -274,8 +271,7 @@ _PART = re.compile(r"\[([^\[\]]+)\]")
 def _fields(template: str) -> list[tuple[str, str | None, tuple[str, ...]]]:
     """Split a template into (literal text, column or None, keys into the column).
 
-    Raises:
-        ValueError: the template is malformed.
+    Raises ValueError if the template is malformed.
     """
     fields: list[tuple[str, str | None, tuple[str, ...]]] = []
     try:

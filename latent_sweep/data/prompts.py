@@ -177,10 +177,8 @@ def encode_parts(
 
     Prompts start with BOS if the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts
     end with EOS, Llama prompts do not. In a chat template they have only the template's special tokens. Text that
-    spells a special token stays text (`text_tokens.py`).
-
-    Raises:
-        DataError: head and cue leave no room for the input (not under `official`).
+    spells a special token stays text (`text_tokens.py`). Raises DataError if head and cue leave no room for the input
+    (not under `official`).
     """
     parts, (ids, offsets) = _tokenized(parts, tokenizer, chat)
     input_start, input_end = len(parts.head), len(parts.head) + len(parts.input)
@@ -259,7 +257,6 @@ def _tokenized(
 
 
 def _cut(ids: list[int], room: int, truncation: Truncation) -> list[int]:
-    """Shorten an input to `room` tokens."""
     at_end = room // 2 if truncation == "keep_ends" else 0
     return ids[: room - at_end] + ids[len(ids) - at_end :]
 

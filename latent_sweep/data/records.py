@@ -73,8 +73,7 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Records:
 def files_state(paths: Collection[Path]) -> tuple[tuple[str, int, int], ...]:
     """Return name, size and modification time of every data file, to detect rewrites.
 
-    Raises:
-        MissingData: a file is missing.
+    Raises MissingData if a file is missing.
     """
     try:
         files = [file for path in paths for file in _data_files(path)]
@@ -86,8 +85,7 @@ def files_state(paths: Collection[Path]) -> tuple[tuple[str, int, int], ...]:
 def files_digest(paths: Collection[Path]) -> str:
     """Return the SHA-256 of a file, or a hash over the digests of several files or of a folder's files.
 
-    Raises:
-        DataError: a file cannot be read.
+    Raises DataError if a file cannot be read.
     """
     digests = [_digest(path) for path in paths]
     return digests[0] if len(digests) == 1 else content_hash(digests, length=64)
@@ -150,8 +148,7 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
 def read_json(path: Path) -> Any:
     """Read a JSON file; objects that repeat a key come back as `DuplicateKeys`.
 
-    Raises:
-        DataError: the file is unreadable or not JSON; the message has line and column.
+    Raises DataError if the file is unreadable or not JSON; the message has line and column.
     """
     try:
         content = read_regular(path)

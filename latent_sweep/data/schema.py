@@ -297,8 +297,7 @@ class BenchmarkSettings(Settings):
 def load_benchmark(name: str) -> BenchmarkSpec:
     """Return a packaged benchmark, or that of a user's folder or YAML file; cached until the file changes.
 
-    Raises:
-        ConfigError: there is no such benchmark, or its file is invalid; all faults are listed.
+    Raises ConfigError if there is no such benchmark, or its file is invalid; all faults are listed.
     """
     path = _benchmark_file(name)
     return _loaded(path, state_of(path))
@@ -334,8 +333,7 @@ def _located(task: TaskSpec, folder: Path) -> TaskSpec:
 def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:
     """Return the key of the order that `settings` names by key, by `<first task>_first`, or by default.
 
-    Raises:
-        ConfigError: the benchmark has no such order, or several start with that task.
+    Raises ConfigError if the benchmark has no such order, or several start with that task.
     """
     if settings.order is None:
         return next(iter(spec.orders))
@@ -351,8 +349,7 @@ def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:
 def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[TaskSpec, ...]:
     """Return the tasks that a trial learns, in sequence: the order of `settings`, cut to its subset of tasks.
 
-    Raises:
-        ConfigError: the benchmark lacks what `benchmark.order` or `benchmark.tasks` names.
+    Raises ConfigError if the benchmark lacks what `benchmark.order` or `benchmark.tasks` names.
     """
     key = order_key(settings, spec)
     sequence = spec.orders[key]

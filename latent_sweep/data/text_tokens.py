@@ -82,8 +82,7 @@ class SpecialTokens:
     def literal(self) -> Any:
         """A copy of the tokenizer that reads special tokens' names as text and marked names as the tokens.
 
-        Raises:
-            ConfigError: the copy would give a special token another id.
+        Raises ConfigError if the copy would give a special token another id.
         """
         from tokenizers import Tokenizer
 

@@ -41,11 +41,7 @@ class Adapter:
 
 
 def adapters_of(model: ContinualModel) -> list[Adapter]:
-    """Return the adapters that a model answers with.
-
-    Raises:
-        ConfigError: its snapshots are not LoRA adapters.
-    """
+    """Return the adapters that a model answers with. Raises ConfigError if its snapshots are not LoRA adapters."""
     method, mode, learned = model.method, model.trial.settings.router.combine, model.content.learned
     if defined_in(type(method), "low_rank_pairs") is Method:
         raise ConfigError(
@@ -67,7 +63,7 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
 
 
 def _blends_pairs(kind: type) -> bool:
-    """Whether what blends snapshots is known to whoever says what pairs they are: no kind derived from that one."""
+    """Return whether the class that defines the pairs also defines, or inherits, how they are combined."""
     return issubclass(defined_in(kind, "low_rank_pairs"), defined_in(kind, "combine"))
 
 
@@ -83,8 +79,7 @@ def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:
 def adapter_for(model: ContinualModel, task: str | None) -> Adapter:
     """Return the adapter that answers a task's texts, or all texts.
 
-    Raises:
-        ConfigError: the model has one adapter per task and none is named, or one for all and a task is named.
+    Raises ConfigError if the model has one adapter per task and none is named, or one for all and a task is named.
     """
     adapters = {adapter.name: adapter for adapter in adapters_of(model)}
     mode = model.trial.settings.router.combine

@@ -51,18 +51,18 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
         return max(finished, key=lambda trial: final_metrics(events[trial.trial_id])["AP"])
     names = {trial.trial_id: trial_name(sweep, trial) for trial in trials}
     same = [trial for trial in trials if wanted in (trial.trial_id, names[trial.trial_id])]
-    found = same or [trial for trial in trials if trial.trial_id.startswith(wanted)]
-    if not found:
-        found = [trial for trial in trials if set(wanted.split()) <= set(names[trial.trial_id].split())]
-    if len(found) != 1:
-        problem = f"fits {len(found)} trials" if found else "fits no trial"
-        listed = [f"\n  {trial.trial_id}  {names[trial.trial_id]}" for trial in found or trials]
+    matches = same or [trial for trial in trials if trial.trial_id.startswith(wanted)]
+    if not matches:
+        matches = [trial for trial in trials if set(wanted.split()) <= set(names[trial.trial_id].split())]
+    if len(matches) != 1:
+        problem = f"fits {len(matches)} trials" if matches else "fits no trial"
+        listed = [f"\n  {trial.trial_id}  {names[trial.trial_id]}" for trial in matches or trials]
         more = f"\n  ... and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         raise ConfigError(
             f"sweep {sweep.name}: found trial {quoted(wanted)}, which {problem}; expected {BEST}, an id or its "
             f"beginning, or the name of one of:{''.join(listed[:_LISTED])}{more}"
         )
-    (trial,) = found
+    (trial,) = matches
     if trial not in finished:
         raise ConfigError(
             f"sweep {sweep.name}: trial {trial.trial_id} is {status(events[trial.trial_id])}; expected a finished one. "
@@ -77,9 +77,8 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
 def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
     """Plan a trial again from the settings in its folder.
 
-    Raises:
-        ConfigError: code, data, backbone or the benchmark's file have changed.
-        StorageError: its settings cannot be read.
+    Raises ConfigError if code, data, backbone or the benchmark's file have changed; StorageError if its settings cannot
+    be read.
     """
     settings = _settings(folder)
     written = WrittenTrial(**{field.name: getattr(settings, field.name) for field in fields(WrittenTrial)})
@@ -90,9 +89,9 @@ def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
             "or of its method, the benchmark's file or the backbone has changed since it ran. Restore them, or run the "
             "sweep again"
         )
-    told = tuple(event.lineage for event in stages(folder.events()))
-    if (found := trial.lineages()) != told:
-        other = next(i for i, (a, b) in enumerate(zip(found, told, strict=False)) if a != b)
+    recorded = tuple(event.lineage for event in stages(folder.events()))
+    if (lineages := trial.lineages()) != recorded:
+        other = next(i for i, (a, b) in enumerate(zip(lineages, recorded, strict=False)) if a != b)
         raise ConfigError(
             f"sweep {sweep.name}: the training rows of task {trial.tasks[other].name}, or the training code, are not "
             f"those of trial {folder.trial_id}. Restore them, or run the sweep again"
@@ -119,8 +118,8 @@ def largest_rank(sweep: SweepFolder, trial: Trial) -> int:
     """Return the largest rank of the trials that adapt the same projections, for which factors were computed."""
     own = trial.settings.backbone
     others = {folder.training_id: folder for folder in sweep if folder.params.get("backbone.name") == own.name}
-    found = [replace(trial, settings=_settings(folder)) for folder in others.values()]
-    return max(one.method().rank() for one in found if one.settings.backbone.targets == own.targets)
+    trials = [replace(trial, settings=_settings(folder)) for folder in others.values()]
+    return max(each.method().rank() for each in trials if each.settings.backbone.targets == own.targets)
 
 
 # --- collecting its content ------------------------------------------------------------------------------------------
@@ -160,9 +159,9 @@ def origin_of(sweep: SweepFolder, folder: TrialFolder) -> Origin:
 
 
 def _snapshot(sweep: SweepFolder, lineage: str) -> Snapshot:
-    found = sweep.snapshots.get(lineage)
-    if found is None:
+    snapshot = sweep.snapshots.get(lineage)
+    if snapshot is None:
         raise StorageError(
             f"{sweep.snapshots.path(lineage)}: the trial's snapshot is missing or corrupt. {repair_advice(sweep.path)}."
         )
-    return found
+    return snapshot

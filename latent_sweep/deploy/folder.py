@@ -50,9 +50,7 @@ RECORDS: Mapping[str, Callable[[Path], Any]] = {
 def new_folder(folder: str | Path) -> Path:
     """Create a folder to write a model into.
 
-    Raises:
-        ConfigError: it exists and is not empty.
-        StorageError: it cannot be created.
+    Raises ConfigError if it exists and is not empty; StorageError if it cannot be created.
     """
     path = local_path(folder)
     with committing(path):
@@ -85,13 +83,12 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
 def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
     """Read a model, and give it a storage of its own in this machine's cache.
 
-    Raises:
-        StorageError: it is not a model folder, or a file is missing or corrupt.
+    Raises StorageError if it is not a model folder, or a file is missing or corrupt.
     """
     path = local_path(folder).resolve()
-    found = _checked(path)
+    description = _checked(path)
     try:
-        content = _content(path, found)
+        content = _content(path, description)
     except (ValidationError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(
             f"{path / MODEL_FILE}: not a model that this version can read: {clause(error)}. Install the version that "
@@ -150,33 +147,33 @@ def _without_source(task: TaskSpec) -> dict[str, Any]:
     return task.model_dump(mode="json") | {"source": None}
 
 
-def _content(path: Path, found: Mapping[str, Any]) -> ModelContent:
-    tasks = [TaskSpec.model_validate(entry["task"]) for entry in found["tasks"]]
+def _content(path: Path, description: Mapping[str, Any]) -> ModelContent:
+    tasks = [TaskSpec.model_validate(entry["task"]) for entry in description["tasks"]]
     store = SnapshotStorage(Storage(path))
     trial = Trial(
-        trial_id=found["origin"]["trial_id"],
-        training_id=found["training_id"],
-        settings=resolved_settings(found["settings"]),
-        values=found["values"],
+        trial_id=description["origin"]["trial_id"],
+        training_id=description["training_id"],
+        settings=resolved_settings(description["settings"]),
+        values=description["values"],
         tasks=tuple(tasks),
-        spec=BenchmarkSpec.model_validate(found["benchmark"]),
-        backbone=found["backbone"],
-        method_source=found["method_source"],
-        metric_sources=found["metric_sources"],
+        spec=BenchmarkSpec.model_validate(description["benchmark"]),
+        backbone=description["backbone"],
+        method_source=description["method_source"],
+        metric_sources=description["metric_sources"],
         sources={
             (task.name, split): digest
-            for task, entry in zip(tasks, found["tasks"], strict=True)
+            for task, entry in zip(tasks, description["tasks"], strict=True)
             for split, digest in entry["sources"].items()
         },
     )
     learned = []
-    for task, entry in zip(tasks, found["tasks"], strict=True):
+    for task, entry in zip(tasks, description["tasks"], strict=True):
         snapshot = store.get(entry["snapshot"])
         if snapshot is None:
             raise LookupError(f"there is no snapshot {entry['snapshot']}")
         records = {kind: load(_record_path(path, task.name, kind)) for kind, load in RECORDS.items()}
         learned.append(LearnedTask(task, snapshot, Records(**records), entry["farthest"]))
-    return ModelContent(trial, tuple(learned), found["largest_rank"], Origin(**found["origin"]))
+    return ModelContent(trial, tuple(learned), description["largest_rank"], Origin(**description["origin"]))
 
 
 def _record_path(path: Path, task: str, kind: str) -> Path:
@@ -184,15 +181,13 @@ def _record_path(path: Path, task: str, kind: str) -> Path:
 
 
 def _files(path: Path) -> Iterator[str]:
-    """Yield the relative paths of all files below a folder."""
     yield from sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
 def _checked(path: Path) -> dict[str, Any]:
     """Read `model.json` and check every file against its digest.
 
-    Raises:
-        StorageError: a file is missing or corrupt.
+    Raises StorageError if a file is missing or corrupt.
     """
     file = path / MODEL_FILE
     if not file.is_file():
@@ -200,26 +195,25 @@ def _checked(path: Path) -> dict[str, Any]:
             f"{path}: found no {MODEL_FILE}; expected a model folder, as written by `latent-sweep export --to model`. "
             "Check the path"
         )
-    found = _checksummed_content(file)
-    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+    description = _checksummed_content(file)
+    if not isinstance(description, dict) or not isinstance(description.get("files"), dict):
         raise StorageError(f"{file}: does not match its digest. Copy or export the model again")
-    if found.get("format") != FORMAT:
+    if description.get("format") != FORMAT:
         raise StorageError(
-            f"{file}: has format {found.get('format')!r:.20}; this version reads {FORMAT}. Export the model again"
+            f"{file}: has format {description.get('format')!r:.20}; this version reads {FORMAT}. Export the model again"
         )
-    for name, digest in found["files"].items():
-        place = path / name
-        if not place.resolve().is_relative_to(path):
+    for name, digest in description["files"].items():
+        member = path / name
+        if not member.resolve().is_relative_to(path):
             raise StorageError(f"{file}: names {name!r:.80}, outside the folder; expected files inside")
-        if not place.is_file():
-            raise StorageError(f"{place}: is missing. Copy or export the model again")
-        if name != "README.md" and file_digest(place) != digest:  # people edit the card
-            raise StorageError(f"{place}: does not match its digest. Copy or export the model again")
-    return found
+        if not member.is_file():
+            raise StorageError(f"{member}: is missing. Copy or export the model again")
+        if name != "README.md" and file_digest(member) != digest:  # people edit the card
+            raise StorageError(f"{member}: does not match its digest. Copy or export the model again")
+    return description
 
 
 def _checksummed_content(file: Path) -> Any:
-    """Read a checksummed file; None if it is corrupt or not JSON."""
     try:
         return json.loads(file.read_bytes())["content"] if has_valid_checksum(file) else None
     except (ValueError, LookupError, TypeError, RecursionError):

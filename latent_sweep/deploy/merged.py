@@ -51,8 +51,8 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
         save_file({n: w.cpu().contiguous() for n, w in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
         generation = copy.deepcopy(backbone.model.generation_config)
         if model.context.chat is not None:  # training ended answers there, not at the base model's EOS
-            known = generation.eos_token_id
-            ends = known if isinstance(known, list) else [known] if known is not None else []
+            eos = generation.eos_token_id
+            ends = eos if isinstance(eos, list) else [eos] if eos is not None else []
             generation.eos_token_id = [*ends, *({model.context.chat.end} - {*ends})]
         generation.save_pretrained(path)
         backbone.tokenizer.save_pretrained(path)

@@ -172,10 +172,11 @@ class ContinualModel:
         """
         if isinstance(texts, str):
             raise ConfigError("answer: found one text; expected a list of texts, e.g. [text]")
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if not isinstance(text, str) or not is_encodable(text):
-                found = quoted(text, 60)
-                raise DataError(f"answer: text {place} (0-based) is {found}; expected a text of whole characters")
+                raise DataError(
+                    f"answer: text {index} (0-based) is {quoted(text, 60)}; expected a text of whole characters"
+                )
         position = self._position(task)
         with self._lock:
             return self._answer(list(texts), position) if texts else []
@@ -307,13 +308,13 @@ class ContinualModel:
             self._learn(lesson)
 
     def _learn(self, lesson: NewTask) -> None:
-        self.context.check([known.snapshot for known in self.content.learned])
+        self.context.check([task.snapshot for task in self.content.learned])
         position, engine = len(self.tasks), self.context.engine
         context = Context(_decided(lesson.reading, self.context), self._storage, engine)
         try:
             run = ActiveRun(Run((context.trial,), self.content.largest_rank), [], context)
-            run.snapshots = [known.snapshot for known in self.content.learned]
-            if (lineages := [known.lineage for known in run.snapshots]) != list(run.lineages[:position]):
+            run.snapshots = [task.snapshot for task in self.content.learned]
+            if (lineages := [snapshot.lineage for snapshot in run.snapshots]) != list(run.lineages[:position]):
                 raise ConfigError(
                     "the training code is not the one that this model's snapshots were trained with; install the "
                     f"versions that the facts of {lineages[-1]} name"
@@ -322,7 +323,7 @@ class ContinualModel:
             if run.failure is not None:
                 raise run.failure
             combiner = records_combiner(context, context.trial)
-            records = [*(known.records for known in self.content.learned), records_at(combiner, position)]
+            records = [*(task.records for task in self.content.learned), records_at(combiner, position)]
             farthest = limit_at(combiner, position, fitted(combiner.settings, records))
         finally:
             context.close()
@@ -331,7 +332,6 @@ class ContinualModel:
         self._become(self.content.with_task(lesson.trial, learned))
 
     def _become(self, content: ModelContent) -> None:
-        """Replace the content, keeping the backbone."""
         self._context.close()
         self.content = content
         self._context = Context(content.trial, self._storage, self._context.engine, keeps_features=False)
@@ -366,7 +366,6 @@ def _on(trial: Trial, device: Device | None, folder: str | Path | None = None) -
 
 
 def _decided(trial: Trial, context: Context) -> Trial:
-    """Resolve `gradient_checkpointing: auto`: on with a GPU."""
     if trial.settings.training.gradient_checkpointing != "auto":
         return trial
     return with_checkpointing(trial, context.backbone.device.type != "cpu")

@@ -43,9 +43,7 @@ def new_task(
 ) -> NewTask:
     """Find the task and its examples; see `ContinualModel.learn`.
 
-    Raises:
-        ConfigError: the model cannot learn the task.
-        DataError: its examples are missing or malformed.
+    Raises ConfigError if the model cannot learn the task; DataError if its examples are missing or malformed.
     """
     trial = content.trial
     if isinstance(task, str):
@@ -85,11 +83,11 @@ def new_task(
 
 
 def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
-    found = next((task for task in source.tasks if task.name == name), None)
-    if found is None:
-        known = ", ".join(task.name for task in source.tasks)
-        raise ConfigError(f"task: found {quoted(name)}; benchmark {source.name} has {known}")
-    return found
+    task = next((task for task in source.tasks if task.name == name), None)
+    if task is None:
+        names = ", ".join(task.name for task in source.tasks)
+        raise ConfigError(f"task: found {quoted(name)}; benchmark {source.name} has {names}")
+    return task
 
 
 def _own_benchmark(
@@ -97,12 +95,11 @@ def _own_benchmark(
 ) -> BenchmarkSpec:
     """Write a task's examples as a user benchmark, to be read like any other.
 
-    Raises:
-        DataError: they cannot be written as JSON.
+    Raises DataError if they cannot be written as JSON.
     """
     files = {"train.jsonl": rows, "test.jsonl": held_out}
     try:
-        texts = {name: "".join(json.dumps(dict(row)) + "\n" for row in found) for name, found in files.items() if found}
+        texts = {name: "".join(json.dumps(dict(row)) + "\n" for row in given) for name, given in files.items() if given}
     except (TypeError, ValueError) as error:
         raise DataError(
             f"rows of task {task.name}: found {error}; expected objects with `input` and `output`"
@@ -115,10 +112,9 @@ def _own_benchmark(
 
 
 def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:
-    """Return the trial with one more task, read as its benchmark says."""
-    place = {"layout": source.layout, "folder": source.folder}
-    spec = _holding(trial.spec, task).model_copy(update=place)
-    found: dict[tuple[str, str], str | None] = {
+    location = {"layout": source.layout, "folder": source.folder}
+    spec = _holding(trial.spec, task).model_copy(update=location)
+    digests: dict[tuple[str, str], str | None] = {
         (task.name, split): source_digest(spec, task, split, trial.settings.benchmark) for split in SPLITS
     }
     metric = scoring_metric(trial.settings.benchmark, task)
@@ -127,22 +123,21 @@ def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:
         trial,
         tasks=(*trial.tasks, task),
         spec=spec,
-        sources={**trial.sources, **found},
+        sources={**trial.sources, **digests},
         metric_sources={**trial.metric_sources, **code},
     )
 
 
 def _holding(spec: BenchmarkSpec, task: TaskSpec) -> BenchmarkSpec:
     """Return the benchmark with this task, replacing one of the same name."""
-    others = tuple(known for known in spec.tasks if known.name != task.name)
+    others = tuple(other for other in spec.tasks if other.name != task.name)
     return spec.model_copy(update={"tasks": (*others, task)})
 
 
 def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> None:
     """Refuse more examples than the trial takes per task, which would select a subset.
 
-    Raises:
-        ConfigError: there are more.
+    Raises ConfigError if there are more.
     """
     b = trial.settings.benchmark
     for name, limit, given in (("train", b.train_per_task, rows), ("test", b.test_per_task, held_out)):
@@ -157,9 +152,7 @@ def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> Non
 def _check_rows(trial: Trial, task: TaskSpec) -> None:
     """Check the examples before training.
 
-    Raises:
-        ConfigError: there are fewer than the router has components.
-        DataError: they are missing or malformed.
+    Raises ConfigError if there are fewer than the router has components; DataError if they are missing or malformed.
     """
     s = trial.settings
     load_examples(trial.spec, task, "train", s.benchmark, source=trial.source(task, "train"))

@@ -43,9 +43,8 @@ LOST = {
 def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
     """Write each adapter into its own folder below this one; return these folders.
 
-    Raises:
-        ConfigError: the snapshots are not LoRA adapters, or the folder is not empty.
-        StorageError: a folder cannot be written.
+    Raises ConfigError if the snapshots are not LoRA adapters, or the folder is not empty; StorageError if a folder
+    cannot be written.
     """
     adapters = adapters_of(model)
     path = new_folder(folder)
@@ -76,7 +75,6 @@ def _alpha(adapter: Adapter) -> tuple[float, int]:
 
 
 def _config(model: ContinualModel, rank: int, alpha: int) -> dict[str, Any]:
-    """Return the fields of peft's LoraConfig that differ from its defaults, or matter."""
     backbone, settings = model.context.backbone, model.trial.settings.backbone
     return {
         "peft_type": "LORA",
@@ -104,7 +102,6 @@ def target_modules(model: Any, targets: Sequence[str]) -> list[str]:
 
 
 def _where_the_base_is(name: str) -> list[str]:
-    """Return a note on a base model that no hub has."""
     if name != EMBEDDED:
         return []
     return [
@@ -115,7 +112,6 @@ def _where_the_base_is(name: str) -> list[str]:
 
 
 def _ends(model: ContinualModel) -> str:
-    """Describe where answers end, by task if they differ."""
     spec, settings = model.trial.spec, model.trial.settings.benchmark
     ends: dict[str, list[str]] = {}
     for task in model.content.learned:
@@ -127,20 +123,19 @@ def _ends(model: ContinualModel) -> str:
 
 
 def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> str:
-    """Return the card of one adapter, or of the folder with all of them."""
     content, settings, rank = model.content, model.trial.settings, max(adapter.rank for adapter in adapters)
     base, names = base_model(settings.backbone), [adapter.name for adapter in adapters]
     alone = len(adapters) == 1 and folder.name == names[0]
-    here = {name: "this/folder" if alone else f"this/folder/{name}" for name in names}
+    paths = {name: "this/folder" if alone else f"this/folder/{name}" for name in names}
     kind = "AutoModelForSeq2SeqLM" if model.context.backbone.traits.encoder_decoder else "AutoModelForCausalLM"
-    modules = " ".join(f"{name}={place}" for name, place in here.items())
-    allowed = next((found for found in VLLM_RANKS if found >= rank), None)
+    modules = " ".join(f"{name}={path}" for name, path in paths.items())
+    allowed = next((allowed for allowed in VLLM_RANKS if allowed >= rank), None)
     vllm = (
         f"vllm serve {base} --enable-lora --max-loras {len(names)} --max-lora-rank {allowed} --lora-modules {modules}"
         if allowed is not None
         else f"# vLLM takes ranks up to {VLLM_RANKS[-1]}, and this one is {rank}: export it merged"
     )
-    tgi = f"LORA_ADAPTERS={','.join(f'{name}={place}' for name, place in here.items())} text-generation-launcher "
+    tgi = f"LORA_ADAPTERS={','.join(f'{name}={path}' for name, path in paths.items())} text-generation-launcher "
     learned = adapters[0].learned if len(adapters) == 1 else f"for {', '.join(names)}"
     lines = [
         *front_matter(content, "peft"),
@@ -158,7 +153,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         f"from transformers import {kind}",
         "",
         f'base = {kind}.from_pretrained("{base}", dtype="{settings.backbone.dtype}")',
-        f'model = PeftModel.from_pretrained(base, "{here[names[0]]}")',
+        f'model = PeftModel.from_pretrained(base, "{paths[names[0]]}")',
         "```",
         "",
         "For servers that read such folders and support the architecture; neither has been tested with this one:",

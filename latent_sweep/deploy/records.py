@@ -41,8 +41,7 @@ def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
 def records_at(combiner: Combiner, position: int) -> Records:
     """Gather the router's records of a task; missing ones are computed from its training examples.
 
-    Raises:
-        DataError: the examples are needed and missing, or have changed since planning.
+    Raises DataError if the examples are needed and missing, or have changed since planning.
     """
     if combiner.settings.combine in ROUTED:
         return Records(combiner.gmm(position), combiner.scatter(position))

@@ -77,8 +77,7 @@ def normalize_answer(text: str) -> str:
 def _metric(score: Callable[..., float]) -> Callable[..., float]:
     """Wrap a metric: pass normalized, trimmed texts; an empty answer scores 1 for an empty reference, else 0.
 
-    Raises:
-        ValueError: there is no reference.
+    Raises ValueError if there is no reference.
     """
 
     @wraps(score)
@@ -222,8 +221,7 @@ KINDS = f"{', '.join(METRICS)}, or package.module:function"
 def check_metric(name: str) -> str:
     """Return the name of a metric if it is valid; `metric_function` imports plugins.
 
-    Raises:
-        ValueError: there is no metric of this name.
+    Raises ValueError if there is no metric of this name.
     """
     if name in METRICS or (":" in name and all(part.isidentifier() for part in re.split("[.:]", name))):
         return name
@@ -234,8 +232,7 @@ def check_metric(name: str) -> str:
 def metric_function(name: Metric) -> Callable[..., float]:
     """Return the function of a metric, importing a plugin.
 
-    Raises:
-        ConfigError: there is no such metric, or it cannot be imported.
+    Raises ConfigError if there is no such metric, or it cannot be imported.
     """
     if ":" not in name:
         try:
@@ -265,8 +262,7 @@ REVISED: Mapping[str, str] = {"number_match": "3"}
 def metric_source(name: Metric) -> str | None:
     """Return the content hash of a plugin metric's code, or the version in `REVISED`.
 
-    Raises:
-        ConfigError: as `metric_function`.
+    Raises ConfigError as `metric_function`.
     """
     if ":" not in name:
         return REVISED.get(name)
@@ -275,11 +271,7 @@ def metric_source(name: Metric) -> str | None:
 
 
 def takes_input(name: Metric) -> bool:
-    """Return whether a metric also reads the example's input.
-
-    Raises:
-        ConfigError: as `metric_function`.
-    """
+    """Return whether a metric also reads the example's input. Raises ConfigError as `metric_function`."""
     return _arguments(metric_function(name)) == 3
 
 
@@ -342,8 +334,7 @@ def score_rows(
 def first_equivalent(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[str, str] | None:
     """Return the first pair of different answers of which one scores 1 against the other, without stemming for Rouge.
 
-    Raises:
-        ConfigError: as `score_rows`.
+    Raises ConfigError as `score_rows`.
     """
     for pair in itertools.permutations(dict.fromkeys(answers), 2):
         if score_rows(metric, pair[:1], [pair[1:]], "single_first", pair[1:], quick=True).item() == 1:
@@ -400,7 +391,6 @@ def _characters(text: str) -> list[str]:
 
 
 def _counted_f(answer: list[str], reference: list[str]) -> float:
-    """Return the F-measure of the common elements of two lists, counted with repetition."""
     if not answer or not reference:
         return float(answer == reference)
     common = (Counter(answer) & Counter(reference)).total()
@@ -408,7 +398,6 @@ def _counted_f(answer: list[str], reference: list[str]) -> float:
 
 
 def _lcs_f(answer: list[str], reference: list[str]) -> float:
-    """Return the F-measure of the longest common subsequence of two lists."""
     from rapidfuzz.distance import LCSseq
 
     if not answer or not reference:
@@ -441,7 +430,6 @@ def _ngrams(words: list[str], n: int, times: int = 1) -> Counter[tuple[str, ...]
 
 
 def _mean_share(part: Counter[Any], whole: Counter[Any]) -> float:
-    """Return the mean, over the n-grams of `whole`, of their share in `part`."""
     return sum(part[ngram] / count for ngram, count in whole.items()) / len(whole) if whole else 0.0
 
 

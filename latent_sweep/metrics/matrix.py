@@ -15,9 +15,7 @@ class ScoreMatrix:
     Below, T is the number of rows and a[T, .] the last row, so before the last task all measures refer to the tasks
     learned so far.
 
-    Raises:
-        ValueError: there are more rows than tasks, a task is named twice, row i does not have i + 1 scores, or a score
-            is not a number in [0, 1].
+    Raises ValueError if a task is named twice, rows or their lengths do not fit, or a score is not in [0, 1].
     """
 
     tasks: tuple[str, ...]
@@ -87,5 +85,4 @@ class ScoreMatrix:
 
 
 def _mean_of_earlier(values: npt.NDArray[np.float64]) -> float:
-    """Return the mean over all tasks but the last; 0 if there is only one."""
     return float(values[:-1].mean()) if len(values) > 1 else 0.0

@@ -105,7 +105,6 @@ def _value(literal: str) -> Number:
 
 
 def _quotient(body: str) -> Fraction | None:
-    """Return the value of a decimal, a fraction or a mixed number, or None."""
     match = _PARTS.fullmatch(body)
     if match is None:
         return _decimal(body)
@@ -114,7 +113,6 @@ def _quotient(body: str) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction | None:
-    """Return the value of digits with marks and an exponent, or None."""
     exponent = 0
     if power := _POWER.fullmatch(text):
         text, exponent = power[1], int(power[2])
