@@ -387,13 +387,12 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     kept = (sweep.path / TUNING).read_bytes()
     damaged = (sweep.path / TUNING).read_text().replace("0.1", "0.2", 1)
     (sweep.path / TUNING).write_text(damaged)
-    assert [f"{sweep.path / TUNING}: does not check against its digest" in f for f in verify_disk(sweep).faults] == [
-        True
-    ]
+    (fault,) = verify_disk(sweep).faults
+    assert str(sweep.path / TUNING) in fault
     assert main(["report", str(sweep.path)]) == 0
     assert (sweep.path / TUNING).read_text() == damaged, "whoever looks changes nothing"
     assert "elected by tuning" not in capsys.readouterr().out
-    assert repair_disk(sweep) == ["what was chosen is written again, from what the candidates have left"]
+    assert len(repair_disk(sweep)) == 1
     assert run_sweep(path, local=True) == 0
     assert not verify_disk(open_sweep(sweep.path)).faults
     assert (sweep.path / TUNING).read_bytes() == kept
