@@ -36,7 +36,7 @@ def check_plan(subject: Subject) -> Iterator[Finding]:
     Missing data is a fault, or a warning with a cluster, whose nodes may have it.
     """
     from latent_sweep.execution.driver import check_engine
-    from latent_sweep.sweep.data_checks import check_sweep, missing_rows
+    from latent_sweep.sweep.data_checks import check_sweep, missing_examples
     from latent_sweep.sweep.planning import check_devices, check_pinned
 
     sweep, trials = subject.sweep, subject.trials
@@ -46,7 +46,7 @@ def check_plan(subject: Subject) -> Iterator[Finding]:
     for remark in check_sweep(sweep, trials):
         kind, _, message = remark.partition(": ")
         yield warning("sweep", message) if kind == "warning" else ok("sweep", message)
-    if missing := missing_rows(trials):
+    if missing := missing_examples(trials):
         message = f"no data for {len(missing)} tasks: {', '.join(missing)}. {next(iter(missing.values()))}"
         if ray_address() is not None:
             yield warning("data", message, advice="make sure that every node of the cluster has it")
@@ -90,7 +90,8 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
     import torch
 
     from latent_sweep.backbones.architectures import free_memory, slow_bfloat16
-    from latent_sweep.sweep.data_checks import Reader, check_pack
+    from latent_sweep.sweep.data_checks import check_pack
+    from latent_sweep.sweep.reader import Reader
     from latent_sweep.training.context import Context
     from latent_sweep.training.loop import train_pack
 

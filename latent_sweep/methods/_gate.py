@@ -19,7 +19,7 @@ from latent_sweep.methods._gpm import (
     GpmSettings,
     Snapshots,
     added_columns,
-    check_rows,
+    check_case,
     columns,
     statistics_batches,
 )
@@ -153,7 +153,7 @@ class NewGate:
     def __init__(self, settings: GateSettings, gpm: GpmSettings, table: Tensor, task: TaskData, history: Snapshots):
         from latent_sweep.adapters.gate import Gate, Pooled, layers, new_key, new_maps
 
-        check_rows(task)
+        check_case(task)
         self._settings, self._gpm, self._task = settings, gpm, task
         self._pooled = Pooled(table, settings.pooling == "padded")
         d, w, device = table.shape[1], settings.width, table.device

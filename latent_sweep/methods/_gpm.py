@@ -127,7 +127,7 @@ def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> Non
     from latent_sweep.adapters.gpm import adding_second_moments
     from latent_sweep.backbones.batches import read, read_padded
 
-    check_rows(task)
+    check_case(task)
     if task.position:  # a failure depends on the model, not on the examples
         return
     backbone, rows = context.backbone, sorted(task.rows, key=lambda row: len(row["prompt_ids"]))[:2]
@@ -153,7 +153,7 @@ def blocks_of(gpm: GpmSettings, context: MethodContext) -> list[InputBlock]:
         raise ConfigError(f"method.gpm.chunks: {error}; give a divisor of {divided}") from error
 
 
-def check_rows(task: TaskData) -> None:
+def check_case(task: TaskData) -> None:
     """Raise DataError if a task has no training examples to read statistics from."""
     if not task.rows:
         raise DataError(
@@ -176,7 +176,7 @@ class InputMemory:
     """
 
     def __init__(self, gpm: GpmSettings, design: Design, context: MethodContext, task: TaskData, history: Snapshots):
-        check_rows(task)
+        check_case(task)
         self._gpm, self._design, self._context, self._task = gpm, design, context, task
         self._blocks = blocks_of(gpm, context)
         self._memory = {block.name: columns(history, block.name, block.length) for block in self._blocks}

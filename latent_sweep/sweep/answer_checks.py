@@ -1,8 +1,8 @@
-"""Checks of a task's scores before training: do wrong answers score 0, can right ones be written, are they trained?
+"""Check a task's metric before training: wrong answers should score 0, right ones be possible, and be trained.
 
-The task's own metric scores answers whose scores should be known: an empty one, the most frequent training answer, a
-copy of the input, references of other rows, and what the backbone's tokenizer and the limits of an answer leave of each
-reference. Rows are sampled evenly, so the work per task is bounded.
+The metric scores answers whose scores should be known: an empty one, the most frequent training answer, a copy of the
+input, references of other examples, and what the tokenizer and the limits of an answer leave of each reference.
+Examples are sampled evenly, so that the work per task is bounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from latent_sweep.data.examples import Example
 from latent_sweep.data.schema import Allowance
@@ -30,28 +29,29 @@ from latent_sweep.metrics import (
     takes_input,
     to_nfc,
 )
+from latent_sweep.sweep.reader import spread
 
 ROWS = 64
-"""Test rows whose own references are scored."""
+"""Test examples whose own references are scored."""
 OTHERS = 32
-"""Test rows that answers of other rows are scored on, too."""
+"""Test examples on which answers of others are scored."""
 ANSWERS = 8
 """Answers that are scored on them, if there are more than `FEW_ANSWERS`."""
 TRIED = 3
-"""Rows, and answers, for a metric from outside: it may be slow."""
+"""Examples, and answers, for a plugin metric, which may be slow."""
 
 SPOILED_SHARE = 0.05
-"""More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
+"""Share of spoiled examples above which they are a fault; no packaged benchmark has as many."""
 LOWEST = 0.5
-"""A best attainable score below this is a fault, and an empty answer with this share of an equal one's score."""
+"""A best attainable score below this is a fault; so is an empty answer with this share of an equal one's score."""
 NEARLY_ALL = 0.9
-"""From this share on, test answers that were never trained are a fault."""
+"""Share of test answers that were never trained from which they are a fault."""
 FEWEST = 5
-"""Test rows below which they are a warning: a small subset may have one answer alone."""
+"""Test examples below which they are a warning: a small subset may have a single answer."""
 MOST_UNREAD = 0.05
-"""A larger share of letters that Rouge does not read is a warning; more than `LOWEST` is a fault."""
+"""Share of letters that Rouge does not read above which there is a warning; above `LOWEST` it is a fault."""
 FEW_ANSWERS = 20
-"""Different training answers up to which a task without `labels` has labels, if each is in four rows on average."""
+"""Maximum number of answers of a task without `labels` that counts as having labels, with four examples each."""
 SHOWN = 3
 """Examples in a message."""
 
@@ -70,18 +70,18 @@ class TaskAnswers:
     policy: RefsPolicy
     labels: Sequence[str] | None
     train: Sequence[str]
-    """A target per training row."""
+    """The target of each training example."""
     references: Sequence[Sequence[str]]
-    """Those that score each test row."""
+    """Of each test example, those that score it."""
     inputs: Sequence[str]
-    """Of each test row."""
+    """Of each test example."""
     written: Callable[[str, bool], str]
-    """What a model writes that repeats a text: up to the limits of an answer, or (False) by its tokenizer alone."""
+    """Returns the answer of a model that repeats a text, within the limits of an answer or (False) without."""
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often one answer scores 1 on rows whose references differ from it, see `_confusion`."""
+    """How many examples give one answer a score of 1 although their references differ from it; see `_confusion`."""
 
     rows: int
     of: int
@@ -91,76 +91,76 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Untrained:
-    """Test rows of a task with labels whose answers no training row has."""
+    """Test examples of a task with labels whose answers no training example has."""
 
     rows: int
     of: int
     answers: tuple[str, ...] = ()
-    """The first ones, with the reason where it is one that the eye does not see."""
+    """The first ones, with differences that the eye does not see."""
     too_few_trained: bool = False
-    """Whether the training rows are too few to hold all answers."""
+    """Whether the training examples are too few to have all answers."""
 
 
 @dataclass(frozen=True)
 class AnswerReport:
-    """What the answers of a task score; scores are fractions, means over the rows tried."""
+    """Mean scores, from 0 to 1, of known answers over the examples tried."""
 
     metric: Metric
     tried: int
     equal: float
-    """An answer equal to the reference."""
+    """Of the reference itself."""
     attainable: float
-    """The reference as the backbone can write it; as `equal` where its tokenizer is not at hand."""
+    """Of the reference as the backbone can write it; `equal` without its tokenizer."""
     unattainable: int
-    """Rows tried whose reference scores 0 however long an answer may be."""
+    """Examples tried whose reference scores 0 even without limits of length."""
     lost: tuple[str, str] | None
-    """The first reference that is written otherwise and scores less, and what is written."""
+    """The first reference that scores less as it is written, and its written form."""
     empty: float
-    """An empty answer, on rows whose references are not."""
+    """Of an empty answer, on examples whose references are not."""
     most_frequent: str
     """The most frequent training answer."""
     constant: float
-    """The same as the answer to every row."""
+    """Of this answer to every example."""
     copied: float
-    """The input as the answer."""
+    """Of the input as the answer."""
     confusion: Confusion
     labels_alike: tuple[str, str] | None
-    """Two of the task's `labels` that the metric takes for equal."""
+    """Two of the task's `labels` that are equal under the metric."""
     letters_read: float
     """Share of the references' letters and digits that the metric reads."""
     unspaced: float
-    """Share of them in scripts that are written without blanks between words."""
+    """Share of them in scripts without spaces between words."""
     numbers_as_written: Sequence[str]
-    """References whose number has no value, by `numerals.py`."""
+    """References whose number has no value; see `numerals.py`."""
     ambiguous_numbers: Sequence[str]
     untrained: Untrained | None
-    """None where the task has no labels."""
+    """None for a task without labels."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A reason not to trust a task's scores."""
+    """Something wrong with a task's examples."""
 
     topic: str
-    count: str
-    example: str
-    advice: str
-    is_fault: bool
+    count: str = ""
+    example: str = ""
+    advice: str = ""
+    is_fault: bool = False
     allowances: tuple[Allowance, ...] = ()
-    """Any of them makes a warning of the fault; the first is the one to advise."""
+    """Each of them turns the fault into a warning; the advice names the first."""
     of_tokenizer: bool = False
     """Whether it depends on the backbone's tokenizer."""
 
 
 def examine_answers(task: TaskAnswers) -> AnswerReport:
-    """Score answers whose scores are known beforehand.
+    """Score answers whose scores should be known.
 
     Raises:
-        ConfigError: a metric from outside cannot be imported, fails, or gives no fraction.
+        ConfigError: a plugin metric cannot be imported, fails, or returns no number from 0 to 1.
     """
     metric_source(task.metric)
-    outside = ":" in task.metric
-    rows = _spread(range(len(task.references)), TRIED if outside else ROWS)
+    plugin = ":" in task.metric
+    rows = spread(range(len(task.references)), TRIED if plugin else ROWS)
     references = [task.references[row] for row in rows]
     equal = _scores(task, rows, [each[0] for each in references])
     written = [task.written(each[0], True) for each in references]
@@ -173,15 +173,15 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
     known = list(dict.fromkeys(text for each in task.references for text in each))
     numbers = known if task.metric == "number_match" else []
     letters = "".join(known)
-    labels = (task.labels or ())[: TRIED if outside else None]
-    most = TRIED if outside else FEW_ANSWERS if len(known) <= FEW_ANSWERS else ANSWERS
+    labels = (task.labels or ())[: TRIED if plugin else None]
+    most = TRIED if plugin else FEW_ANSWERS if len(known) <= FEW_ANSWERS else ANSWERS
     return AnswerReport(
         metric=task.metric,
         tried=len(rows),
         equal=_mean(equal),
         attainable=_mean(attained),
         unattainable=sum(
-            not score and (best > 0 or not outside) and any(text.strip() for text in each)
+            not score and (best > 0 or not plugin) and any(text.strip() for text in each)
             for score, best, each in zip(whole, equal, references, strict=True)
         ),
         lost=lost[0] if lost else None,
@@ -189,7 +189,7 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
         most_frequent=most_frequent,
         constant=_mean(_scores(task, rows, [most_frequent] * len(rows))),
         copied=_mean(_scores(task, rows[::4], [task.inputs[row] for row in rows[::4]])),
-        confusion=_confusion(task, [most_frequent, *_spread(known, most)]),
+        confusion=_confusion(task, [most_frequent, *spread(known, most)]),
         labels_alike=None if takes_input(task.metric) else first_equivalent(labels, task.metric),
         letters_read=rouge_coverage(letters) if task.metric in _OF_ROUGE else 1.0,
         unspaced=len(_UNSPACED.findall(letters)) / max(1, sum(map(str.isalnum, letters))),
@@ -199,15 +199,15 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
     )
 
 
-def problems(report: AnswerReport) -> Iterator[Problem]:
-    """Yield what a report shows to be wrong, with its numbers."""
+def answer_problems(report: AnswerReport) -> Iterator[Problem]:
+    """Yield the problems that a report shows."""
     metric = report.metric
     if (found := report.confusion).rows:
         yield Problem(
-            f"{metric} gives 1 to one answer where the reference is another",
-            f"{found.rows:,} of {found.of:,} test rows tried",
-            f"{_short(found.answer)} where it is {_short(found.reference)}",
-            "score the task by a metric that tells them apart, or write the answers otherwise",
+            f"{metric} gives 1 to an answer that differs from the reference",
+            f"{found.rows:,} of {found.of:,} test examples tried",
+            f"{_short(found.answer)} for {_short(found.reference)}",
+            "use a metric that distinguishes them, or write the answers differently",
             found.rows > SPOILED_SHARE * found.of,
             ("alike_answers",),
         )
@@ -216,7 +216,7 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
             f"`labels` are equal under {metric}",
             " and ".join(map(_short, report.labels_alike)),
             "",
-            "correct them, or leave `labels` out if that is meant",
+            "correct them, or leave `labels` out if that is intended",
             True,
         )
     if report.empty:
@@ -224,7 +224,7 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
             f"{metric} gives an empty answer more than 0",
             f"{report.empty:.2f}, and {report.equal:.2f} to an answer equal to its reference",
             "",
-            "correct the metric, or take another",
+            "correct the metric, or use another",
             report.empty >= LOWEST * report.equal,
             ("alike_answers",),
         )
@@ -232,7 +232,7 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
     yield from _unread(report)
     if (untrained := report.untrained) is not None and untrained.rows:
         yield Problem(
-            "test answers that no training row has",
+            "test answers that no training example has",
             f"{untrained.rows:,} of {untrained.of:,} test",
             ", ".join(untrained.answers),
             "write the answers of both splits alike, or train on all of them",
@@ -243,20 +243,20 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
 
 def _unreachable(report: AnswerReport) -> Iterator[Problem]:
     """Yield a problem if a model that repeats each reference would not score 1."""
-    outside = ":" in report.metric
-    if outside and report.equal < LOWEST:
-        count = f"{report.equal:.2f}, as a mean over {report.tried:,} test rows tried"
-        yield Problem(f"{report.metric} gives little to an answer equal to its reference", count, "", "", False)
-    whole = report.equal if outside or report.metric == "sari" else 1.0  # these define what an equal answer scores
+    plugin = ":" in report.metric
+    if plugin and report.equal < LOWEST:
+        count = f"{report.equal:.2f}, mean of {report.tried:,} test examples tried"
+        yield Problem(f"{report.metric} gives little to an answer equal to its reference", count)
+    whole = report.equal if plugin or report.metric == "sari" else 1.0  # not all metrics give 1 to an equal answer
     if report.attainable > whole - 0.0005:
         return
     example = f"{_short(report.lost[0])} is written {_short(report.lost[1])}" if report.lost else ""
     yield Problem(
-        f"the best score that answers can reach with {report.metric} is below {whole:.3g}",
+        f"the best attainable score with {report.metric} is below {whole:.3g}",
         f"{report.attainable:.3f}"
-        + f", and 0 in {report.unattainable:,} of {report.tried:,} test rows tried" * bool(report.unattainable),
+        + f", and 0 in {report.unattainable:,} of {report.tried:,} test examples tried" * bool(report.unattainable),
         example,
-        "see max_target_length, `stop` and the tokenizer, or score the task by another metric",
+        "see max_target_length, `stop` and the tokenizer, or use another metric",
         report.attainable < LOWEST * whole or report.unattainable > SPOILED_SHARE * report.tried,
         ("unreachable_answers", "long_targets", "stopped_targets"),
         of_tokenizer=True,
@@ -264,24 +264,21 @@ def _unreachable(report: AnswerReport) -> Iterator[Problem]:
 
 
 def _unread(report: AnswerReport) -> Iterator[Problem]:
-    """Yield problems of references that the metric does not read as a person does."""
+    """Yield problems of references that the metric reads differently from a person."""
     metric = report.metric
     if report.letters_read < 1 - MOST_UNREAD:
         yield Problem(
-            f"{metric} reads no letters but a to z and digits",
+            f"{metric} reads only the letters a to z and digits",
             f"{report.letters_read:.0%} of the letters of test references",
             "",
-            "score the task by rouge_l_char or chrf",
+            "use rouge_l_char or chrf",
             report.letters_read < LOWEST,
             ("unreachable_answers",),
         )
     if metric in _OF_BLANKS and report.unspaced > LOWEST:
         yield Problem(
-            f"words end at blanks for {metric}, and references are written without them",
+            f"words end at spaces for {metric}, but references have none (chrf and token_f1_char need none)",
             f"{report.unspaced:.0%} of their letters",
-            "",
-            "score the task by token_f1_char, rouge_l_char or chrf",
-            False,
         )
     for numbers, topic in (
         (report.numbers_as_written, "numbers without a value, compared as they are written"),
@@ -289,13 +286,13 @@ def _unread(report: AnswerReport) -> Iterator[Problem]:
     ):
         if numbers:
             count = f"{len(numbers):,} different references"
-            yield Problem(f"{metric}: {topic}", count, ", ".join(map(_short, numbers[:SHOWN])), "", False)
+            yield Problem(f"{metric}: {topic}", count, ", ".join(map(_short, numbers[:SHOWN])))
 
 
 def other_form(train: Sequence[Example], test: Sequence[Example]) -> int:
-    """Count the test rows whose Unicode normalization form is not the one that most training rows have.
+    """Count the test examples whose Unicode normalization form differs from that of most training examples.
 
-    Rows without a letter that has two forms do not count. If no training row has one, the usual form is NFC.
+    Examples without a letter that has two forms do not count. If no training example has one, the usual form is NFC.
     """
     forms = Counter(form for row in train if (form := _form(row)) is not None)
     usual = forms.most_common(1)[0][0] if forms else "NFC"
@@ -309,12 +306,6 @@ def _form(row: Example) -> str | None:
     return "NFC" if to_nfc(text) == text else "other"
 
 
-def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return evenly spread items, or all of them where there are few."""
-    count = min(most, len(items))
-    return [items[i * len(items) // count] for i in range(count)]
-
-
 def _scores(task: TaskAnswers, rows: Sequence[int], answers: Sequence[str]) -> list[float]:
     references = [task.references[row] for row in rows]
     inputs = [task.inputs[row] for row in rows]
@@ -326,16 +317,16 @@ def _mean(scores: Sequence[float]) -> float:
 
 
 def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
-    """Find the answer that scores 1 on most rows whose references differ from it.
+    """Find the answer that scores 1 on most examples whose references differ from it.
 
-    If it is right for some rows, the largest group of rows with one reference does not count: two labels that the
-    metric takes for equal spoil as many rows as the rarer one has.
+    If it is right for some, the largest group with one reference does not count: two labels that are equal under the
+    metric spoil as many examples as the rarer one has.
     """
-    rows = _spread(range(len(task.references)), TRIED if ":" in task.metric else OTHERS)
+    rows = spread(range(len(task.references)), TRIED if ":" in task.metric else OTHERS)
     most = Confusion(0, len(rows))
     for answer in dict.fromkeys(answers):
-        look = _as_seen(task.metric, answer)
-        others = [r for r in rows if all(_as_seen(task.metric, text) != look for text in task.references[r])]
+        seen = _as_seen(task.metric, answer)
+        others = [r for r in rows if all(_as_seen(task.metric, text) != seen for text in task.references[r])]
         scores = _scores(task, others, [answer] * len(others))
         wrong = [row for row, score in zip(others, scores, strict=True) if score == 1]
         right = len(rows) - len(others)
@@ -347,9 +338,9 @@ def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
 
 
 def _as_seen(metric: Metric, text: str) -> str:
-    """Return a text without what readers ignore: case, blanks, and punctuation between words.
+    """Return a text without what readers ignore: case, spaces, and punctuation between words.
 
-    For a metric of numbers it is the last word with a digit, since such a metric ignores other words by design.
+    For a metric of numbers return the last word with a digit, as such a metric ignores other words by design.
     """
     seen = " ".join(to_nfc(text).casefold().split())
     if metric == "number_match":
@@ -359,7 +350,7 @@ def _as_seen(metric: Metric, text: str) -> str:
 
 
 def _untrained(task: TaskAnswers) -> Untrained | None:
-    """Count the test rows none of whose answers was trained, for a task with labels."""
+    """Count the test examples of a task with labels none of whose answers is trained."""
     trained = {_normal(text): text for text in task.train}
     few = len(trained) <= FEW_ANSWERS and 4 * len(trained) <= len(task.train) and task.metric != "number_match"
     if task.labels is None and not few:
@@ -381,7 +372,7 @@ def _normal(text: str) -> str:
 
 
 def _look(text: str) -> str:
-    """Return a text without what the eye does not see: invisible characters, and kinds of one character (NFKC)."""
+    """Return a text without invisible characters and compatibility variants (NFKC)."""
     visible = "".join(each for each in text if unicodedata.category(each) != "Cf")
     return _normal(unicodedata.normalize("NFKC", visible))
 

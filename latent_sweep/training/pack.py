@@ -14,8 +14,9 @@ from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.storage.failures import during, failure_kind
 from latent_sweep.storage.folders import SweepFolder, writing
 from latent_sweep.storage.predictions import KeepAnswers
-from latent_sweep.sweep.data_checks import Reader, check_pack
+from latent_sweep.sweep.data_checks import check_pack
 from latent_sweep.sweep.plan import Pack
+from latent_sweep.sweep.reader import Reader
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.events import Emit, StageDone, say_nothing

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import PromptParts, encode_parts, encode_prompt, is_cut, prompt_parts
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
-from latent_sweep.sweep.data_checks import Reader
+from latent_sweep.sweep.reader import Reader
 
 DATA = os.environ.get("LATENT_SWEEP_DATA", "")
 T5 = Path(DATA) / "t5_tokenizer"

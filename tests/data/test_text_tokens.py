@@ -17,7 +17,7 @@ from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import CUE, PromptParts, encode_parts, encode_prompt, encode_target
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.data.text_tokens import special_tokens, tokenize, unknown_id
-from latent_sweep.sweep.data_checks import Reader
+from latent_sweep.sweep.reader import Reader
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>/|_[]"
 

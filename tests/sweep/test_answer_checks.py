@@ -15,7 +15,14 @@ from helpers.sweeps import change_benchmark, tiny, write_benchmark
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.sweep.answer_checks import AnswerReport, Problem, TaskAnswers, examine_answers, other_form, problems
+from latent_sweep.sweep.answer_checks import (
+    AnswerReport,
+    Problem,
+    TaskAnswers,
+    answer_problems,
+    examine_answers,
+    other_form,
+)
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.data_report import examine_benchmark
@@ -37,7 +44,9 @@ def examined(
 
 def found(report: AnswerReport) -> dict[str, Problem]:
     """The problems, by what permits them first, or by their topic."""
-    return {problem.allowances[0] if problem.allowances else problem.topic: problem for problem in problems(report)}
+    return {
+        problem.allowances[0] if problem.allowances else problem.topic: problem for problem in answer_problems(report)
+    }
 
 
 # --- told apart ------------------------------------------------------------------------------------------------------
@@ -80,7 +89,7 @@ def test_a_majority_label_is_no_problem(metric: str) -> None:
     report = examined(metric, ["positive"] * 9 + ["negative"], ["positive"] * 15 + ["negative"] * 5)
     assert report.most_frequent == "positive"
     assert report.constant >= 0.75
-    assert list(problems(report)) == []
+    assert list(answer_problems(report)) == []
     same = ["Thank you, goodbye", "Thank you goodbye.", "thank  you goodbye"]
     assert examined("rouge_l", same * 5, same * 5).confusion.rows == 0
 
@@ -89,7 +98,7 @@ def test_a_majority_label_is_no_problem(metric: str) -> None:
 def test_labels_that_the_metric_takes_for_equal_are_a_fault(metric: str) -> None:
     report = examined(metric, ["US", "UK"] * 10, ["US", "UK"] * 5, labels=["US", "us", "UK"])
     assert report.labels_alike == (None if metric == "chrf" else ("US", "us"))
-    assert any(problem.is_fault for problem in problems(report)) == (metric != "chrf")
+    assert any(problem.is_fault for problem in answer_problems(report)) == (metric != "chrf")
 
 
 def test_labels_equal_under_accuracy_are_refused_with_the_file(tmp_path: Path) -> None:
@@ -123,12 +132,12 @@ def scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_metric_from_outside_says_itself_what_an_equal_answer_scores(scorers: str) -> None:
-    (little,) = problems(examined(f"{scorers}:longer", ["a", "b"] * 4, ["a", "b"] * 4))
+    (little,) = answer_problems(examined(f"{scorers}:longer", ["a", "b"] * 4, ["a", "b"] * 4))
     assert (little.is_fault, little.count[:4]) == (False, "0.00")
-    (empty, *_) = problems(examined(f"{scorers}:half", ["a", "b"] * 4, ["a", "b"] * 4))
+    (empty, *_) = answer_problems(examined(f"{scorers}:half", ["a", "b"] * 4, ["a", "b"] * 4))
     assert (empty.is_fault, empty.count) == (True, "0.50, and 0.50 to an answer equal to its reference")
     tags = ["<a>", "<b>"] * 4
-    (lost,) = problems(examined(f"{scorers}:tagged", tags, tags, written=lambda text, limited: text.strip("<>")))
+    (lost,) = answer_problems(examined(f"{scorers}:tagged", tags, tags, written=lambda text, limited: text.strip("<>")))
     assert (lost.is_fault, lost.of_tokenizer) == (True, True)
 
 
@@ -146,7 +155,7 @@ def test_the_share_of_letters_that_rouge_reads_is_counted(metric: str) -> None:
     sentence = "Die Straße ist lang und schön, sagt Jürgen."
     german = examined(metric, [sentence] * 3, [sentence] * 3)
     assert 0.9 < german.letters_read < 0.95
-    (warning,) = problems(german)
+    (warning,) = answer_problems(german)
     assert not warning.is_fault
 
 
@@ -155,14 +164,14 @@ def test_metrics_of_characters_read_all(metric: str) -> None:
     report = examined(metric, ["3"] * 40, CHINESE)
     assert report.letters_read == report.attainable == 1
     assert report.constant < 0.6
-    assert not [problem for problem in problems(report) if problem.is_fault and "trained" not in problem.topic]
+    assert not [problem for problem in answer_problems(report) if problem.is_fault and "trained" not in problem.topic]
 
 
 @pytest.mark.parametrize("metric", ["token_f1", "bleu"])
 def test_words_without_blanks_are_one_word(metric: str) -> None:
-    (problem, *others) = list(problems(examined(metric, CHINESE, CHINESE)))
+    (problem, *others) = list(answer_problems(examined(metric, CHINESE, CHINESE)))
     assert (problem.is_fault, others) == (False, [])
-    assert "blanks" in problem.topic
+    assert "spaces" in problem.topic
 
 
 def test_numbers_that_the_rule_reads_otherwise_than_a_person_may() -> None:
@@ -222,7 +231,7 @@ def test_the_best_score_that_a_backbone_can_reach(
     put(own, "test", [answer] * 6)
     change_benchmark(own, task_allow=["unknown_characters"])
     read = {"trial__backbone": {"name": "tiny-llama", "tokenizer": composing}}
-    said = f"the best score that answers can reach with {metric} is below 1: "
+    said = f"the best attainable score with {metric} is below 1: "
     if expected < 0.5:
         with pytest.raises(ConfigError, match=said):
             planned(own, **read)
@@ -283,7 +292,7 @@ def test_the_reason_that_the_eye_does_not_see_is_named() -> None:
     wide = examined("accuracy", ["\uff21", "\uff22"] * 20, ["A", "B"] * 6)
     assert "uff21" in found(wide)["untrained_answers"].example
     forms = [[unicodedata.normalize(form, text) for text in ("caf\u00e9", "th\u00e9")] for form in ("NFC", "NFD")]
-    assert list(problems(examined("accuracy", forms[0] * 20, forms[1] * 6))) == []
+    assert list(answer_problems(examined("accuracy", forms[0] * 20, forms[1] * 6))) == []
 
 
 def test_free_answers_are_no_labels() -> None:

@@ -1,4 +1,4 @@
-"""What a tokenizer does not read of rows, and rows that a model or a router cannot tell apart, by task."""
+"""Unknown characters, and examples that a model or a router cannot tell apart."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from latent_sweep.cli.main import main
 from latent_sweep.data.prompts import PromptParts
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.data_checks import Reader, check_sweep
+from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.data_report import examine_benchmark
 from latent_sweep.sweep.plan import expand
-from latent_sweep.sweep.readable import Alphabet, alike, ends
+from latent_sweep.sweep.reader import Alphabet, Reader, equal_prompts, surely_kept
 
 
 def latin() -> Tokenizer:
@@ -51,7 +51,7 @@ def put(own: Path, task: str, split: str, pairs: list[tuple[str, str]]) -> None:
     (own / task / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
-def said_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> list[str]:
+def remarks_on(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> list[str]:
     changes = {"trial__router": {"components": 1}, "search": {}} | changes
     content = tiny(trial__benchmark={"name": str(own), **(benchmark or {})}, **changes)
     sweep = parse_sweep(content, "sweep.yaml")
@@ -60,7 +60,7 @@ def said_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) 
 
 def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        said_of(own, benchmark, **changes)
+        remarks_on(own, benchmark, **changes)
     return str(caught.value)
 
 
@@ -75,25 +75,23 @@ def test_unknown_characters_are_counted_after_normalization() -> None:
     assert not Alphabet(load_tiny("tiny-llama").tokenizer).count(["中文"]).texts
 
 
-def test_words_are_what_a_tokenizer_of_words_knows() -> None:
+def test_a_word_tokenizer_knows_whole_words() -> None:
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     assert Alphabet(Reader("t5", words)).count(["a", "bc"]) == (1, 2 / 3, "bc")
 
 
-def test_some_unknown_characters_are_a_warning_by_task_and_many_a_fault(
-    own: Path, read_by_latin: dict[str, Any]
-) -> None:
+def test_unknown_characters_are_a_warning_or_a_fault(own: Path, read_by_latin: dict[str, Any]) -> None:
     put(own, "left", "train", [(f"train row {i} of left{' ü' * (i < 3)}", "ax") for i in range(24)])
-    assert any("left 3 of 24 training" in line for line in said_of(own, **read_by_latin))
+    assert any("left 3 of 24 training" in line for line in remarks_on(own, **read_by_latin))
     put(own, "right", "train", [(f"{i} 这部电影很好看", "ax") for i in range(24)])
     assert "task right" in faults_of(own, **read_by_latin)
     change_benchmark(
         own, tasks=[{"name": n, "metric": "accuracy", "allow": ["unknown_characters"]} for n in ("left", "right")]
     )
-    assert any("right 24 of 24 training" in line for line in said_of(own, **read_by_latin))
+    assert any("right 24 of 24 training" in line for line in remarks_on(own, **read_by_latin))
 
 
-def test_a_trial_finds_what_no_plan_could(
+def test_a_trial_checks_with_its_own_tokenizer(
     own: Path, runs: Any, monkeypatch: Any, read_by_latin: dict[str, Any]
 ) -> None:
     """The tokenizer of a hub model that nobody has loaded yet."""
@@ -106,11 +104,11 @@ def test_a_trial_finds_what_no_plan_could(
     monkeypatch.setattr(
         "latent_sweep.training.pack.Reader", lambda family, tokenizer, chat: Reader(family, latin(), chat)
     )
-    with pytest.raises(DataError, match="task right: the tokenizer does not know"):
+    with pytest.raises(DataError, match="task right: prompts contain characters that the tokenizer does not know"):
         runs.run(runs.packs(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={}))
 
 
-def test_a_tokenizer_that_reads_nothing_is_a_fault(own: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_tokens_is_a_fault(own: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     Tokenizer(models.BPE({}, [])).save(str(tmp_path / "none" / "tokenizer.json"))
     there = {"trial__backbone": {"name": "tiny-llama", "tokenizer": str(tmp_path / "none")}}
@@ -120,40 +118,40 @@ def test_a_tokenizer_that_reads_nothing_is_a_fault(own: Path, tmp_path: Path) ->
 # --- prompts that are alike ------------------------------------------------------------------------------------------
 
 
-def test_prompts_are_alike_where_their_tokens_are() -> None:
+def test_prompts_with_equal_tokens_are_grouped() -> None:
     texts = ["same 1", "same 2", "other", "same 1"]
     prompts = [PromptParts("", text, "") for text in texts]
     tokens = {PromptParts("", text, ""): text[:4] for text in texts}
-    assert alike(prompts, lambda parts: parts.input[:2], tokens.__getitem__) == [[0, 1, 3]]
-    assert alike(prompts, lambda parts: parts.input, tokens.__getitem__) == []  # never encoded
+    assert equal_prompts(prompts, lambda parts: parts.input[:2], tokens.__getitem__) == [[0, 1, 3]]
+    assert equal_prompts(prompts, lambda parts: parts.input, tokens.__getitem__) == []  # never encoded
 
 
 @pytest.mark.parametrize(("kept", "both", "left"), [(40, False, "0123456789"), (16, False, "0123"), (-3, False, "")])
-def test_the_ends_that_surely_stay_are_a_character_for_four_tokens(kept: int, both: bool, left: str) -> None:
-    assert ends("0123456789", kept, both) == left
-    assert ends("0123456789", 16, True) == "0189"
-    assert ends("0123456789", 3, True) == ""
+def test_a_character_may_take_four_tokens(kept: int, both: bool, left: str) -> None:
+    assert surely_kept("0123456789", kept, both) == left
+    assert surely_kept("0123456789", 16, True) == "0189"
+    assert surely_kept("0123456789", 3, True) == ""
 
 
 @pytest.mark.parametrize("truncation", ["keep_cue", "keep_ends", "official"])
-def test_prompts_that_lose_all_differences_are_a_fault_and_some_a_warning(own: Path, truncation: str) -> None:
+def test_prompts_that_lose_their_differences_are_a_fault_or_a_warning(own: Path, truncation: str) -> None:
     said = "Read what follows, think, and say of it in two letters what it is. "
     last = " Nothing more." * 4
     for split, count in (("train", 24), ("test", 6)):
         put(own, "left", split, [(f"{said}{split} row {i}.{last}", "ax") for i in range(count)])
     settings = {"max_source_length": 64, "truncation": truncation}
-    assert "all 24 training prompts are the same tokens" in faults_of(own, settings)
+    assert "24 of 24 training" in faults_of(own, settings)
     change_benchmark(own, task_instruction="Two letters.")
     rows = [(f"row {i} {said}", "ax") for i in range(22)] + [(f"{said}row {i}{last}", "ax") for i in (22, 23)]
     put(own, "left", "train", rows)
     put(own, "left", "test", [(f"{i} of test", "ax") for i in range(6)])
-    assert any("left 2 of 24 training" in line and "same tokens" in line for line in said_of(own, settings))
+    assert any("left 2 of 24 training" in line and "same tokens" in line for line in remarks_on(own, settings))
 
 
 def test_prompts_of_unknown_characters_are_the_same_tokens(own: Path, read_by_latin: dict[str, Any]) -> None:
     change_benchmark(own, task_allow=["unknown_characters"])
     put(own, "left", "train", [(chr(0x4E00 + i) * 9, "ax") for i in range(24)])
-    assert "all 24 training prompts are the same tokens" in faults_of(own, **read_by_latin)
+    assert "24 of 24 training" in faults_of(own, **read_by_latin)
 
 
 # --- tasks with the same prompts -------------------------------------------------------------------------------------
@@ -166,45 +164,45 @@ def test_tasks_with_the_same_prompts_are_a_fault_and_some_in_common_a_warning(ow
     assert "left and right" in faults_of(own, {"train_per_task": 4})  # of the same file, whichever rows are taken
     assert main(["benchmark", "check", str(own)]) == 1
     change_benchmark(own, task_instruction="Which letters?")  # which the router reads
-    assert said_of(own) == []
+    assert remarks_on(own) == []
     change_benchmark(own, task_instruction="")
     put(own, "right", "train", [(row["input"] if i < 5 else f"{i} of right", "ax") for i, row in enumerate(rows)])
-    assert any("left and right 5 of 24" in line for line in said_of(own))
+    assert any("left and right 5 of 24" in line for line in remarks_on(own))
     (own / "right" / "train.json").write_text(json.dumps(rows))
     change_benchmark(own, task_allow=["same_prompts"])
-    assert any("left and right 24 of 24" in line for line in said_of(own))
+    assert any("left and right 24 of 24" in line for line in remarks_on(own))
 
 
 # --- cues and characters that nobody sees ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tail", ["\nAnswer:", "\n### Response:\n", " Label: "])
-def test_prompts_that_end_in_a_cue_of_their_own_are_said(own: Path, tail: str) -> None:
+def test_a_second_cue_is_a_warning(own: Path, tail: str) -> None:
     put(own, "left", "train", [(f"train row {i}.{tail}", "ax") for i in range(24)])
-    (warning,) = [line for line in said_of(own) if repr(tail.strip()) in line]
+    (warning,) = [line for line in remarks_on(own) if repr(tail.strip()) in line]
     assert "left 24 of 24 training" in warning
     change_benchmark(own, task_cue="")
-    assert not any(repr(tail.strip()) in line for line in said_of(own))
+    assert not any(repr(tail.strip()) in line for line in remarks_on(own))
 
 
-def test_rows_with_invisible_characters_are_counted(own: Path) -> None:
+def test_invisible_characters_are_a_warning(own: Path) -> None:
     change_benchmark(own, max_target_length=8, task_allow=["untrained_answers"])
     put(own, "left", "test", [(f"{i} row", "ax\u200b" if i < 2 else "a\u200dx") for i in range(6)])
     put(own, "right", "train", [(f"{i} row\0\r", "ax") for i in range(24)])
-    said = said_of(own)
+    said = remarks_on(own)
     assert any("left 2 of 6 test" in line for line in said)
     assert any("right 24 training" in line for line in said)
 
 
-def test_columns_that_nothing_reads_are_named(own: Path) -> None:
+def test_unread_columns_are_a_warning(own: Path) -> None:
     rows = json.loads((own / "left" / "train.json").read_text())
     more = [row | {"idx": 1, "hint": "a hint", "choices": ["a", "b"], "score": 3, "note": ""} for row in rows]
     (own / "left" / "train.json").write_text(json.dumps(more))
-    (warning,) = said_of(own)
+    (warning,) = remarks_on(own)
     assert warning.endswith("left hint, choices")
 
 
-def test_rows_that_spell_a_special_token_are_counted(own: Path) -> None:
+def test_spelled_special_tokens_are_counted(own: Path) -> None:
     put(own, "left", "train", [(f"row {i}", "a<eos>" if i < 3 else "ax") for i in range(24)])
     report = examine_benchmark(str(own), "tiny-llama").tasks[0]
-    assert (report.splits["train"].spelled, report.splits["test"].spelled) == (3, 0)
+    assert (report.splits["train"].counts["spelled"], report.splits["test"].counts["spelled"]) == (3, 0)

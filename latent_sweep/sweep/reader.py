@@ -1,0 +1,235 @@
+"""Read texts as a backbone's tokenizer does: count tokens, find unknown characters and prompts with equal tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from latent_sweep.backbones.families import Protocol
+from latent_sweep.backbones.registry import BackboneSettings, family_of
+from latent_sweep.backbones.tokenizers import tokenizer_at_hand
+from latent_sweep.data.chat import Chat
+from latent_sweep.data.prompts import FRAMES, PromptParts
+from latent_sweep.data.text_tokens import tokenize, unknown_id
+from latent_sweep.metrics import cut_answer, normalize_answer
+from latent_sweep.settings import content_hash
+
+SAMPLE = 8
+"""Texts that are tokenized to estimate the number of characters per token."""
+
+CHARACTERS_PER_PIECE = 4
+"""Maximum number of tokens for one character: byte tokenizers use one for each byte."""
+
+UNKNOWN = "\ufffd"
+"""Replaces a run of unknown characters, as one token does."""
+
+EXAMPLES = 8
+"""Unknown characters that a message shows."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads texts as a backbone does; without its tokenizer, as far as its family is known."""
+
+    family: Protocol
+    tokenizer: Any
+    """Of the package tokenizers, or None. The members below are those that `encode_parts` asks of transformers' own."""
+    chat: Chat | None = None
+    """The chat template of prompts; only transformers' own tokenizers have one."""
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        """The tokenizer, under the name that transformers uses."""
+        return self.tokenizer
+
+    eos_token_id = 0
+    """Any: ids are only counted."""
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The token that the tokenizer itself puts before a text, if it does."""
+        encoding = self.tokenizer.encode("a")
+        return encoding.ids[0] if encoding.ids and encoding.special_tokens_mask[0] else None
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **unused: Any) -> dict[str, Any]:
+        """Tokenize a text to ids and offsets."""
+        encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
+    def decode(self, ids: Sequence[int], **unused: Any) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    @cached_property
+    def digest(self) -> str:
+        """Content hash of the tokenizer."""
+        return content_hash(self.tokenizer.to_str())
+
+    @cached_property
+    def alphabet(self) -> Alphabet:
+        """The characters that the tokenizer knows."""
+        return Alphabet(self)
+
+    def count(self, text: str) -> int:
+        """Count the tokens of a text, without special ones."""
+        return len(self(text, add_special_tokens=False)["input_ids"])
+
+    def is_longer(self, text: str, tokens: int) -> bool:
+        """Return whether a text has more than this many tokens."""
+        if text.isascii() and len(text) < tokens:  # at least one character per token, and one token before all
+            return False
+        return len(tokenize(self, text).ids) > tokens
+
+    def characters_per_token(self, texts: Sequence[str]) -> float:
+        """Return the mean number of characters per token of a sample of texts."""
+        sample = spread(texts, SAMPLE)
+        return sum(map(len, sample)) / max(1, sum(len(tokenize(self, text).ids) for text in sample))
+
+    def repeated(self, text: str) -> str:
+        """Return the output of a model that repeats `text`; T5's tokenizers turn a line break into a space."""
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode(tokenize(self, text).ids, skip_special_tokens=True)).lstrip()
+        return " ".join(text.split()) if FRAMES[self.family].one_space else text.lstrip()
+
+    def answer(self, text: str, tokens: int | None = None, stop: Sequence[str] = ()) -> str:
+        """Return the answer of a model that repeats `text`, up to a number of tokens and the stop strings."""
+        if self.tokenizer is not None:
+            ids = tokenize(self, text).ids[:tokens]
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        elif FRAMES[self.family].one_space:
+            text = " ".join(text.split())
+        return cut_answer(text, stop)
+
+    def is_cut(self, text: str, stop: Sequence[str]) -> bool:
+        """Return whether a stop string would end an answer that repeats `text`, and change its score."""
+        if not any(mark in form for mark in stop for form in (text, " ".join(text.split()))):
+            return False
+        whole = kept = self.repeated(text)
+        for mark in stop:
+            kept = kept.partition(mark)[0]
+        if kept.strip() == whole.strip():
+            return False
+        return not normalize_answer(kept) or normalize_answer(kept) != normalize_answer(whole)
+
+
+def reader_of(backbone: BackboneSettings) -> Reader:
+    """Return the reader of a backbone, with its tokenizer if that is on this machine."""
+    return Reader(family_of(backbone.name), tokenizer_at_hand(backbone))
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most this many items, evenly spread."""
+    count = min(most, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+# --- unknown characters ----------------------------------------------------------------------------------------------
+
+
+class UnknownCount(NamedTuple):
+    """Unknown characters in some texts."""
+
+    texts: int
+    """Texts with an unknown character."""
+    share: float
+    """Among all characters but white space."""
+    example: str
+
+
+@dataclass(frozen=True, eq=False)
+class Alphabet:
+    """The characters that a tokenizer knows.
+
+    Args:
+        reader: anything that `tokenize` accepts.
+    """
+
+    reader: Any
+    _known: dict[str, bool] = field(default_factory=dict)
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The token of unknown characters; None if the tokenizer knows every byte."""
+        return unknown_id(self.reader.backend_tokenizer)
+
+    @cached_property
+    def _by_word(self) -> bool:
+        """Whether the vocabulary consists of words rather than characters."""
+        return json.loads(self.reader.backend_tokenizer.to_str())["model"]["type"] in ("WordLevel", "WordPiece")
+
+    def knows(self, character: str) -> bool:
+        """Return whether the tokenizer knows a character."""
+        if character not in self._known:
+            self._known[character] = self.unknown_id not in tokenize(self.reader, character).ids
+        return self._known[character]
+
+    def unknown(self, text: str) -> Counter[str]:
+        """Count each unknown character of a text, after the tokenizer's own normalization."""
+        if self.unknown_id is None:
+            return Counter()
+        if self._by_word:
+            ids, offsets = tokenize(self.reader, text)
+            words = (text[i:j] for token, (i, j) in zip(ids, offsets, strict=True) if token == self.unknown_id)
+            return Counter(character for word in words for character in word if not character.isspace())
+        text = self._normalized(text)
+        return Counter({c: text.count(c) for c in sorted(set(text)) if not c.isspace() and not self.knows(c)})
+
+    def squashed(self, text: str) -> str:
+        """Return a text that is equal for all texts with equal tokens: runs of unknown characters become one."""
+        text = " ".join(self._normalized(text).split())
+        if self._by_word or not (unknown := self.unknown(text)):
+            return text
+        return re.sub(f"[{re.escape(''.join(unknown))}]+", UNKNOWN, text)
+
+    def count(self, texts: Iterable[str]) -> UnknownCount:
+        """Count the unknown characters of texts."""
+        with_unknown = characters = total = 0
+        seen: dict[str, None] = {}
+        for text in texts:
+            unknown = self.unknown(text)
+            with_unknown += bool(unknown)
+            total += unknown.total()
+            characters += len(text) - sum(map(text.count, " \n\t"))
+            seen |= dict.fromkeys(list(unknown)[:EXAMPLES])
+        return UnknownCount(with_unknown, total / max(1, characters, total), "".join(list(seen)[:EXAMPLES]))
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self.reader.backend_tokenizer.normalizer
+        return text if text.isascii() or normalizer is None else str(normalizer.normalize_str(text))
+
+
+# --- prompts with equal tokens ---------------------------------------------------------------------------------------
+
+
+def equal_prompts(
+    prompts: Sequence[PromptParts], key: Callable[[PromptParts], Hashable], encode: Callable[[PromptParts], Hashable]
+) -> list[list[int]]:
+    """Group the positions of prompts that differ as texts and have equal tokens.
+
+    Args:
+        key: cheap, and equal for all prompts with equal tokens; a prompt with a key of its own is not encoded.
+        encode: returns a prompt's tokens.
+    """
+    candidates: dict[Hashable, list[int]] = defaultdict(list)
+    for position, parts in enumerate(prompts):
+        candidates[key(parts)].append(position)
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for positions in candidates.values():
+        if len({prompts[position] for position in positions}) > 1:
+            for position in positions:
+                groups[encode(prompts[position])].append(position)
+    return [positions for positions in groups.values() if len({prompts[position] for position in positions}) > 1]
+
+
+def surely_kept(text: str, tokens: int, both_ends: bool) -> str:
+    """Return the part of a text that lies within its first `tokens` tokens, or within its first and last half."""
+    characters = max(0, tokens) // CHARACTERS_PER_PIECE
+    if not both_ends:
+        return text[:characters]
+    half = characters // 2
+    return text if len(text) <= 2 * half else text[:half] + text[len(text) - half :]
