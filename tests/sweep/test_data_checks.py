@@ -359,12 +359,8 @@ def test_cut_prompts_are_a_warning(own: Path) -> None:
         "warning: benchmark own: prompts are longer than benchmark.max_source_length = 60 tokens and lose the end of "
         "their input: left 2 of 5 training"
     ]
-    assert (
-        "the middle of their input" in remarks_on(own, {"max_source_length": 60, "truncation": "keep_ends"})[0]
-    )
-    assert (
-        "their end, the cue first" in remarks_on(own, {"max_source_length": 60, "truncation": "official"})[0]
-    )
+    assert "the middle of their input" in remarks_on(own, {"max_source_length": 60, "truncation": "keep_ends"})[0]
+    assert "their end, the cue first" in remarks_on(own, {"max_source_length": 60, "truncation": "official"})[0]
     assert remarks_on(own, {"max_source_length": 128}) == []
 
 
