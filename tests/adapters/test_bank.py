@@ -1,4 +1,4 @@
-"""Deltas where a model has flattened rows and tokens before a projection, or reads them in another order or in part."""
+"""Deltas in models that flatten rows and tokens before a projection, reorder them, or read only some tokens."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ CONFIGS = {
     "pegasus_x": {**BOTH, "block_size": 8, "num_global_tokens": 4},
 }
 FLAT = {"opt": "all-linear", "qwen2_moe": ["q_proj", "shared_expert.up_proj", "shared_expert.down_proj"]}
-"""Targets, some of which read (rows * tokens, n)."""
+"""Targets, some of which receive (rows * tokens, n)."""
 MEMBERS = [random_rows(3, seed=1, longest=9), random_rows(2, seed=2, longest=12)]
 TOGETHER = [row for rows in MEMBERS for row in rows]
 
@@ -71,7 +71,7 @@ def deltas(backbone, pair, **more):
 
 
 def step(backbone, bank, members, adaptations):
-    """Loss over all tokens of the members, and whose gradients arrive, backward included."""
+    """Forward and backward pass; returns the loss over all tokens and which rows gradients reach."""
     batch = collate(members, backbone)
     with bank.active(side_by_side(adaptations, batch.counts)), bank.watching() as arrived:
         loss = cross_entropy(label_logits(backbone, batch), batch.labels, reduction="sum")
@@ -82,7 +82,7 @@ def step(backbone, bank, members, adaptations):
 @pytest.mark.parametrize("detach", [None, [False]], ids=["joined", "one after another"])
 @pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("family", FLAT)
-def test_members_of_a_pack_are_what_they_are_alone(load, family, again, detach):
+def test_runs_of_a_pack_equal_those_alone(load, family, again, detach):
     backbone, bank = load(family, FLAT[family])
     pairs = [branch_of(backbone, 1), branch_of(backbone, 5)]
 
@@ -99,7 +99,7 @@ def test_members_of_a_pack_are_what_they_are_alone(load, family, again, detach):
 
     settings = TrainingSettings(learning_rate=0.1, batch_size=3, epochs=1, gradient_checkpointing=again)
     with recomputing(backbone, settings):
-        # a rate of dropout, however small, is what keeps members from being joined
+        # any dropout rate prevents runs from being joined
         together, _ = step(backbone, bank, MEMBERS, [adaptation(b, 1e-9) for b in pairs])
         packed = gradients()
         alone = [step(backbone, bank, [rows], [adaptation(b, 0.0)])[0] for rows, b in zip(MEMBERS, pairs, strict=True)]
@@ -109,8 +109,8 @@ def test_members_of_a_pack_are_what_they_are_alone(load, family, again, detach):
 
 
 @pytest.mark.parametrize("family", FLAT)
-def test_every_row_meets_its_own_adapter(load, family):
-    """Weighed in LoRA's way and in the latent one; in answers, too, where rows leave the batch."""
+def test_every_row_uses_its_own_adapter(load, family):
+    """Weighted LoRA pairs and latent adapters, also while answering, when rows leave the batch."""
     backbone, bank = load(family, FLAT[family])
     A, B = (x.detach() for x in branch_of(backbone, 1))
     w = torch.rand(len(TOGETHER), 3, generator=torch.Generator().manual_seed(3))
@@ -136,7 +136,7 @@ def test_every_row_meets_its_own_adapter(load, family):
     assert found == expected
 
 
-def test_rows_that_gradients_reach_are_told_where_the_first_projection_is_flattened(load):
+def test_rows_that_gradients_reach_are_recorded_for_a_flattened_projection(load):
     backbone, bank = load("opt", ["fc1"])
     _, arrived = step(backbone, bank, MEMBERS, [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in (1, 2)])
     assert [found.tolist() for found in arrived] == [[True] * 5]
@@ -152,8 +152,8 @@ def test_rows_that_gradients_reach_are_told_where_the_first_projection_is_flatte
     ],
     ids=["an expert's tokens", "tokens first", "as many tokens as rows"],
 )
-def test_inputs_whose_rows_nothing_tells_are_refused(load, family, targets, rows, found, pack):
-    """In a pack and alone: whether a sweep runs does not hang on what is packed."""
+def test_inputs_without_identifiable_rows_are_refused(load, family, targets, rows, found, pack):
+    """In a pack and alone, so that packing does not decide whether a sweep runs."""
     backbone, bank = load(family, targets)
     members = [[{"prompt_ids": list(range(9 + i, 17 + i)), "target_ids": [5]} for i in range(rows)]] * pack
     adaptations = [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in range(pack)]
@@ -162,7 +162,7 @@ def test_inputs_whose_rows_nothing_tells_are_refused(load, family, targets, rows
 
 
 @pytest.mark.parametrize(("family", "targets"), [("pegasus_x", None), ("led", ["query", "value"])])
-def test_a_memory_of_inputs_that_leaves_out_padding_must_know_where_it_is(load, family, targets, tmp_path):
+def test_masked_padding_must_be_identifiable(load, family, targets, tmp_path):
     backbone, bank = load(family, targets)
     task = task_data([{"prompt_ids": list(range(9, 9 + n)), "target_ids": [5]} for n in (5, 3)], 0)
 

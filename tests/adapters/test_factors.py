@@ -1,4 +1,4 @@
-"""Factors: exact against numpy's and torch's own SVD, unique, cached once for every rank of a sweep, streamed."""
+"""Factors: equal to numpy's and torch's SVD, unique, cached once for all ranks of a sweep, and streamed."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from latent_sweep.storage import checksummed, versions
 
 
 def weight(rows, columns, seed=0, spectrum=None):
-    """A weight as flat as pretrained ones: singular values fall by two per cent from one to the next."""
+    """A weight with a flat spectrum like pretrained ones: singular values fall by 2 % each."""
     source = torch.Generator().manual_seed(seed)
     side = min(rows, columns)
     left, _ = torch.linalg.qr(torch.randn(rows, side, generator=source, dtype=torch.float64))
@@ -37,7 +37,7 @@ def weight(rows, columns, seed=0, spectrum=None):
 
 
 def assert_exact(found, W, rank, tolerance=2e-6):
-    """The triplets of numpy's SVD in float64, which takes another route (no Gram matrix, no power iteration)."""
+    """Compare with numpy's SVD in float64, which uses neither a Gram matrix nor power iteration."""
     U, S, Vh = np.linalg.svd(W.numpy().astype(np.float64), full_matrices=False)
     assert found.U.shape == (W.shape[0], rank)
     assert found.V.shape == (W.shape[1], rank)
@@ -111,7 +111,7 @@ def test_a_weight_of_lower_rank_has_factors_too():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_signs_are_a_matter_of_the_weight_alone(shape):
+def test_signs_depend_on_the_weight_only(shape):
     W = weight(*shape)
     found, mirrored = truncated_svd(W, 8), truncated_svd(-W, 8)
     peaks = found.V.gather(0, found.V.abs().argmax(0, keepdim=True))
@@ -126,8 +126,8 @@ def test_a_low_precision_weight_is_factored_in_high_precision():
     assert_exact(truncated_svd(W, 8), W.float(), 8)
 
 
-def test_the_randomised_subspace_is_another_one():
-    """Its purpose: what LoRA-XS does differs from the exact truncation where the spectrum has no gap."""
+def test_the_randomized_subspace_is_another_one():
+    """Without a gap in the spectrum, LoRA-XS's truncation differs from the exact one."""
     source = torch.Generator().manual_seed(0)
     W = torch.randn(300, 300, generator=source)
     exact, randomised = truncated_svd(W, 8), truncated_svd(W, 8, "randomized")
@@ -138,8 +138,8 @@ def test_the_randomised_subspace_is_another_one():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_randomised_factors_are_those_of_lora_xs():
-    """Its code fits scikit-learn's TruncatedSVD, takes what it transforms the weight to, and its components."""
+def test_randomized_factors_equal_those_of_lora_xs():
+    """LoRA-XS uses scikit-learn's TruncatedSVD: the transformed weight and the components."""
     W = weight(96, 64).numpy()
     theirs = TruncatedSVD(n_components=8, n_iter=10, random_state=42).fit(W)
     ours = truncated_svd(torch.from_numpy(W), 8, "randomized")
@@ -149,15 +149,15 @@ def test_randomised_factors_are_those_of_lora_xs():
     np.testing.assert_allclose(ours.S.numpy(), theirs.singular_values_, rtol=1e-6)
 
 
-def test_randomised_factors_of_a_weight_of_small_rank_are_finite():
+def test_randomized_factors_of_a_low_rank_weight_are_finite():
     W = weight(24, 3) @ weight(3, 64)
     found = truncated_svd(W, 8, "randomized")
     assert all(bool(part.isfinite().all()) for part in (found.U, found.S, found.V))
     torch.testing.assert_close((found.U * found.S) @ found.V.T, W, atol=1e-3, rtol=1e-3)
 
 
-def test_randomised_factors_are_computed_on_the_host_wherever_the_weight_lies():
-    """A GPU would draw others for the same seed, and the name of the factors does not say where they were made."""
+def test_randomized_factors_are_computed_on_the_cpu():
+    """A GPU would draw other numbers for the same seed, but the file name does not include the device."""
     W = weight(24, 64)
     with imitated_gpu():
         found = truncated_svd(W.to("cuda"), 8, "randomized")
@@ -166,7 +166,7 @@ def test_randomised_factors_are_computed_on_the_host_wherever_the_weight_lies():
 
 
 @pytest.mark.parametrize("algorithm", ["exact", "randomized"])
-def test_a_rank_that_does_not_fit_is_refused(algorithm):
+def test_too_large_a_rank_is_refused(algorithm):
     with pytest.raises(ValueError, match=r"25 .*24 x 64"):
         truncated_svd(weight(24, 64), 25, algorithm)
 
@@ -225,7 +225,7 @@ def test_a_rank_beyond_the_narrowest_projection_is_refused(targets, tmp_path):
     assert files(tmp_path) == []
 
 
-def test_other_weights_and_another_algorithm_have_files_of_their_own(targets, tmp_path):
+def test_each_digest_and_algorithm_has_its_own_file(targets, tmp_path):
     for digest, algorithm in (("one", "exact"), ("two", "exact"), ("one", "randomized")):
         load_factors(targets, digest, 4, tmp_path, algorithm)
     assert files(tmp_path) == [
@@ -235,8 +235,8 @@ def test_other_weights_and_another_algorithm_have_files_of_their_own(targets, tm
     ]
 
 
-def test_randomised_factors_are_those_of_their_rank_whatever_else_is_there(targets, tmp_path):
-    """A smaller rank's are no prefix of a larger one's: another subspace, in which a stored R means nothing."""
+def test_randomized_factors_of_a_larger_rank_are_not_reused(targets, tmp_path):
+    """They span another subspace, in which a stored R is meaningless."""
     alone = parts(load_factors(targets, "digest", 4, tmp_path / "alone", "randomized"))
     load_factors(targets, "digest", 16, tmp_path / "both", "randomized")
     beside = parts(load_factors(targets, "digest", 4, tmp_path / "both", "randomized", compute_rank=16))
@@ -254,7 +254,7 @@ def test_a_damaged_file_is_set_aside_and_computed_again(targets, tmp_path, caplo
     path = tmp_path / "digest-exact-v1-r8.safetensors"
     content = path.read_bytes()
     flipped = content[:-5] + bytes([content[-5] ^ 4]) + content[-4:]
-    path.unlink()  # what is mapped must not be cut
+    path.unlink()  # a memory-mapped file must not be truncated
     path.write_bytes({"cut": content[:-10], "empty": b"", "noise": b"\xff" * 200, "flipped": flipped}[damage])
     found = parts(load_factors(targets, "digest", 8, tmp_path))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -286,7 +286,7 @@ def test_a_file_is_hashed_once(targets, tmp_path, monkeypatch):
     assert len(digests) == 1
 
 
-def test_the_number_of_threads_is_as_before(targets, tmp_path):
+def test_the_number_of_threads_is_restored(targets, tmp_path):
     before = torch.get_num_threads()
     load_factors(targets, "digest", 4, tmp_path)
     assert torch.get_num_threads() == before

@@ -1,4 +1,4 @@
-"""Gradient projection memory: its rules against direct computations, and which inputs of a backbone it reads."""
+"""Gradient projection memory: its rules against direct computations, and the inputs of a backbone that it reads."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def draw(*shape, seed=0):
 
 
 def inputs(k=12, tokens=200, seed=0):
-    """Inputs (tokens, k) whose energy falls by a factor from direction to direction."""
+    """Inputs (tokens, k) with geometrically decreasing energy per direction."""
     return draw(tokens, k, seed=seed) * 0.75 ** torch.arange(k) @ orthonormal(k, k, seed + 1)
 
 
@@ -51,7 +51,7 @@ def projector(M):
 
 
 @pytest.mark.parametrize("columns", [0, 1, 5, 12])
-def test_the_complement_is_everything_outside(columns):
+def test_the_complement_spans_everything_outside(columns):
     M = orthonormal(12, columns)
     Q = complement(M.float())
     assert Q.shape == (12, 12 - columns)
@@ -59,7 +59,7 @@ def test_the_complement_is_everything_outside(columns):
 
 
 def direct_shares(H, M, energy):
-    """As the codes compute it: an SVD of what is left of the covariance, or of the inputs themselves."""
+    """As in the released codes: an SVD of the rest of the covariance, or of the inputs."""
     full = H.T @ H if energy == "sigma4" else H.T
     U, S, _ = torch.linalg.svd(full - projector(M) @ full, full_matrices=False)
     return U, S.square() / full.square().sum()
@@ -77,7 +77,7 @@ def test_leading_directions_are_those_of_a_direct_svd(energy, columns):
 
 
 def released_rule(H, M, threshold, energy):
-    """How many columns the released loop adds."""
+    """The number of columns that the released loop adds."""
     _, ratio = direct_shares(H, M, energy)
     if M.shape[1] == 0:
         return max(1, int(np.sum(np.cumsum(ratio.numpy()) < threshold)))
@@ -100,7 +100,7 @@ def test_as_many_columns_are_added_as_in_the_released_loop(columns, energy, thre
 
 
 @pytest.mark.parametrize("energy", ["sigma4", "sigma2"])
-def test_the_memory_then_holds_the_share_that_was_asked_for(energy):
+def test_the_memory_reaches_the_threshold_with_its_last_column(energy):
     H, M = inputs(), orthonormal(12, 3, seed=5)
     grown = torch.cat([M, new_columns(H.T @ H, M, 0.9, energy)], 1)
     full = H.T @ H if energy == "sigma4" else H.T
@@ -150,7 +150,7 @@ def test_columns_stay_orthonormal_over_fifteen_tasks(k, energy):
     assert counts[-1] == 12 if k == 12 else counts[0] < counts[-1]
 
 
-def test_the_share_rises_towards_one_and_stays_below():
+def test_the_threshold_rises_towards_one():
     gpm = GpmSettings(eps_0=0.97, ramp=3)
     assert [gpm.threshold(position) for position in range(5)] == pytest.approx([0.97, 0.98, 0.99, 0.99, 0.99])
 
@@ -174,7 +174,7 @@ OTHERS = {
 
 @pytest.fixture
 def other(monkeypatch):
-    """A tiny encoder-decoder of a family that has no table."""
+    """A tiny encoder-decoder of a family without a table of names."""
 
     def load(family):
         config = {"is_encoder_decoder": True, **OTHERS[family]}
@@ -185,7 +185,7 @@ def other(monkeypatch):
 
 
 def seen_inputs(backbone, batch):
-    """What every adapted projection reads in one forward pass, by its position."""
+    """The input of every adapted projection in one forward pass, by its index."""
     seen = {}
     handles = [
         module.register_forward_pre_hook(lambda module, args, i=i: seen.__setitem__(i, args[0]))
@@ -198,7 +198,7 @@ def seen_inputs(backbone, batch):
     return seen
 
 
-def test_projections_share_a_block_where_they_read_one_tensor(backbone):
+def test_projections_share_a_block_if_they_read_one_tensor(backbone):
     seen = seen_inputs(backbone, collate([ROWS], backbone))
     blocks = input_blocks(list(backbone.targets), 32)
     assert sorted(i for block in blocks for i in block.projections) == list(range(len(backbone.targets)))
@@ -213,8 +213,8 @@ def test_projections_share_a_block_where_they_read_one_tensor(backbone):
 
 
 @pytest.mark.parametrize("family", ["t5gemma", "nllb-moe"])
-def test_blocks_of_families_without_a_table_are_what_they_read(other, family):
-    """Whatever cross-attention is called there."""
+def test_blocks_of_other_families_match_their_inputs(other, family):
+    """For every name of cross-attention."""
     backbone = other(family)
     seen, blocks = seen_inputs(backbone, collate([ROWS], backbone)), input_blocks(list(backbone.targets), 32)
     owner = {i: block.name for block in blocks for i in block.projections}
@@ -228,7 +228,7 @@ def test_blocks_of_families_without_a_table_are_what_they_read(other, family):
 @pytest.mark.parametrize(
     "block", ["encoder_attn", "layer.1.EncDecAttention", "cross_attn", "cross_attention", "crossattention.self"]
 )
-def test_keys_and_values_of_cross_attention_are_known_by_name(block):
+def test_keys_and_values_of_cross_attention_are_recognized_by_name(block):
     for name in ("k", "v_proj", "value", "key_proj"):
         assert reads_encoder(f"decoder.layers.0.{block}.{name}")
         assert not reads_encoder(f"decoder.layers.0.self_attn.{name}")
@@ -236,7 +236,7 @@ def test_keys_and_values_of_cross_attention_are_known_by_name(block):
 
 
 def test_projections_of_a_block_that_read_different_tensors_are_refused(t5):
-    """As where a model calls its cross-attention something else; nothing is said where that is asked for."""
+    """For example with an unknown name of cross-attention, unless `cross_reads_encoder` is False."""
     moments_of(t5, ROWS, masked=False, cross_reads_encoder=False)
     apart = input_blocks(list(t5.targets), 32)
     (odd,) = (block for block in apart if block.name.startswith("decoder.block.0.layer.0"))
@@ -249,7 +249,7 @@ def test_projections_of_a_block_that_read_different_tensors_are_refused(t5):
         handle.remove()
 
 
-def test_in_cross_attention_v_may_count_as_reading_what_q_reads(t5):
+def test_v_of_cross_attention_may_be_treated_as_reading_the_input_of_q(t5):
     names = list(t5.targets)
     assert [b.name for b in input_blocks(names, 32) if len(b.projections) == 1] == [
         f"decoder.block.{i}.layer.1.EncDecAttention" for i in (0, 1)
@@ -258,7 +258,7 @@ def test_in_cross_attention_v_may_count_as_reading_what_q_reads(t5):
     assert len(blocks) == 6 and all(len(block.projections) == 2 for block in blocks)
 
 
-def test_stretches_cover_every_input(backbone):
+def test_chunks_cover_every_input(backbone):
     names = list(backbone.targets)
     whole, split = input_blocks(names, 32), input_blocks(names, 32, chunks=4)
     assert len(split) == 4 * len(whole) and len({block.name for block in split}) == len(split)
@@ -272,15 +272,15 @@ def test_stretches_cover_every_input(backbone):
 def moments_of(backbone, rows, masked=True, **blocks):
     """Second moments of a batch of these rows."""
     batch, sums = collate([rows], backbone), {}
-    told = (batch.standing_for, batch.standing_for_target) if masked else ()
-    counts = [None if counted is None else torch.from_numpy(counted) for counted in told]
+    masks = (batch.standing_for, batch.standing_for_target) if masked else ()
+    counts = [None if counted is None else torch.from_numpy(counted) for counted in masks]
     found = input_blocks(list(backbone.targets), 32, **blocks)
     with torch.no_grad(), adding_second_moments(sums, found, backbone.targets, *counts):
         label_logits(backbone, batch)
     return sums
 
 
-def test_masked_moments_are_those_of_rows_without_padding(backbone):
+def test_masked_moments_equal_those_of_unpadded_rows(backbone):
     together = moments_of(backbone, ROWS)
     alone = [moments_of(backbone, [row], masked=False) for row in ROWS]
     padded = moments_of(backbone, ROWS, masked=False)
@@ -291,7 +291,7 @@ def test_masked_moments_are_those_of_rows_without_padding(backbone):
         assert not same_to_rounding(padded[name], expected, 1e-2)
 
 
-def test_moments_are_those_of_the_true_inputs(backbone):
+def test_moments_equal_those_of_recorded_inputs(backbone):
     seen = seen_inputs(backbone, collate([ROWS], backbone))
     for block in input_blocks(list(backbone.targets), 32):
         h = seen[block.projections[0]].flatten(0, 1).double()
@@ -307,14 +307,14 @@ def test_the_values_of_cross_attention_read_the_encoders_output(t5):
     assert torch.allclose(moments_of(t5, ROWS)["encoder.output"], h.T @ h)
 
 
-def test_moments_of_stretches_are_the_blocks_of_the_whole(backbone):
+def test_moments_of_chunks_are_blocks_of_the_whole(backbone):
     whole, parts = moments_of(backbone, ROWS), moments_of(backbone, ROWS, chunks=2)
     for name, moment in whole.items():
         assert torch.allclose(parts[f"{name}.0"], moment[:16, :16])
         assert torch.allclose(parts[f"{name}.1"], moment[16:, 16:])
 
 
-def test_no_hook_stays(backbone):
+def test_hooks_are_removed(backbone):
     moments_of(backbone, ROWS)
     assert not any(module._forward_pre_hooks for module in backbone.targets.values())
 
@@ -330,7 +330,7 @@ def memory_of(blocks, columns):
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, CHUNKED], ids=["whole", "chunked"])
-def test_a_designed_A_is_the_svd_of_what_is_left_of_the_inputs(blocks):
+def test_a_designed_A_is_the_svd_of_the_inputs_outside_the_memory(blocks):
     memory = memory_of(blocks, 2)
     H = {block.name: inputs(block.length, seed=20 + i) for i, block in enumerate(blocks)}
     A = designed(torch.zeros(4, 3, 12), blocks, memory, {name: h.T @ h for name, h in H.items()}, "sigma4")
@@ -345,7 +345,7 @@ def test_a_designed_A_is_the_svd_of_what_is_left_of_the_inputs(blocks):
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, CHUNKED], ids=["whole", "chunked"])
-def test_a_projected_A_is_its_part_outside_of_the_memory(blocks):
+def test_a_projected_A_is_its_part_outside_the_memory(blocks):
     memory, A = memory_of(blocks, 2), draw(4, 3, 12).float()
     found = projected(A, blocks, memory)
     expected = A.clone()
@@ -356,7 +356,7 @@ def test_a_projected_A_is_its_part_outside_of_the_memory(blocks):
     assert not found[0].allclose(found[1]), "query and value keep their own random numbers"
 
 
-def test_what_no_direction_is_left_for_is_zero():
+def test_rows_without_a_direction_left_are_zero():
     memory = {"a": orthonormal(12, 12).float(), "b": orthonormal(12, 10).float()}
     moments = {name: torch.eye(12, dtype=torch.float64) for name in memory}
     for A in (
@@ -384,7 +384,7 @@ def memory_at(backbone, bank, tmp_path):
     return build
 
 
-def test_a_task_reads_all_its_rows_or_as_many_batches_as_it_may(memory_at, backbone):
+def test_all_examples_are_read_up_to_max_batches(memory_at, backbone):
     everything = memory_at(batch_size=3)._moments(bare)
     for name, moment in moments_of(backbone, ROWS).items():
         assert_same_to_rounding(everything[name], moment, PASS)
@@ -392,7 +392,7 @@ def test_a_task_reads_all_its_rows_or_as_many_batches_as_it_may(memory_at, backb
     assert all(some[name].trace() < 0.7 * moment.trace() for name, moment in everything.items())
 
 
-def test_each_task_leaves_the_columns_that_it_added(memory_at):
+def test_each_task_stores_the_columns_that_it_added(memory_at):
     history = []
     for seed in range(3):
         memory = memory_at(history, random_rows(6, seed=seed), eps_0=0.6)
@@ -406,7 +406,7 @@ def test_each_task_leaves_the_columns_that_it_added(memory_at):
 
 
 @pytest.mark.parametrize("design", ["svd", "random_project"])
-def test_a_full_memory_leaves_nothing_to_learn_from(memory_at, design):
+def test_a_full_memory_is_an_error(memory_at, design):
     names = [block.name for block in memory_at()._blocks]
     full = {f"memory.{name}": torch.eye(32) for name in names}
     count = len(memory_at()._context.backbone.targets)
@@ -418,7 +418,7 @@ def test_a_full_memory_leaves_nothing_to_learn_from(memory_at, design):
     assert memory_at([full]).facts()["memory_full"] == (len(names) - 1) / len(names)
 
 
-def test_faults_say_what_to_do(memory_at, backbone):
+def test_errors_name_the_task_or_setting(memory_at, backbone):
     with pytest.raises(DataError, match="task task"):
         memory_at(rows=[])
     with pytest.raises(ConfigError, match=r"method\.gpm\.chunks: .* 5 .*32"):

@@ -1,4 +1,4 @@
-"""The latent adapter against dense matrices and double loops, in float64 where it matters."""
+"""The latent adapter against dense matrices and double loops, mostly in float64."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ def test_the_bank_answers_like_the_changed_weight(layers, side):
             assert_same_to_rounding(layer(h), (h.double() @ W.T).float(), 4 * PRODUCT)
 
 
-def test_ranks_with_a_space_of_their_own_are_not_trained_side_by_side(layers):
-    """Randomised factors of a smaller rank are no prefix of a larger one's; exact ones are."""
+def test_randomized_factors_of_different_ranks_are_not_joined(layers):
+    """Only exact factors of a smaller rank are a prefix of a larger one's."""
 
     def deltas(rank, kind):
         factors = {name: truncated_svd(layer.weight, rank, kind.split()[0]) for name, layer in layers.items()}
@@ -60,7 +60,7 @@ def test_ranks_with_a_space_of_their_own_are_not_trained_side_by_side(layers):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_each_row_answers_with_its_own_blend(layers, side):
+def test_each_row_answers_with_its_own_combination(layers, side):
     """R(x) = sum_t w_t(x) R_t, row by row against the dense weight of each row, equation (15)."""
     bank, space = AdapterBank(layers), space_of(layers, side)
     adapters = [normal(2, RANK, RANK, seed=seed) for seed in range(3)]
@@ -89,7 +89,7 @@ def test_select_keeps_the_right_rows(layers):
         assert_same_to_rounding(some_rows, all_rows[kept], 4 * PRODUCT)
 
 
-def test_one_matrix_for_all_rows_is_untouched_by_select(layers):
+def test_select_keeps_a_matrix_for_all_rows(layers):
     bank, space = AdapterBank(layers), space_of(layers, "out")
     R, h = normal(2, RANK, RANK), normal(4, 3, 12, seed=1)
     with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
@@ -98,7 +98,7 @@ def test_one_matrix_for_all_rows_is_untouched_by_select(layers):
         assert_same_to_rounding(layers["q"](h[2:3]), whole[2:3], 4 * PRODUCT)
 
 
-def test_inactive_deltas_change_no_bit(backbone, bank):
+def test_inactive_deltas_change_nothing(backbone, bank):
     ids = torch.arange(4, 24).reshape(2, 10)
     inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
     bare = load_tiny(f"tiny-{backbone.family}").model  # the same weights without a bank
@@ -113,7 +113,7 @@ def test_inactive_deltas_change_no_bit(backbone, bank):
         assert torch.equal(backbone.model(**inputs).logits, expected)
 
 
-def test_an_exception_inside_the_block_switches_the_deltas_off(layers):
+def test_an_exception_inside_the_block_deactivates_the_deltas(layers):
     bank, space, h = AdapterBank(layers), space_of(layers, "out"), normal(1, 2, 12)
     bare = layers["q"](h)
     with pytest.raises(KeyError), bank.active(Adaptation(space.deltas(normal(2, RANK, RANK)))):
@@ -160,7 +160,7 @@ def test_a_new_adapter_is_drawn_from_its_generator():
 
 
 def values_space(side, modules=3, scale=0.25):
-    """A space of random singular values; the penalty must read the values but neither U and V nor the scale."""
+    """A space of random singular values; the penalty must not read U, V or the scale."""
     values = normal(modules, RANK, seed=77).abs().sort(descending=True).values + 0.5
     factors = {str(i): Factors(torch.eye(8)[:, :RANK], S, torch.eye(8)[:, :RANK]) for i, S in enumerate(values)}
     return LatentSpace(factors, scale, side), values.double()
@@ -233,7 +233,7 @@ def test_its_gradient_is_that_of_finite_differences(side):
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("side", SIDES)
-def test_several_penalties_together_are_each_its_own(side, reduce):
+def test_joined_penalties_equal_separate_ones(side, reduce):
     space, _ = values_space(side)
     penalties = [
         OrthoPenalty(space, [normal(3, RANK, RANK, seed=seed + 10 * i) for seed in range(1 + i)], reduce, scale=1 + i)
@@ -271,8 +271,8 @@ def test_with_sigma_outside_the_gradient_is_2_G_R():
     assert_same_to_rounding(R.grad[0].double(), 2 * G @ R[0].detach().double(), 4 * PRODUCT)
 
 
-def test_no_interference_costs_nothing():
-    """Adapters with disjoint output directions do not interfere; the zero adapter interferes with nobody."""
+def test_adapters_without_interference_have_no_penalty():
+    """Adapters with disjoint output directions, or zero ones, do not interfere."""
     space, _ = values_space("out")
     old, new = torch.zeros(3, RANK, RANK), torch.zeros(3, RANK, RANK)
     old[:, :2], new[:, 2:] = normal(3, 2, RANK), normal(3, RANK - 2, RANK, seed=1)

@@ -18,7 +18,7 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_branch(seed, rank=RANK):
+def random_pair(seed, rank=RANK):
     return normal(3, rank, N, seed=seed), normal(sum(OUTPUTS), rank, seed=100 + seed)
 
 
@@ -34,7 +34,7 @@ def answers(deltas, h):
 
 
 def changed(delta, h, width):
-    """What a delta adds to nothing."""
+    """The change that a delta adds."""
     return delta(h, torch.zeros(*h.shape[:-1], width, dtype=h.dtype))
 
 
@@ -48,7 +48,7 @@ def assert_answers(found, h, weights):
 # --- one pair ------------------------------------------------------------------------------------------------------
 
 
-def test_a_branch_starts_as_a_linear_layer_does_and_changes_nothing(backbone):
+def test_a_new_pair_is_initialized_as_a_linear_layer_and_changes_nothing(backbone):
     A, B = new_pair(backbone.targets, 4, torch.Generator().manual_seed(0))
     again, _ = new_pair(backbone.targets, 4, torch.Generator().manual_seed(0))
     assert A.shape == (len(backbone.targets), 4, 32)
@@ -60,9 +60,9 @@ def test_a_branch_starts_as_a_linear_layer_does_and_changes_nothing(backbone):
     assert float(A.norm(dim=-1).mean()) == pytest.approx(3**-0.5, rel=0.05), "the expected norm of a row"
 
 
-@pytest.mark.parametrize("kind", ["one", "row by row", "folded", "members"])
-def test_projections_of_different_inputs_read_their_own_part_of_A(kind):
-    """The rest of A is zero, gets no gradient, and plays no part: as peft's pair for each projection alone."""
+@pytest.mark.parametrize("kind", ["one", "row by row", "folded", "joined"])
+def test_narrower_projections_read_the_first_columns_of_A(kind):
+    """The other columns are zero, without gradient or effect, as with a separate pair for each projection."""
     torch.manual_seed(0)
     layers = {"q": nn.Linear(4, 2), "o": nn.Linear(7, 5), "v": nn.Linear(4, 3)}
     outputs = outputs_of(layers)
@@ -74,7 +74,7 @@ def test_projections_of_different_inputs_read_their_own_part_of_A(kind):
         "one": lambda: LoraDeltas(A, B, outputs, 1.5),
         "row by row": lambda: LoraDeltas(A, 1.5 * B, outputs, 1.0, w=torch.ones(2, 3)),
         "folded": lambda: [DenseDelta(1.5 * b @ a) for a, b in zip(A, B.split(outputs), strict=True)],
-        "members": lambda: LoraDeltas.joined([LoraDeltas(A, B, outputs, 1.5)] * 2, [1, 1]),
+        "joined": lambda: LoraDeltas.joined([LoraDeltas(A, B, outputs, 1.5)] * 2, [1, 1]),
     }[kind]()
     inputs = {name: torch.randn(2, 6, layer.in_features) for name, layer in layers.items()}
     bank = AdapterBank(layers)
@@ -102,7 +102,7 @@ def test_projections_of_different_inputs_read_their_own_part_of_A(kind):
 def test_the_bank_answers_like_the_changed_weights():
     torch.manual_seed(0)
     layers = {f"layer{i}": nn.Linear(N, m, bias=False) for i, m in enumerate(OUTPUTS)}
-    bank, pair, h = AdapterBank(layers), random_branch(0), normal(2, 5, N, seed=1)
+    bank, pair, h = AdapterBank(layers), random_pair(0), normal(2, 5, N, seed=1)
     with torch.no_grad(), bank.active(Adaptation(LoraDeltas(*pair, OUTPUTS, SCALE))):
         found = [layer(h) for layer in layers.values()]
     weights = [layer.weight.detach().double() for layer in layers.values()]
@@ -110,7 +110,7 @@ def test_the_bank_answers_like_the_changed_weights():
 
 
 def test_bfloat16_inputs_get_bfloat16_answers():
-    pair, h = random_branch(0), normal(2, 5, N, seed=1)
+    pair, h = random_pair(0), normal(2, 5, N, seed=1)
     exact = answers(LoraDeltas(*pair, OUTPUTS, SCALE), h)
     for found, y in zip(answers(LoraDeltas(*pair, OUTPUTS, SCALE), h.bfloat16()), exact, strict=True):
         assert found.dtype == torch.bfloat16
@@ -118,7 +118,7 @@ def test_bfloat16_inputs_get_bfloat16_answers():
 
 
 @pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
-def test_the_model_answers_like_pefts(family):
+def test_the_model_answers_like_peft(family):
     backbone = load_tiny(family)
     bank, batch = bank_of(backbone), collate([random_rows(6)], backbone)
     A, _ = new_pair(backbone.targets, 4, torch.Generator().manual_seed(0))
@@ -139,9 +139,9 @@ def test_the_model_answers_like_pefts(family):
 
 
 @pytest.mark.parametrize(("pairs", "kind"), [(1, LoraDeltas), (2, LoraDeltas), (4, list), (7, list)])
-def test_the_sum_of_branches_is_exact_whichever_way_is_cheaper(pairs, kind):
-    """Seven pairs of rank 3 on 12 inputs would cost more one after another than one matrix of full rank."""
-    many = [random_branch(seed) for seed in range(pairs)]
+def test_the_sum_of_pairs_is_exact_both_ways(pairs, kind):
+    """Seven pairs of rank 3 on 12 inputs cost more than one full matrix."""
+    many = [random_pair(seed) for seed in range(pairs)]
     deltas = summed(many, OUTPUTS, SCALE, torch.float32)
     assert isinstance(deltas, kind)
     assert kind is LoraDeltas or all(isinstance(delta, DenseDelta) for delta in deltas)
@@ -149,8 +149,8 @@ def test_the_sum_of_branches_is_exact_whichever_way_is_cheaper(pairs, kind):
     assert_answers(answers(deltas, h), h, [sum(dWs) for dWs in zip(*map(dense, many), strict=True)])
 
 
-def test_branches_of_different_ranks_blend_row_by_row():
-    many = [random_branch(0, rank=1), random_branch(1, rank=3), random_branch(2, rank=2)]
+def test_pairs_of_different_ranks_are_weighted_row_by_row():
+    many = [random_pair(0, rank=1), random_pair(1, rank=3), random_pair(2, rank=2)]
     weights = torch.tensor([[1.0, 0, 0], [0, 0, 1], [0.2, 0.3, 0.5], [1, 1, 1]])
     h = normal(4, 5, N, seed=9)
     deltas = merged(many, weights, OUTPUTS, SCALE, torch.float32)
@@ -164,8 +164,8 @@ def test_branches_of_different_ranks_blend_row_by_row():
     )
 
 
-def test_one_row_of_weights_holds_for_every_row():
-    many, h = [random_branch(seed) for seed in range(3)], normal(4, 5, N, seed=9)
+def test_one_row_of_weights_applies_to_every_row():
+    many, h = [random_pair(seed) for seed in range(3)], normal(4, 5, N, seed=9)
     deltas = merged(many, torch.tensor([[0.5, 0.0, 2.0]]), OUTPUTS, SCALE, torch.float32)
     expected = [0.5 * first + 2 * third for first, _, third in zip(*map(dense, many), strict=True)]
     assert_answers(answers(deltas, h), h, expected)
@@ -174,19 +174,19 @@ def test_one_row_of_weights_holds_for_every_row():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_what_nobody_weighs_plays_no_part(rows):
-    """Not even where it holds numbers that would spoil the others."""
-    broken = tuple(torch.full_like(tensor, torch.nan) for tensor in random_branch(0))
+def test_pairs_without_weight_have_no_effect(rows):
+    """Even if they contain NaN."""
+    broken = tuple(torch.full_like(tensor, torch.nan) for tensor in random_pair(0))
     weights = torch.tensor([[0.0, 1.0]]).expand(rows, 2)
-    deltas = merged([broken, random_branch(1)], weights, OUTPUTS, SCALE, torch.float32)
+    deltas = merged([broken, random_pair(1)], weights, OUTPUTS, SCALE, torch.float32)
     h = normal(3, 5, N, seed=9)
-    assert_answers(answers(deltas, h), h, dense(random_branch(1)))
+    assert_answers(answers(deltas, h), h, dense(random_pair(1)))
     assert merged([broken], torch.zeros(rows, 1), OUTPUTS, SCALE, torch.float32) == ()
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_weights_get_the_gradient_of_the_dense_formula(rows):
-    many, h = [random_branch(seed) for seed in range(2)], normal(rows, 5, N, seed=9)
+    many, h = [random_pair(seed) for seed in range(2)], normal(rows, 5, N, seed=9)
     weights = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
     sum(y.square().sum() for y in answers(merged(many, weights, OUTPUTS, SCALE, torch.float32), h)).backward()
     exact = weights.detach().double().requires_grad_(True)
@@ -199,7 +199,7 @@ def test_weights_get_the_gradient_of_the_dense_formula(rows):
 
 
 def two_terms(**options):
-    many = [random_branch(0), random_branch(1, rank=2)]
+    many = [random_pair(0), random_pair(1, rank=2)]
     return many, DeltaSum([LoraDeltas(A, B, OUTPUTS, SCALE) for A, B in many], **options)
 
 
@@ -213,8 +213,8 @@ def test_a_sum_of_deltas_adds_their_answers():
 
 
 def test_a_detached_term_answers_but_passes_no_gradient_to_its_input():
-    """An empty term before it changes nothing in which one is detached."""
-    own, frozen = random_branch(0), random_branch(1)
+    """Empty terms do not shift the flags."""
+    own, frozen = random_pair(0), random_pair(1)
     terms = [LoraDeltas(*own, OUTPUTS, SCALE), (), LoraDeltas(*frozen, OUTPUTS, SCALE)]
     deltas = DeltaSum(terms, detach=[False, False, True])
     h = normal(2, 5, N, seed=9).requires_grad_(True)
@@ -238,28 +238,28 @@ def test_terms_share_one_dropout_mask():
         assert_same_to_rounding(found, (dropped.double() @ dW.T).float(), 4 * PRODUCT)
 
 
-# --- side by side ----------------------------------------------------------------------------------------------------
+# --- packs -----------------------------------------------------------------------------------------------------------
 
-MEMBERS = [(0, 3, 0.5), (1, 1, 2.0), (2, 5, 0.25)]
-"""Seed, rank and scale of three members of a pack."""
+RUNS = [(0, 3, 0.5), (1, 1, 2.0), (2, 5, 0.25)]
+"""Seed, rank and scale of three runs of a pack."""
 
 
 @pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
-def test_branches_side_by_side_answer_each_for_its_own_rows(counts):
-    pairs = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
-    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, MEMBERS, strict=True)]
+def test_joined_pairs_answer_their_own_rows(counts):
+    pairs = [random_pair(seed, rank) for seed, rank, _ in RUNS]
+    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, RUNS, strict=True)]
     together = LoraDeltas.joined(alone, counts)
     h = normal(6, 5, N, seed=9)
-    dWs = [dense(pair, scale) for pair, (_, _, scale) in zip(pairs, MEMBERS, strict=True)]
+    dWs = [dense(pair, scale) for pair, (_, _, scale) in zip(pairs, RUNS, strict=True)]
     owner = torch.repeat_interleave(torch.tensor(counts))
     assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
 
 
 @pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
-def test_side_by_side_every_branch_gets_its_own_gradient(counts):
-    pairs = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
+def test_joined_pairs_get_their_own_gradients(counts):
+    pairs = [random_pair(seed, rank) for seed, rank, _ in RUNS]
     leaves = [tensor.requires_grad_(True) for pair in pairs for tensor in pair]
-    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, MEMBERS, strict=True)]
+    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, RUNS, strict=True)]
     h = normal(6, 5, N, seed=9)
     together = answers(LoraDeltas.joined(alone, counts), h)
     found = torch.autograd.grad(sum(y.square().sum() for y in together), leaves)
@@ -269,18 +269,18 @@ def test_side_by_side_every_branch_gets_its_own_gradient(counts):
         assert_same_to_rounding(gradient, expected, 8 * PRODUCT)
 
 
-def test_rows_with_their_own_weights_do_not_stand_side_by_side():
-    plain = LoraDeltas(*random_branch(0), OUTPUTS, SCALE)
-    weighted = LoraDeltas(*random_branch(1), OUTPUTS, SCALE, w=torch.ones(2, RANK))
+def test_rows_with_their_own_weights_are_not_joined():
+    plain = LoraDeltas(*random_pair(0), OUTPUTS, SCALE)
+    weighted = LoraDeltas(*random_pair(1), OUTPUTS, SCALE, w=torch.ones(2, RANK))
     assert LoraDeltas.joined([plain, weighted], [2, 2]) is None
 
 
 @pytest.mark.parametrize("earlier", [1, 6], ids=["narrow", "dense"])
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3]], ids=str)
-def test_sums_stand_side_by_side_term_by_term(earlier, counts):
+def test_sums_are_joined_term_by_term(earlier, counts):
     members, dWs = [], []
     for member in range(2):
-        own, *others = [random_branch(10 * member + i) for i in range(1 + earlier)]
+        own, *others = [random_pair(10 * member + i) for i in range(1 + earlier)]
         terms = [LoraDeltas(*own, OUTPUTS, SCALE), summed(others, OUTPUTS, SCALE, torch.float32)]
         members.append(DeltaSum(terms, detach=[False, True]))
         dWs.append([sum(of_all) for of_all in zip(*map(dense, [own, *others]), strict=True)])
@@ -290,7 +290,7 @@ def test_sums_stand_side_by_side_term_by_term(earlier, counts):
     assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
 
 
-def test_sums_that_differ_in_kind_do_not_stand_side_by_side():
+def test_sums_of_different_kinds_are_not_joined():
     _, plain = two_terms()
     _, with_dropout = two_terms(rate=0.1)
     _, detaching = two_terms(detach=[False, True])

@@ -1,4 +1,4 @@
-"""The one change that all adapters come down to, `y += (h right) left^T`: its value and its gradients, in float64."""
+"""The operation of all adapters, `y += (h right) left^T`: its value and gradients, in float64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def normal(*shape, seed):
 
 
 def factors(members, frozen=False):
-    """Right and left factors of so many members, or of one for all rows; the right ones may be frozen and common."""
+    """Right and left factors of several runs, or of one for all rows; right factors may be frozen and shared."""
     each = () if members is None else (members,)
     right = normal(*(() if frozen else each), IN, RANK, seed=1)
     return right.detach() if frozen else right, normal(*each, OUT, RANK, seed=2)
@@ -25,7 +25,7 @@ CASES = [(None, None), ([2, 2, 2], 3), ([1, 3, 2], 3), ([1] * 6, 6)]
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen right"])
 @pytest.mark.parametrize(("counts", "members"), CASES, ids=str)
-def test_values_are_those_of_the_dense_matrix_of_each_row(counts, members, frozen):
+def test_values_equal_those_of_dense_matrices(counts, members, frozen):
     right, left = factors(members, frozen)
     h, output = normal(ROWS, TOKENS, IN, seed=3), normal(ROWS, TOKENS, OUT, seed=4)
     dense = left @ right.transpose(-1, -2)
@@ -37,8 +37,8 @@ def test_values_are_those_of_the_dense_matrix_of_each_row(counts, members, froze
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen right"])
 @pytest.mark.parametrize(("counts", "members"), CASES, ids=str)
-def test_gradients_are_those_of_finite_differences(counts, members, frozen):
-    """Of everything that is trained, of the inputs and of the projection's own output."""
+def test_gradients_equal_finite_differences(counts, members, frozen):
+    """For trained factors, inputs and the projection's output."""
     right, left = factors(members, frozen)
     h, output = normal(ROWS, TOKENS, IN, seed=3), normal(ROWS, TOKENS, OUT, seed=4)
 
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_finite_differences(counts, members, frozen):
     assert gradcheck(change, (output, h, right, left))
 
 
-def test_the_output_is_changed_in_place_and_frozen_inputs_stay_so():
+def test_the_output_is_changed_in_place_and_frozen_inputs_stay_frozen():
     right, left = factors(None, frozen=True)
     h, output = normal(ROWS, TOKENS, IN, seed=3).detach(), normal(ROWS, TOKENS, OUT, seed=4).detach()
     found = LowRank(right, left)(h, output)

@@ -25,13 +25,13 @@ def with_prompt(rows, vectors=VECTORS):
 
 
 def embedded(backbone, ids, prompt):
-    """The vectors that these ids stand for, (1, tokens, d)."""
+    """The vectors of these ids, (1, tokens, d)."""
     table = backbone.embedding_table
     return torch.stack([prompt[-1 - i] if i < 0 else table[i] for i in ids]).unsqueeze(0)
 
 
 def direct_logits(backbone, row, prompt):
-    """Logits at the row's target, (targets, vocabulary), of a model that is given vectors instead of ids."""
+    """Logits at the row's target, (targets, vocabulary), of a model that receives vectors instead of ids."""
     ids, target = row["prompt_ids"], row["target_ids"]
     if backbone.family == "t5":
         vectors = embedded(backbone, ids, prompt)
@@ -42,7 +42,7 @@ def direct_logits(backbone, row, prompt):
 
 
 def at_targets(outputs):
-    """Logits where there are labels, row by row."""
+    """Logits at labels, row by row."""
     return list(outputs.by_row(outputs.logits))
 
 
@@ -53,7 +53,7 @@ def test_the_prompt_is_read_as_vectors(backbone, bank):
         assert_same_to_rounding(logits, direct_logits(backbone, row, prompt), PASS)
 
 
-def test_virtual_tokens_may_stand_anywhere(backbone, bank):
+def test_virtual_tokens_may_have_any_position(backbone, bank):
     prompt = prompts(1)[0]
     rows = [
         {"prompt_ids": [-3, 7, -1, -1, 9, -5], "target_ids": [8, 2]},
@@ -87,8 +87,8 @@ def test_the_gradient_reaches_the_prompt(backbone, bank):
     assert_same_to_rounding(ours.grad, direct.grad, GRADIENT)
 
 
-def test_members_of_a_pack_keep_to_their_own_prompts(backbone, bank):
-    """Prompts of different lengths too."""
+def test_runs_of_a_pack_use_their_own_prompts(backbone, bank):
+    """Including prompts of different lengths."""
     counts, lengths = [2, 1, 3], [5, 3, 4]
     rows = [with_prompt(random_rows(c, seed=c), length) for c, length in zip(counts, lengths, strict=True)]
     own = [prompts(1, length, seed=length)[0].requires_grad_(True) for length in lengths]
@@ -103,12 +103,12 @@ def test_members_of_a_pack_keep_to_their_own_prompts(backbone, bank):
 
 
 def least_likely(logits, answers=()):
-    """What a row says next; the likeliest token of the tiny T5 is always its last one."""
+    """The next token of a row, other than the last token, which the tiny T5 always prefers."""
     return logits.argmin(-1)
 
 
 def direct_answer(backbone, ids, prompt, length):
-    """An answer for which everything is read again for every token."""
+    """An answer generated without a cache."""
     answer = []
     for _ in range(length):
         row = {"prompt_ids": ids, "target_ids": [*answer, 0]}
@@ -118,8 +118,8 @@ def direct_answer(backbone, ids, prompt, length):
 
 @pytest.mark.parametrize("look_every", [1, 3, 8])
 @torch.no_grad()
-def test_answers_with_a_cache_are_those_without(backbone, bank, look_every):
-    """Also of rows that go on after others have finished, and however late that is seen."""
+def test_answers_with_and_without_a_cache_agree(backbone, bank, look_every):
+    """Including rows that continue after others have finished."""
     options = {"choose": least_likely, "look_every": look_every}
     rows, own = with_prompt(random_rows(6, seed=3)), prompts(6, seed=4)
     ids = [row["prompt_ids"] for row in rows]
@@ -132,7 +132,7 @@ def test_answers_with_a_cache_are_those_without(backbone, bank, look_every):
 
 
 @torch.no_grad()
-def test_a_shared_beginning_may_hold_virtual_tokens(backbone, bank):
+def test_a_shared_prefix_may_contain_virtual_tokens(backbone, bank):
     prompt = prompts(1, 40)[0]
     ids = [[4, 5, *virtual_tokens(40), 6 + i] for i in range(4)]
     expected = [direct_answer(backbone, row, prompt, 4) for row in ids]
@@ -140,7 +140,7 @@ def test_a_shared_beginning_may_hold_virtual_tokens(backbone, bank):
 
 
 @torch.no_grad()
-def test_rows_without_virtual_tokens_do_not_see_the_prompt(backbone, bank):
+def test_rows_without_virtual_tokens_ignore_the_prompt(backbone, bank):
     rows = random_rows(3)
     bare = forward(backbone, bank, rows, Adaptation())
     assert torch.equal(forward(backbone, bank, rows, Adaptation(prompt=prompts(1)[0])).logits, bare.logits)

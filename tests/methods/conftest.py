@@ -1,4 +1,4 @@
-"""Which of the suite's tests are slow, and which say something new on another machine."""
+"""Marks for the conformance tests: slow, exhaustive, and those that need one machine only."""
 
 import pytest
 from helpers.tiny import FAMILIES
@@ -8,23 +8,23 @@ from latent_sweep.testing import MethodConformance
 
 FIRST = next(iter(METHODS))
 QUICK_CUTS = ("inside the second task", "while the second row is scored")
-"""Cuts of every method, on one family, in the default selection; the first method is cut everywhere, on both."""
+"""Interruptions of every method on one family in the default selection; the first method has all, on both families."""
 SECOND_FAMILY_CUTS = (*QUICK_CUTS, "after the first task")
-"""Cuts of the other methods on the second family: where they go on does not depend on it."""
+"""Interruptions of the other methods on the second family."""
 EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5")
-"""Methods whose packs multiply in different ways; those of the others multiply as one of these."""
+"""Methods that represent all ways of computing packs."""
 TOGETHER = "test_two_seeds_side_by_side_end_as_each_alone"
 WHOLE_TRAININGS = ("test_another_seed_is_another_training", "test_micro_batches_add_up", TOGETHER)
-"""What runs whole trainings of its own: the second family with the slow tests."""
+"""Tests with whole trainings of their own, which are slow on the second family."""
 EACH_DEMAND = ("latent_lora", "gain_lora", "lfpt5", "lwf", "ewc", "tasl")
-"""Methods that ask different things of a backbone: factors of its weights, inputs of its projections and embeddings for
-a gate, a soft prompt, its answers as a teacher's, gradients of rows, gradients of steps. The others ask as they do."""
+"""Methods that represent all uses of a backbone: factors, inputs and embeddings, soft prompts, a teacher's answers,
+gradients of rows, gradients of steps."""
 OF_ONE_FAMILY = (
     "test_every_setting_has_another_value",
     "test_a_stage_reads_what_it_declares",
     "test_a_stage_reads_nothing_of_what_comes_later_or_runs_beside_it",
 )
-"""What does not depend on the backbone's family, as far as our methods go: which settings a stage reads."""
+"""Tests whose result does not depend on the family: which settings a stage reads."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
         if suite is None or not issubclass(suite, MethodConformance) or not hasattr(item, "callspec"):
             continue
         family, cut = item.callspec.params["family"], item.callspec.params.get("cut")
-        item.add_marker(pytest.mark.xdist_group(f"conformance of {suite.method}"))  # they share the runs of one method
+        item.add_marker(pytest.mark.xdist_group(f"conformance of {suite.method}"))  # tests of a method share its runs
         other_cut = cut and suite.method != FIRST and cut not in SECOND_FAMILY_CUTS
         if family != FAMILIES[0] and (other_cut or item.originalname in OF_ONE_FAMILY):
             left_out.append(item)

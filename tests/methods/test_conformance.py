@@ -1,4 +1,4 @@
-"""Every method through the suite that methods from outside run on themselves; one class of tests for each of them."""
+"""The conformance suite for every built-in method; one test class each."""
 
 import pytest
 from helpers.methods import OPTIONS
@@ -8,8 +8,7 @@ from latent_sweep.methods import METHODS
 from latent_sweep.testing import FAMILIES, MethodConformance
 
 OTHERS = [name for name in REGISTRY if name.startswith("tiny-") and name not in FAMILIES]
-"""Families with which the suite runs among the slow tests: with methods that ask different things of a backbone, and
-with all of them in `make conformance`."""
+"""Further families: slow tests for methods that use a backbone in different ways, all methods in `make conformance`."""
 
 
 class _OnEveryFamily(MethodConformance):
@@ -28,7 +27,7 @@ for _method in METHODS:
 
 
 class _AllLinear(MethodConformance):
-    """Of projections with different numbers of inputs."""
+    """The suite on projections with different input widths."""
 
     __test__ = False
 
@@ -42,7 +41,7 @@ class _AllLinear(MethodConformance):
         return {**super().backbone(family), "targets": "all-linear"}
 
     def test_the_parameter_count_is_what_is_trained(self, new_runs, family, monkeypatch):
-        """But for the zeros that make every A as wide as the widest, which nothing reads and no gradient reaches."""
+        """Apart from the zeros that pad every A to the widest input."""
         kind = type(self.planned(family))
         count = kind.parameter_count
 

@@ -1,4 +1,4 @@
-"""EWC: the Fisher information of single rows, the distance that it weighs, and what is remembered of earlier tasks."""
+"""EWC: the Fisher information of single rows, and the penalty that it weights."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def random_history(backbone, count):
 
 
 def row_gradients(backbone, bank, pair, rows, scale):
-    """Gradient of each row's mean loss, one row and one backward pass at a time."""
+    """Gradients of each row's mean loss, with one backward pass per row."""
     found = []
     for row in rows:
         A, B = (tensor.clone().requires_grad_(True) for tensor in pair)
@@ -54,8 +54,8 @@ def row_gradients(backbone, bank, pair, rows, scale):
 # --- Fisher information ----------------------------------------------------------------------------------------------
 
 
-def test_fisher_is_measured_with_the_checkpointing_of_training(backbone, bank, tmp_path):
-    """Otherwise it would take more memory than learning did; activations are computed again, to the same numbers."""
+def test_fisher_is_measured_with_gradient_checkpointing_if_training_uses_it(backbone, bank, tmp_path):
+    """Otherwise it would need more memory than training; recomputed activations give the same numbers."""
     pair, rows = random_pair(backbone), random_rows(11, seed=3)
     measured = (pair, outputs_of(backbone.targets), 2.0, rows, MethodContext(backbone, bank, tmp_path, 4))
     passes, norms = [], [m for name, m in backbone.model.named_modules() if name.endswith(("layer_norm", "layernorm"))]
@@ -65,12 +65,12 @@ def test_fisher_is_measured_with_the_checkpointing_of_training(backbone, bank, t
     with recomputing(backbone, settings):
         found = diagonal_fisher(*measured)
     handle.remove()
-    assert len(passes) == 3 * once, "once more forward, and once again in the backward pass"
+    assert len(passes) == 3 * once, "another forward pass, and its repetition during backward"
     for one, other in zip(found, expected, strict=True):
         assert_same_to_rounding(one, other, GRADIENT)
 
 
-def test_a_snapshot_is_made_as_checkpointing_says(tmp_path, monkeypatch):
+def test_finish_runs_with_the_checkpointing_of_training(tmp_path, monkeypatch):
     seen = []
 
     def fisher(pair, outputs, scale, rows, context, batch_size):
@@ -78,19 +78,17 @@ def test_a_snapshot_is_made_as_checkpointing_says(tmp_path, monkeypatch):
         return tuple(torch.ones_like(tensor) for tensor in pair)
 
     monkeypatch.setattr(ewc, "diagonal_fisher", fisher)
-    for said in (True, False):
+    for checkpointing in (True, False):
         content = changes("ewc", "tiny-llama")
-        content["trial__training"] = content["trial__training"] | {"gradient_checkpointing": said}
-        runs = Runs(tmp_path / str(said))
+        content["trial__training"] = content["trial__training"] | {"gradient_checkpointing": checkpointing}
+        runs = Runs(tmp_path / str(checkpointing))
         runs.run(runs.packs(**content))
     assert set(seen[: len(seen) // 2]) == {True}
     assert set(seen[len(seen) // 2 :]) == {False}
 
 
 @pytest.mark.parametrize(("micro_batch_size", "expected"), [(None, 4), (2, 2)])
-def test_fisher_is_measured_on_as_many_rows_at_once_as_learning_reads(
-    micro_batch_size, expected, tmp_path, monkeypatch
-):
+def test_fisher_reads_at_most_the_rows_of_a_training_pass_at_once(micro_batch_size, expected, tmp_path, monkeypatch):
     measure, seen = ewc.diagonal_fisher, []
     monkeypatch.setattr(ewc, "diagonal_fisher", lambda *given: seen.append(given[-1]) or measure(*given))
     content = changes("ewc", "tiny-llama")
@@ -100,7 +98,7 @@ def test_fisher_is_measured_on_as_many_rows_at_once_as_learning_reads(
     assert set(seen) == {expected}
 
 
-def test_fisher_is_the_mean_of_squared_gradients_of_single_rows(backbone, bank, tmp_path):
+def test_fisher_is_the_mean_of_squared_row_gradients(backbone, bank, tmp_path):
     pair, rows = random_pair(backbone), random_rows(11, seed=3)
     gradients = row_gradients(backbone, bank, pair, rows, 2.0)
     found = diagonal_fisher(pair, outputs_of(backbone.targets), 2.0, rows, MethodContext(backbone, bank, tmp_path, 4))
@@ -112,7 +110,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_rows(backbone, bank, 
         assert not F.double().allclose(of_the_batch, rtol=0.1), "which is not the squared gradient of the batch"
 
 
-def test_fisher_needs_neither_order_nor_gradients_of_the_pair(llama, tmp_path):
+def test_fisher_is_independent_of_row_order_and_leaves_no_gradients(llama, tmp_path):
     bank = bank_of(llama)
     context = MethodContext(llama, bank, tmp_path, 4)
     pair, rows = random_pair(llama), random_rows(10)
@@ -124,7 +122,7 @@ def test_fisher_needs_neither_order_nor_gradients_of_the_pair(llama, tmp_path):
     bank.remove()
 
 
-def test_fisher_is_measured_on_a_drawn_sample(backbone, bank, tmp_path):
+def test_fisher_is_measured_on_a_random_sample(backbone, bank, tmp_path):
     rows = random_rows(9)
 
     def snapshot(samples):
@@ -143,12 +141,12 @@ def test_fisher_is_measured_on_a_drawn_sample(backbone, bank, tmp_path):
     assert not F_A.any(), "where B is zero, nothing depends on A"
 
 
-def test_a_task_without_rows_is_a_fault(backbone, bank):
+def test_a_task_without_examples_is_refused(backbone, bank):
     with pytest.raises(DataError, match=r"'mood'.*benchmark\.tasks"):
         method_at_work(Ewc, backbone, bank).begin_task(task_data(name="mood"), [])
 
 
-def test_fisher_that_is_not_finite_is_a_fault(backbone, bank):
+def test_fisher_that_is_not_finite_is_refused(backbone, bank):
     learner = begin(method_at_work(Ewc, backbone, bank))
     with torch.no_grad():
         learner.B.fill_(float("inf"))
@@ -156,7 +154,7 @@ def test_fisher_that_is_not_finite_is_a_fault(backbone, bank):
         learner.finish()
 
 
-# --- the distance ----------------------------------------------------------------------------------------------------
+# --- the penalty -----------------------------------------------------------------------------------------------------
 
 
 def distance(learner, fisher, pair):
@@ -175,7 +173,7 @@ def moved(learner):
     return learner
 
 
-def test_at_the_anchor_there_is_neither_penalty_nor_gradient(backbone, bank):
+def test_penalty_and_gradient_are_zero_at_the_anchor(backbone, bank):
     learner = begin(method_at_work(Ewc, backbone, bank), random_history(backbone, 2))
     (penalty,) = learner.penalty().values()
     penalty.backward()
@@ -183,7 +181,7 @@ def test_at_the_anchor_there_is_neither_penalty_nor_gradient(backbone, bank):
     assert not learner.A.grad.any() and not learner.B.grad.any()
 
 
-def test_separate_holds_every_pair_by_its_own(backbone, bank):
+def test_separate_sums_a_penalty_for_each_earlier_task(backbone, bank):
     history = random_history(backbone, 3)
     learner = moved(begin(method_at_work(Ewc, backbone, bank, ewc_lambda=30.0, fisher="separate"), history))
     expected = sum(30.0 / 2 * distance(learner, (s["fisher_A"], s["fisher_B"]), (s["A"], s["B"])) for s in history)

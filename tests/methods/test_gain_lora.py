@@ -1,4 +1,4 @@
-"""GainLoRA: its gates against direct formulas, that they stay closed for earlier prompts, and its two variants."""
+"""GainLoRA: gates against direct formulas, that they stay closed for earlier prompts, and both variants."""
 
 import math
 
@@ -34,7 +34,7 @@ GATE = {
 INF = {"design": "svd", "old_branch_grad": "flow", "gpm": GPM, "gate": GATE}
 O_LORA = {"variant": "o_lora", "lambda_1": 0.5, "lambda_2": 0.1} | {k: v for k, v in INF.items() if k != "design"}
 EVERYTHING = GPM | {"energy": "sigma2", "eps_0": 1 - 1e-9}
-"""A memory that holds all that the few prompts of a tiny task span."""
+"""A memory that covers everything that a tiny task's prompts span."""
 """A memory in which padding counts, of several batches."""
 PARTS = ("G1", "G2", "key")
 
@@ -53,7 +53,7 @@ def method_of(backbone, bank):
 
 
 def prompts_of(position):
-    """The prompts of the task that `learned` learns at this position."""
+    """The prompts of the task that `learned` trains at this position."""
     return [row["prompt_ids"] for row in random_rows(7, seed=position)]
 
 
@@ -69,7 +69,7 @@ def silu(x):
 
 
 @pytest.mark.parametrize("form", ["two_silu", "one_silu"])
-def test_the_gate_is_its_formula(form):
+def test_the_gate_equals_its_formula(form):
     G1, G2 = new_maps(6, 5, torch.Generator().manual_seed(0))
     source = torch.Generator().manual_seed(1)
     key, p0 = torch.randn(6, generator=source), torch.randn(3, 6, generator=source)
@@ -84,7 +84,7 @@ def test_the_gate_is_its_formula(form):
     )
 
 
-def test_a_gate_is_open_along_its_key_and_closed_across_it():
+def test_a_gate_is_open_along_its_key_and_closed_orthogonal_to_it():
     G1, G2 = new_maps(6, 5, torch.Generator().manual_seed(0))
     p0 = torch.randn(1, 6, generator=torch.Generator().manual_seed(1))
     *_, p2 = layers(p0, G1, G2, "two_silu")
@@ -93,7 +93,7 @@ def test_a_gate_is_open_along_its_key_and_closed_across_it():
     assert float(Gate(G1, G2, across)(p0)) < 1e-6
 
 
-def test_maps_start_as_linear_layers_do():
+def test_maps_are_initialized_as_linear_layers():
     G1, G2 = new_maps(40, 30, torch.Generator().manual_seed(0))
     assert (G1.shape, G2.shape) == ((30, 40), (40, 30))
     for G in (G1, G2):
@@ -101,7 +101,7 @@ def test_maps_start_as_linear_layers_do():
         assert float(G.std() * (3 * G.shape[1]) ** 0.5) == pytest.approx(1, abs=0.05)
 
 
-def test_prompts_are_pooled_over_their_own_length_or_the_longest():
+def test_prompts_are_pooled_over_their_own_or_the_longest_length():
     table = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     prompts = [[1, 2, 3], [4], [5, 5]]
     own = pooled(table, prompts)
@@ -113,7 +113,7 @@ def test_prompts_are_pooled_over_their_own_length_or_the_longest():
     assert_same_to_rounding(pooled(table, prompts[1:], padded=True)[0], table[4] / 2)
 
 
-# --- closed for what is old ------------------------------------------------------------------------------------------
+# --- closed for earlier prompts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key_design", ["svd", "random_project"])
@@ -126,14 +126,14 @@ def test_a_new_gate_is_closed_for_earlier_prompts_and_stays_so(method_of, tmp_pa
     for part in ("G1", "G2"):
         assert start[f"gate.{part}"].equal(history[-1][f"gate.{part}"]), "it starts as a copy"
         assert not snapshot[f"gate.{part}"].equal(start[f"gate.{part}"]), "and is trained"
-    # the second task's: of the first one's directions the rule always leaves out the last
+    # prompts of the second task, as the rule always omits the last direction of the first task
     before, after = (method.gates([gate], prompts_of(1)).max() for gate in (start, snapshot))
     assert before < 1e-3 and after < 1e-3
     assert learner.facts()["gate_mean"] == pytest.approx(method.gates([snapshot], prompts_of(2)).mean(), abs=1e-6)
     assert method.gates([snapshot], prompts_of(2)).mean() > 0.01, "it is open for its own"
 
 
-def test_changes_of_a_gate_lie_outside_of_its_memory(method_of, tmp_path, variant):
+def test_changes_of_a_gate_are_orthogonal_to_its_memory(method_of, tmp_path, variant):
     method = method_of(variant)
     history = learned(method, tmp_path)
     for part in ("G1", "G2"):
@@ -175,7 +175,7 @@ def test_the_memories_of_a_gate_are_orthonormal(method_of, tmp_path):
 
 
 @pytest.mark.parametrize("detach", ["flow", "detach"])
-def test_training_sees_the_model_that_answers(method_of, backbone, bank, tmp_path, variant, detach):
+def test_training_and_answering_use_the_same_model(method_of, backbone, bank, tmp_path, variant, detach):
     method = method_of(variant, old_branch_grad=detach)
     history = learned(method, tmp_path, tasks=2)
     snapshot, learner, _ = lesson(method, history, tmp_path)
@@ -194,7 +194,7 @@ def test_training_sees_the_model_that_answers(method_of, backbone, bank, tmp_pat
     assert not torch.allclose(logits[0], plain, atol=1e-2)
 
 
-def test_where_only_the_new_pair_is_active_earlier_gates_do_nothing(method_of, backbone, bank, tmp_path):
+def test_with_only_the_new_pair_active_earlier_gates_have_no_effect(method_of, backbone, bank, tmp_path):
     method = method_of(train_active="current")
     history = learned(method_of(), tmp_path, tasks=1)
     rows = random_rows(5, seed=9)
@@ -205,7 +205,7 @@ def test_where_only_the_new_pair_is_active_earlier_gates_do_nothing(method_of, b
         assert_same_to_rounding(logits, label_logits(backbone, batch), PASS)
 
 
-def test_the_variant_inf_lora_keeps_A_outside_of_the_memory(method_of, tmp_path):
+def test_the_variant_inf_lora_keeps_A_outside_the_memory(method_of, tmp_path):
     method = method_of()
     history = learned(method, tmp_path)
     learner = begin(method, history)
@@ -232,12 +232,12 @@ def test_the_variant_o_lora_has_its_penalty_and_no_memory_of_inputs(method_of, t
 
 @pytest.mark.one_machine
 @pytest.mark.parametrize("rescale", [False, True])
-def test_a_lesson_that_is_cut_goes_on_as_if_it_were_not(method_of, tmp_path, variant, rescale):
+def test_interrupted_and_resumed_it_ends_the_same(method_of, tmp_path, variant, rescale):
     method = method_of(variant, gate=GATE | {"rescale_rows": rescale})
     check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
 
 
-def test_faults_say_what_to_do(method_of, tmp_path, variant):
+def test_errors_name_the_task_and_the_setting(method_of, tmp_path, variant):
     method = method_of(variant)
     with pytest.raises(DataError, match="task task"):
         method.begin_task(task_data([]), [])
@@ -251,7 +251,7 @@ def test_faults_say_what_to_do(method_of, tmp_path, variant):
 
 
 @pytest.mark.parametrize("key_design", ["svd", "random_project", "svd_then_random"])
-def test_every_stretch_of_a_gates_input_has_a_memory_of_its_own(method_of, tmp_path, key_design):
+def test_every_chunk_of_a_gates_input_has_its_own_memory(method_of, tmp_path, key_design):
     method = method_of(O_LORA, gate=GATE | {"chunks": 4, "key_design": key_design})
     history = learned(method, tmp_path)
     names = {f"memory.gate.{part}.{i}" for part in ("G1", "key") for i in range(4)} | {"memory.gate.G2"}
@@ -259,13 +259,13 @@ def test_every_stretch_of_a_gates_input_has_a_memory_of_its_own(method_of, tmp_p
     for part in ("G1", "key"):
         change = history[2][f"gate.{part}"] - (history[1]["gate.G1"] if part == "G1" else 0)
         assert change.norm() > 1e-3
-        for i, stretch in enumerate(change.split(8, -1)):
+        for i, chunk in enumerate(change.split(8, -1)):
             M = torch.cat([snapshot[f"memory.gate.{part}.{i}"] for snapshot in history[:2]], 1)
-            assert M.shape[0] == 8 and (stretch @ M).abs().max() < 1e-5
+            assert M.shape[0] == 8 and (chunk @ M).abs().max() < 1e-5
     assert method.gates(history, prompts_of(0)).shape == (7, 3)
 
 
-def test_a_stretch_without_a_direction_left_leaves_the_others_theirs(method_of, tmp_path):
+def test_a_full_chunk_does_not_affect_the_others(method_of, tmp_path):
     method = method_of(gate=GATE | {"chunks": 4})
     (snapshot,) = learned(method, tmp_path, tasks=1)
     full = {f"memory.gate.key.{i}": torch.eye(8) for i in range(4)}
@@ -280,7 +280,7 @@ def test_chunks_must_divide_the_width(method_of):
         begin(method_of(gate=GATE | {"chunks": 5}))
 
 
-def test_a_key_is_the_leading_direction_at_first_and_later_random(method_of, tmp_path):
+def test_svd_then_random_keys_are_random_from_the_second_task_on(method_of, tmp_path):
     by_design = {d: method_of(gate=GATE | {"key_design": d}) for d in ("svd", "svd_then_random", "random_project")}
     keys = {design: begin(method)._gate.gate.key.detach() for design, method in by_design.items()}
     assert keys["svd_then_random"].equal(keys["svd"])
@@ -291,7 +291,7 @@ def test_a_key_is_the_leading_direction_at_first_and_later_random(method_of, tmp
     assert (later["svd_then_random"] @ memory_of(history, "key")).abs().max() < 1e-5
 
 
-def test_padded_memories_are_of_the_batches_that_inputs_are_read_in(method_of):
+def test_padded_memories_pool_the_batches_that_inputs_are_read_in(method_of):
     rows = random_rows(7, seed=1)
     task = task_data(rows, name="task 0")
     for grouped in (False, True):

@@ -1,4 +1,4 @@
-"""InfLoRA: where its A lies, what is trained, what names its snapshots."""
+"""InfLoRA: A avoids the memory, and only B is trained."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def memory_of(history, block):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_A_lies_outside_of_everything_stored(method_of, tmp_path, design, chunks):
+def test_A_is_orthogonal_to_the_memory(method_of, tmp_path, design, chunks):
     method = method_of(design=design, gpm=GPM | {"chunks": chunks})
     history = learned(method, tmp_path)
     for t in range(1, 3):
@@ -66,7 +66,7 @@ def test_only_B_is_trained(method_of, tmp_path, design):
 
 
 @pytest.mark.one_machine
-def test_a_lesson_that_is_cut_goes_on_with_the_A_that_it_began_with(method_of, tmp_path):
+def test_a_resumed_task_keeps_its_initial_A(method_of, tmp_path):
     method = method_of()
     check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
     learner = begin(method)
@@ -75,7 +75,7 @@ def test_a_lesson_that_is_cut_goes_on_with_the_A_that_it_began_with(method_of, t
     assert learner.A.equal(-state["A"]) and learner.finish()["A"].equal(-state["A"])
 
 
-def test_a_projection_without_a_direction_left_does_not_look_like_a_lost_signal(method_of, tmp_path):
+def test_a_projection_without_a_direction_left_is_not_an_error(method_of, tmp_path):
     method = method_of()
     history = learned(method, tmp_path, tasks=1)
     first = blocks_of(method, history)[0]
@@ -86,6 +86,6 @@ def test_a_projection_without_a_direction_left_does_not_look_like_a_lost_signal(
     assert not snapshot["B"][rows_of_first].any() and snapshot["B"].any()
 
 
-def test_a_task_without_rows_is_a_fault(method_of):
+def test_a_task_without_examples_is_refused(method_of):
     with pytest.raises(DataError, match="task task"):
         method_of().begin_task(task_data([]), [])

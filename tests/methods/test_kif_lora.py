@@ -1,4 +1,4 @@
-"""KIFLoRA: importance of rank-one slices, their fusion by softmax, and the term that keeps them orthonormal."""
+"""KIFLoRA: edge cases of importance and of the orthogonality term."""
 
 import torch
 
@@ -24,8 +24,8 @@ def learner_of(backbone, previous, **settings):
 # --- importance and fusion -------------------------------------------------------------------------------------------
 
 
-def test_scores_of_tiny_gradients_still_tell_slices_apart(backbone):
-    """A slice's score is a product of four small numbers: below what float32 can hold."""
+def test_tiny_gradients_give_distinct_scores(backbone):
+    """A slice's score is a product of four small numbers, too small for float32."""
     learner = learner_of(backbone, random_snapshot(backbone, 0))
     learner._previous = None
     for step in range(4):
@@ -37,7 +37,7 @@ def test_scores_of_tiny_gradients_still_tell_slices_apart(backbone):
     assert len(scores.unique()) == scores.numel()
 
 
-# --- the term beside the loss ----------------------------------------------------------------------------------------
+# --- orthogonality ---------------------------------------------------------------------------------------------------
 
 
 def test_orthonormal_slices_have_no_penalty_and_finite_gradients(backbone):

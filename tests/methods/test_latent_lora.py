@@ -1,4 +1,4 @@
-"""Latent-LoRA as a method: what names its snapshots, what its settings change, and where its adapters start."""
+"""Latent-LoRA: which settings name its snapshots, what they change, and where adapters start."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.sweep.schema import TrainingSettings
 
-TASKS = ["date", "ticket", "past"]  # the built-in second order takes them the other way round
+TASKS = ["date", "ticket", "past"]  # reversed in the built-in second order
 
 
 def method(**settings):
@@ -19,7 +19,7 @@ def method(**settings):
 
 
 def lineages(runs, **changes):
-    """The lineages of every trial of a sweep over three tasks, by its values."""
+    """The lineages of each trial of a sweep over three tasks, by its values."""
     packs = runs.packs(**{"search": {}, "trial__benchmark__tasks": TASKS, **changes})
     return {tuple(trial.values.values()): trial.lineages() for pack in packs for trial in pack.trials}
 
@@ -30,7 +30,7 @@ def test_the_first_task_is_shared_by_all_lambdas(runs):
     assert len({chain[1] for chain in found}) == len({chain[2] for chain in found}) == 3
 
 
-def test_without_a_penalty_another_order_learns_nothing_again(runs):
+def test_without_a_penalty_another_order_trains_nothing_again(runs):
     changes = {
         "search": {"benchmark.order": [1, 2]},
         "trial__method": {"rank": 8, "ortho_lambda": 0.0},
@@ -63,7 +63,7 @@ def test_without_a_penalty_another_order_learns_nothing_again(runs):
     ],
     ids=lambda axis: next(iter(axis)),
 )
-def test_what_only_inference_reads_names_no_snapshot(runs, axis):
+def test_inference_settings_are_not_part_of_lineages(runs, axis):
     found = lineages(runs, search=axis)
     assert len(set(found.values())) == 1
 
@@ -85,7 +85,7 @@ def test_what_only_inference_reads_names_no_snapshot(runs, axis):
     ],
     ids=lambda axis: next(iter(axis)),
 )
-def test_what_training_reads_names_every_snapshot(runs, axis):
+def test_training_settings_are_part_of_every_lineage(runs, axis):
     one, other = lineages(runs, search=axis).values()
     assert not set(one) & set(other)
 
@@ -120,7 +120,7 @@ CHANGES = [
 
 @pytest.fixture(scope="module")
 def learned(llama, tmp_path_factory):
-    """Both adapters of a short training on two tasks: `learned(**settings)` gives (R_1, R_2)."""
+    """Train two tasks: `learned(**settings)` returns (R_1, R_2)."""
     folder, bank = tmp_path_factory.mktemp("learned"), bank_of(llama)
     known = {}
 
@@ -145,8 +145,7 @@ def learned(llama, tmp_path_factory):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: " ".join(f"{k}={v}" for k, v in change.items()))
-def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(learned, change):
-    """Both ways: what trains to something else is named otherwise, and what is named otherwise trains to it."""
+def test_a_setting_changes_exactly_the_stages_whose_identity_includes_it(learned, change):
     before, after = learned(), learned(**change)
     other_training = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
     other_name = [method().stage_identity(i) != method(**change).stage_identity(i) for i in range(2)]
@@ -155,7 +154,7 @@ def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(learned
     assert other_training[1], "a setting must do something"
 
 
-def test_the_scale_counts_in_a_normalised_penalty_too(learned):
+def test_the_scale_affects_a_normalized_penalty_too(learned):
     plain = learned(ortho={"normalise": "spectral"})
     scaled = learned(ortho={"normalise": "spectral", "include_scale": True})
     assert torch.equal(plain[0], scaled[0])
@@ -163,13 +162,13 @@ def test_the_scale_counts_in_a_normalised_penalty_too(learned):
 
 
 @pytest.mark.parametrize(("weight", "warned"), [(1e-5, False), (1e5, True)], ids=["small", "large"])
-def test_a_penalty_that_rules_the_training_is_said_aloud(runs, caplog, weight, warned):
+def test_a_penalty_that_dominates_the_loss_is_logged(runs, caplog, weight, warned):
     runs.run(runs.packs(trial__method__ortho_lambda=weight, trial__training__epochs=1, search={}))
     assert ("task ticket ends with ortho_penalty" in caplog.text) == warned, caplog.text
     assert "task mood" not in caplog.text, "the first task has no penalty"
 
 
-def test_a_learner_adds_the_penalty_with_its_weight(llama, tmp_path):
+def test_the_penalty_is_weighted_by_lambda(llama, tmp_path):
     own = method(ortho_lambda=0.3)
     own._context = MethodContext(llama, bank_of(llama), tmp_path, 8)
     earlier = [{"R": torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(i))} for i in range(3)]
@@ -188,7 +187,7 @@ def test_a_learner_adds_the_penalty_with_its_weight(llama, tmp_path):
     assert first.penalty() == {}
 
 
-def test_where_adapters_start(llama, tmp_path):
+def test_initial_adapters(llama, tmp_path):
     context = MethodContext(llama, bank_of(llama), tmp_path, 8)
     previous = {"R": torch.full((4, 8, 8), 0.5)}
 

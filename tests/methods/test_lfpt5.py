@@ -1,4 +1,4 @@
-"""LFPT5: what is learned, what is written and read back, what is replayed, and what names a snapshot."""
+"""LFPT5: the format of written examples, the first prompt, the loss, pseudo-samples and their replay."""
 
 import dataclasses
 import logging
@@ -29,7 +29,7 @@ def encode(backbone, text):
 
 
 def rows_of(backbone, inputs=INPUTS, targets=LABELS, head="Mark: ", cue=" = "):
-    """Tokenised rows, targets in turn; T5 prompts end with EOS."""
+    """Tokenized examples with alternating targets; T5 prompts end with EOS."""
     last = [EOS] if backbone.family == "t5" else []
     rows = []
     for number, text in enumerate(inputs):
@@ -50,7 +50,7 @@ def task_of(backbone, position=0, seed=0, name="mood", **rows):
 
 
 def learner_of(own, position=1, samples=None, seed=0):
-    """A learner whose prompt, teacher and pseudo-samples are given, not drawn: two rows of an earlier task."""
+    """A learner with a given prompt, teacher and two pseudo-samples of an earlier task."""
     backbone = own.context.backbone
     prompt = torch.randn(own.settings.prompt_length, 32, generator=torch.Generator().manual_seed(seed))
     earlier = RowFormat.of(task_of(backbone, name="past", head="Say ", targets=["old", "new"]), backbone)
@@ -65,10 +65,10 @@ def shift(learner, by=0.1, seed=9):
         learner.prompt.add_(by * torch.randn(learner.prompt.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-# --- what a task's rows look like ------------------------------------------------------------------------------------
+# --- the format of examples ------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_written_as_input_separator_target(backbone):
+def test_an_example_is_written_as_input_separator_target(backbone):
     format, rows = RowFormat.of(task_of(backbone), backbone), rows_of(backbone)
     assert format.name == encode(backbone, "mood")
     for row in rows:
@@ -77,14 +77,14 @@ def test_a_row_is_written_as_input_separator_target(backbone):
         assert format.read(written[:-1]) == row
 
 
-def test_a_long_input_is_cut_and_its_target_stays(backbone):
+def test_a_long_input_is_cut_before_its_target(backbone):
     format = RowFormat.of(task_of(backbone), backbone)
     row = rows_of(backbone)[2]
     assert format.write(row, 8) == [*row["input_ids"][:4], SEPARATOR, *row["target_ids"]]
     assert format.write(row, 2) == [SEPARATOR, *row["target_ids"]]
 
 
-def test_labels_are_targets_that_come_back(backbone):
+def test_labels_are_recurring_targets(backbone):
     def labels(targets):
         found = RowFormat.of(task_of(backbone, targets=targets), backbone).labels
         return {backbone.tokenizer.decode(label) for label in found}
@@ -95,7 +95,7 @@ def test_labels_are_targets_that_come_back(backbone):
     assert labels(["up", ""]) == {"up"}
 
 
-def test_what_is_not_well_formed_is_not_read(backbone):
+def test_malformed_samples_are_rejected(backbone):
     text, up, other = (encode(backbone, t) for t in ("fine", "up", "sideways"))
     labelled = RowFormat.of(task_of(backbone), backbone)
     free = RowFormat.of(task_of(backbone, targets=["a", "b", "c", "d"]), backbone)
@@ -107,8 +107,8 @@ def test_what_is_not_well_formed_is_not_read(backbone):
         assert free.read(bad) is None
 
 
-def test_instruction_and_cue_are_those_of_most_rows(backbone):
-    """A row whose prompt was cut has lost its cue; an input may be part of the instruction too."""
+def test_instruction_and_cue_are_the_most_frequent_ones(backbone):
+    """A truncated prompt lacks its cue, and an input may also occur in the instruction."""
     cut = {"prompt_ids": encode(backbone, "Mark: gone"), "input_ids": encode(backbone, "gone"), "target_ids": [5, EOS]}
     rows = [cut, *rows_of(backbone, [*INPUTS, "ar"])]
     format = RowFormat.of(task_data(rows), backbone)
@@ -117,20 +117,20 @@ def test_instruction_and_cue_are_those_of_most_rows(backbone):
     assert format.cue == [*encode(backbone, " = "), *last]
 
 
-def test_rows_without_inputs_are_a_fault(backbone):
+def test_examples_without_inputs_are_refused(backbone):
     rows = [{**row, "input_ids": []} for row in rows_of(backbone)]
     with pytest.raises(DataError, match="6 training"):
         RowFormat.of(task_data(rows, name="mood"), backbone)
 
 
 @pytest.mark.parametrize("targets", [["up", "down"], ["a", "b", "c", "d"]])
-def test_a_snapshot_holds_the_format(backbone, targets):
+def test_the_format_can_be_stored_and_loaded(backbone, targets):
     format = RowFormat.of(task_of(backbone, targets=targets), backbone)
     assert dataclasses.asdict(RowFormat.load(format.tensors(), backbone)) == dataclasses.asdict(format)
 
 
 @pytest.mark.parametrize("sequences", [[], [[]], [[1, 2], [3]], [[], [4, 0]]])
-def test_padded_sequences_come_back(sequences):
+def test_unpadded_inverts_padded(sequences):
     assert unpadded(padded(sequences)) == sequences
 
 
@@ -142,12 +142,12 @@ def test_padded_sequences_come_back(sequences):
         ([2, 9], None, 2, 9),  # BOS is EOS
     ],
 )
-def test_the_separator_is_a_special_token_that_means_nothing_else(special, unknown, pad, found):
+def test_the_separator_is_an_unused_special_token(special, unknown, pad, found):
     tokenizer = types.SimpleNamespace(all_special_ids=special, unk_token_id=unknown, all_special_tokens=special)
     assert separator(types.SimpleNamespace(tokenizer=tokenizer, eos_id=2, pad_id=pad)) == found
 
 
-def test_a_tokenizer_without_such_a_token_is_refused():
+def test_a_tokenizer_without_an_unused_token_is_refused():
     tokenizer = types.SimpleNamespace(all_special_ids=[2, 0], unk_token_id=0, all_special_tokens=["</s>", "<unk>"])
     with pytest.raises(ConfigError, match=r"backbone\.tokenizer: .*\['</s>', '<unk>'\]"):
         separator(types.SimpleNamespace(tokenizer=tokenizer, eos_id=2, pad_id=2))
@@ -156,7 +156,7 @@ def test_a_tokenizer_without_such_a_token_is_refused():
 # --- the first prompt ------------------------------------------------------------------------------------------------
 
 
-def test_the_first_prompt_says_what_the_task_is(backbone):
+def test_the_first_prompt_is_initialized_from_the_task(backbone):
     task = task_of(backbone)
     prompt = first_prompt(task, RowFormat.of(task, backbone), backbone, 30)
     table = backbone.embedding_table
@@ -180,7 +180,7 @@ def outputs_of(learner, rows, denominator):
     return forward(place.backbone, place.bank, rows, learner.adaptation(rows), denominator)
 
 
-def test_every_row_has_the_prompt_and_its_writing(backbone, bank, tmp_path):
+def test_every_example_has_the_prompt_and_its_written_form(backbone, bank, tmp_path):
     own = method(backbone, bank, tmp_path)
     learner, virtual = learner_of(own), [-1, -2, -3, -4, -5, -6]
     rows = rows_of(backbone)
@@ -196,8 +196,8 @@ def test_every_row_has_the_prompt_and_its_writing(backbone, bank, tmp_path):
         assert example["prompt_ids"][: len("Say ")] == encode(backbone, "Say ")
 
 
-def test_the_teacher_drops_out_as_in_the_released_code(t5, tmp_path):
-    """There the model is in training mode for both: equal prompts give other answers."""
+def test_the_teacher_uses_dropout_as_in_the_released_code(t5, tmp_path):
+    """The model is in training mode for teacher and student, so equal prompts differ in their answers."""
     bank = bank_of(t5)
     learner = learner_of(method(t5, bank, tmp_path, kl_weight=0.5))
     examples = learner.examples(rows_of(t5))
@@ -217,7 +217,7 @@ def test_the_teacher_drops_out_as_in_the_released_code(t5, tmp_path):
     bank.remove()
 
 
-def test_equal_prompts_give_equal_answers(backbone, bank, tmp_path):
+def test_equal_prompts_have_no_divergence(backbone, bank, tmp_path):
     learner = learner_of(method(backbone, bank, tmp_path, kl_weight=0.5))
     examples = learner.examples(rows_of(backbone))
     kl = learner.loss(outputs_of(learner, examples, 1.0))["kl"]
@@ -228,7 +228,7 @@ def test_equal_prompts_give_equal_answers(backbone, bank, tmp_path):
     assert learner.loss(outputs_of(learner, examples, 1.0))["kl"].item() > 1e-3
 
 
-def test_rows_of_the_task_itself_are_free_to_change(backbone, bank, tmp_path):
+def test_the_divergence_ignores_the_tasks_own_examples(backbone, bank, tmp_path):
     learner = learner_of(method(backbone, bank, tmp_path))
     shift(learner)
     own_rows = learner.examples(rows_of(backbone))[:6]
@@ -236,7 +236,7 @@ def test_rows_of_the_task_itself_are_free_to_change(backbone, bank, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["first task", "nothing replayed", "k = 0"])
-def test_without_pseudo_samples_the_task_counts_in_full(backbone, bank, tmp_path, case):
+def test_without_replay_the_task_loss_has_full_weight(backbone, bank, tmp_path, case):
     own = method(backbone, bank, tmp_path, kl_weight=0.0 if case == "k = 0" else 0.5, lm_weight=0.25)
     nothing = [Samples(RowFormat.of(task_of(backbone), backbone), [], 0, 4)]
     learner = learner_of(own, int(case != "first task"), nothing if case == "nothing replayed" else None)
@@ -252,7 +252,7 @@ def test_without_pseudo_samples_the_task_counts_in_full(backbone, bank, tmp_path
 
 @pytest.fixture
 def writes(monkeypatch, backbone):
-    """Has texts written, over and over, `|` standing for the separator; gives a list that batch sizes are added to."""
+    """Makes the backbone write given texts in turn, with `|` as the separator; returns the list of batch sizes."""
 
     def writes(*texts):
         asked, supply = [], iter(texts * 1000)
@@ -288,7 +288,7 @@ def test_well_formed_samples_are_kept_two_per_label(backbone, bank, tmp_path, wr
         assert row["prompt_ids"] == [*samples.format.head, *row["input_ids"], *samples.format.cue]
 
 
-def test_drawing_ends_when_there_is_enough(backbone, bank, tmp_path, writes):
+def test_sampling_stops_when_enough_are_well_formed(backbone, bank, tmp_path, writes):
     asked = writes("a|up", "b|down")
     assert len(drawn(method(backbone, bank, tmp_path, tries=100)).rows) == 4
     assert asked == [32]
@@ -297,28 +297,28 @@ def test_drawing_ends_when_there_is_enough(backbone, bank, tmp_path, writes):
     assert asked == [32, 32, 32, 4], "never a second label"
 
 
-def test_free_text_needs_only_a_text(backbone, bank, tmp_path, writes):
+def test_any_text_is_a_valid_free_target(backbone, bank, tmp_path, writes):
     writes("a|one", "b|", "c|two")
     samples = drawn(method(backbone, bank, tmp_path, tries=9, samples_per_task=3), targets=["1", "2", "3", "4"])
     assert texts(backbone, samples) == ["a|one", "c|two", "a|one"]
 
 
 @pytest.mark.parametrize("targets", [LABELS, ["1", "2", "3", "4"]])
-def test_nothing_wanted_is_nothing_drawn(backbone, bank, tmp_path, writes, targets):
+def test_nothing_is_sampled_if_nothing_is_requested(backbone, bank, tmp_path, writes, targets):
     asked = writes("a|up")
     samples = drawn(method(backbone, bank, tmp_path, samples_per_label=0, samples_per_task=0), targets)
     assert (samples.rows, samples.drawn, asked) == ([], 0, [])
 
 
-def test_when_none_is_well_formed_it_is_said(backbone, bank, tmp_path, writes, caplog):
+def test_a_task_that_cannot_be_replayed_is_logged(backbone, bank, tmp_path, writes, caplog):
     writes("nothing")
     with caplog.at_level(logging.WARNING):
         assert drawn(method(backbone, bank, tmp_path)).rows == []
     assert "task mood" in caplog.text
 
 
-def test_draws_repeat_by_their_seed(backbone, bank, tmp_path):
-    """With the backbone's own writing, as it comes."""
+def test_samples_repeat_for_a_seed(backbone, bank, tmp_path):
+    """With the unmodified backbone."""
     own = method(backbone, bank, tmp_path, tries=3, sample_length=12, top_k=200)
     format = RowFormat.of(task_of(backbone, targets=["1", "2", "3", "4"]), backbone)
     seen = []
@@ -341,7 +341,7 @@ TRAINING = TrainingSettings(learning_rate=0.05, batch_size=4, epochs=4, checkpoi
 
 
 def history_of(own, tmp_path, writes):
-    """The first task's snapshot, and a learner for the second one."""
+    """The first task's snapshot."""
     backbone, bank = own.context.backbone, own.context.bank
     first = own.begin_task(task_of(backbone), [])
     learn(first, rows_of(backbone), backbone, bank, TRAINING, tmp_path / "first.safetensors")
@@ -353,7 +353,7 @@ def second_task(backbone):
     return task_of(backbone, position=1, name="next", head="Say ", targets=["old", "new"])
 
 
-def test_the_second_task_goes_on_from_the_first(backbone, bank, tmp_path, writes):
+def test_the_second_task_continues_from_the_first(backbone, bank, tmp_path, writes):
     own = method(backbone, bank, tmp_path)
     snapshot = history_of(own, tmp_path, writes)
     kept = {name: tensor.clone() for name, tensor in snapshot.items()}
@@ -381,8 +381,8 @@ def test_the_second_task_goes_on_from_the_first(backbone, bank, tmp_path, writes
 
 
 @pytest.mark.one_machine
-def test_what_a_task_has_drawn_is_what_it_replays_after_a_cut(backbone, bank, tmp_path, writes):
-    """Another machine would draw other pseudo-samples, and the steps taken have learned from these."""
+def test_a_resumed_task_replays_the_samples_that_it_began_with(backbone, bank, tmp_path, writes):
+    """Another machine would draw other pseudo-samples than those that earlier steps used."""
     own = method(backbone, bank, tmp_path)
     snapshot, task = history_of(own, tmp_path, writes), second_task(backbone)
 
@@ -407,7 +407,7 @@ def test_what_a_task_has_drawn_is_what_it_replays_after_a_cut(backbone, bank, tm
 
 
 def test_recomputed_activations_change_nothing(backbone, bank, tmp_path):
-    """The backward pass runs layers again after the passes for writing and for the teacher."""
+    """Although layers are recomputed after the passes for writing and for the teacher."""
     own = method(backbone, bank, tmp_path, kl_weight=0.2)
     found = []
     for recompute in (False, True):

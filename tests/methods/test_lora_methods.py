@@ -1,4 +1,4 @@
-"""SeqLoRA, IncLoRA, O-LoRA and the references: their formulas, presets, and what names their snapshots."""
+"""SeqLoRA, IncLoRA, O-LoRA and the references: formulas and schedules."""
 
 import math
 from contextlib import contextmanager
@@ -29,13 +29,13 @@ def resolved(name, backbone="tiny-llama", benchmark="superni", **settings):
 
 
 def planned(name, **settings):
-    """The method as planning sees it."""
+    """The method with resolved settings, for planning."""
     return method_class(name)(resolved(name, **settings))
 
 
 @pytest.fixture
 def method_of(backbone, bank, tmp_path):
-    """A method at work on the backbone: `method_of("seq_lora", rank=4)`."""
+    """Makes a method that uses the backbone: `method_of("seq_lora", rank=4)`."""
 
     def build(name, **settings):
         return method_class(name)(resolved(name, **{"rank": 4, **settings}), MethodContext(backbone, bank, tmp_path, 8))
@@ -45,7 +45,7 @@ def method_of(backbone, bank, tmp_path):
 
 @pytest.fixture
 def train(backbone, bank, tmp_path):
-    """Train a learner; returns its snapshot and the loss terms of every step."""
+    """Trains a learner; returns its snapshot and the loss terms of every step."""
 
     def run(learner, rows=ROWS, name="c", **training):
         losses = []
@@ -92,7 +92,7 @@ def changed_logits(backbone, *pairs, s=4.0):
         return label_logits(backbone, collate([ROWS], backbone))
 
 
-# --- what names a snapshot -------------------------------------------------------------------------------------------
+# --- schedules -------------------------------------------------------------------------------------------------------
 
 
 def test_a_schedule_gives_each_task_its_weights():
@@ -133,8 +133,8 @@ def test_the_newest_pair_answers_like_the_changed_weights(backbone, bank, method
 
 
 @pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
-def test_twenty_steps_end_where_pefts_end(family, tmp_path):
-    """The same start and batches in a plain loop around peft's model, its loss and torch's own AdamW."""
+def test_twenty_steps_equal_those_of_peft(family, tmp_path):
+    """A plain loop around peft's model and torch's AdamW, with the same start and batches."""
     backbone, other = load_tiny(family), load_tiny(family)
     bank = bank_of(backbone)
     method = method_class("seq_lora")(
@@ -178,8 +178,8 @@ def test_twenty_steps_end_where_pefts_end(family, tmp_path):
 
 
 @pytest.mark.parametrize("grad", ["flow", "detach"])
-def test_earlier_pairs_are_active_while_a_new_one_is_learned(backbone, bank, method_of, grad):
-    """B is zero at the start, so the model answers as the earlier pairs' sum does."""
+def test_earlier_pairs_are_active_during_training(backbone, bank, method_of, grad):
+    """With B = 0 the model answers with the sum of the earlier pairs."""
     history = snapshots(backbone, 2)
     learner = method_of("inc_lora", old_branch_grad=grad).begin_task(task_data(position=2), history)
     expected = changed_logits(backbone, *history)
@@ -196,8 +196,8 @@ def first_gradients(backbone, bank, learner):
     return learner.B.grad
 
 
-def test_detached_earlier_pairs_change_gradients_below_the_last_layer_only(backbone, bank, method_of):
-    """The last projection's gradient passes through no other pair; the first one's does."""
+def test_detached_earlier_pairs_change_gradients_only_below_the_last_layer(backbone, bank, method_of):
+    """Only the first projection's gradient passes through other pairs."""
     history = snapshots(backbone, 1)
     found = {}
     for grad in ("flow", "detach"):
@@ -208,7 +208,7 @@ def test_detached_earlier_pairs_change_gradients_below_the_last_layer_only(backb
     assert float((found["flow"][0] - found["detach"][0]).abs().max()) > 1e-3 * float(found["flow"][0].abs().max())
 
 
-def test_all_pairs_answer_as_their_sum_and_the_scale_stays_one_tasks(backbone, bank, method_of):
+def test_the_combination_sum_adds_all_pairs_with_the_scale_of_one(backbone, bank, method_of):
     method, history = method_of("inc_lora"), snapshots(backbone, 3)
     assert method.combinations[0] == "sum"
     together = logits(backbone, bank, method.combine(history, torch.ones(1, 3)))
@@ -220,7 +220,7 @@ def test_all_pairs_answer_as_their_sum_and_the_scale_stays_one_tasks(backbone, b
     assert_same_to_rounding(rowwise, expected, PASS)
 
 
-def test_dropout_is_for_learning_only(backbone, bank, method_of):
+def test_dropout_is_off_during_validation(backbone, bank, method_of):
     learner = method_of("inc_lora", dropout=0.5).begin_task(task_data(position=1), snapshots(backbone, 1))
     assert isinstance(learner.adaptation(ROWS).deltas, DeltaSum)
     assert learner.adaptation(ROWS).deltas.rate == 0.5
@@ -232,7 +232,7 @@ def test_dropout_is_for_learning_only(backbone, bank, method_of):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_without_its_penalties_o_lora_is_inc_lora_bit_for_bit(backbone, method_of, train, dropout):
+def test_without_its_penalties_o_lora_equals_inc_lora(backbone, method_of, train, dropout):
     history, ends = snapshots(backbone, 2), []
     for name, settings in (("inc_lora", {}), ("o_lora", {"lambda_1": 0.0, "lambda_2": 0.0})):
         method = method_of(name, dropout=dropout, **settings)
@@ -267,8 +267,8 @@ def test_the_penalty_is_the_sum_over_projections_tasks_and_entries():
     assert list(OLoraPenalty(earlier, outputs, 0.0, 0.1)(A, B)) == ["norm_penalty"]
 
 
-def test_a_pair_that_is_zero_has_a_finite_gradient(backbone, method_of):
-    """B starts at zero, where the 2-norm has a kink."""
+def test_the_gradient_at_zero_is_finite(backbone, method_of):
+    """B = 0 at the start, where the 2-norm is not differentiable."""
     learner = method_of("o_lora", lambda_2=0.3).begin_task(task_data(position=1), snapshots(backbone, 1))
     terms = learner.penalty()
     assert set(terms) == {"ortho_penalty", "norm_penalty"}
@@ -306,7 +306,7 @@ def test_zero_shot_answers_as_the_bare_backbone_without_training(runs, llama):
     assert (method.rank(), method.parameter_count({"q": (4, 4)}, 4)) == (0, 0)
 
 
-def test_joint_lora_learns_all_tasks_once_and_answers_the_same_ever_after(runs):
+def test_joint_lora_trains_all_tasks_in_the_first_stage_only(runs):
     steps = []
     packs = runs.packs(**SMALL, trial__method={"name": "joint_lora", "rank": 4})
     runs.run(packs, lambda event: steps.append((event.position, event.steps)) if learns(event) else None)
@@ -317,8 +317,8 @@ def test_joint_lora_learns_all_tasks_once_and_answers_the_same_ever_after(runs):
     assert len(set(packs[0].trials[0].lineages())) == 1
 
 
-def test_per_task_fine_tuning_is_learned_once_for_every_order(runs):
-    """The reference that forgets nothing: IncLoRA alone behind the oracle; its snapshots do not know their order."""
+def test_per_task_fine_tuning_is_shared_by_all_orders(runs):
+    """IncLoRA with `train_active: current` and the oracle, the reference without forgetting."""
     method = {"name": "inc_lora", "rank": 4, "train_active": "current"}
     changes = {
         **SMALL,

@@ -1,4 +1,4 @@
-"""LwF: the divergence from the previous pair's answers, token by token, and what it keeps."""
+"""LwF: the divergence from the previous pair's answers, and its teacher."""
 
 import math
 
@@ -19,7 +19,7 @@ from latent_sweep.methods.seq_lora import SeqLora
 
 
 def direct_divergence(student, teacher, temperature):
-    """tau^2 sum over tokens of KL(teacher || student), in plain numbers."""
+    """tau^2 KL(teacher || student), summed over tokens in Python."""
     total = 0.0
     for student_token, teacher_token in zip(student.tolist(), teacher.tolist(), strict=True):
         softened = [[math.exp(x / temperature) for x in logits] for logits in (student_token, teacher_token)]
@@ -54,7 +54,7 @@ def moved(learner):
     return learner
 
 
-def test_a_student_that_is_its_teacher_has_no_distance_and_no_gradient(at_work):
+def test_divergence_and_gradient_are_zero_at_the_teacher(at_work):
     method, history = at_work
     learner = begin(method, history)
     distillation = terms(learner, random_rows(5, seed=4), method.context, 10.0)["distillation"]
@@ -63,8 +63,8 @@ def test_a_student_that_is_its_teacher_has_no_distance_and_no_gradient(at_work):
     assert float(learner.A.grad.abs().max()) < 1e-6 and float(learner.B.grad.abs().max()) < 1e-6
 
 
-def test_the_teacher_does_not_drop_out(t5, tmp_path):
-    """The student does, under `training.backbone_dropout`; transformers' own masks, drawn from one seed."""
+def test_the_teacher_uses_no_dropout(t5, tmp_path):
+    """The student does, under `training.backbone_dropout`."""
     bank = bank_of(t5)
     method = method_at_work(Lwf, t5, bank)
     learner, rows = moved(begin(method, learned(method, tmp_path, tasks=1))), random_rows(4, seed=4)
@@ -80,7 +80,7 @@ def test_the_teacher_does_not_drop_out(t5, tmp_path):
     bank.remove()
 
 
-def test_the_teacher_stays_while_the_student_learns(at_work, tmp_path):
+def test_the_teacher_does_not_change_during_training(at_work, tmp_path):
     method, history = at_work
     before = {name: tensor.clone() for name, tensor in history[0].items()}
     _, learner, summary = lesson(method, history, tmp_path)
@@ -91,7 +91,7 @@ def test_the_teacher_stays_while_the_student_learns(at_work, tmp_path):
     assert torch.equal(teacher.A, before["A"]) and torch.equal(teacher.B, before["B"])
 
 
-def test_the_first_task_and_weight_zero_are_seq_lora(backbone, bank, tmp_path):
+def test_the_first_task_and_weight_zero_equal_seq_lora(backbone, bank, tmp_path):
     free = learned(method_at_work(Lwf, backbone, bank, alpha_kd=0.0), tmp_path, tasks=2)
     plain = learned(method_at_work(SeqLora, backbone, bank), tmp_path, tasks=2)
     assert all(equal(one, other) for one, other in zip(free, plain, strict=True))

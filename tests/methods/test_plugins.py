@@ -471,7 +471,10 @@ def test_the_suite_runs_on_it_from_its_folder(place, tmp_path):
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-SPOILED = """
+FAULTY = """
+import random
+
+import torch
 from pydantic import Field
 
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
@@ -480,14 +483,7 @@ from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
 class Settings(LoraSettings):
     name: str
     anchor: float = Field(0.1, ge=0)
-    note: str = "nothing reads it, and its type tells no other value"
-
-
-class Anchored(LoraMethod):
-    settings_class = Settings
-
-    def begin_task(self, task, history):
-        return AnchoredLearner(self.carried(task, history), self.outputs, self.settings)
+    note: str = "nothing reads it, and its type suggests no other value"
 
 
 class AnchoredLearner(LoraLearner):
@@ -502,126 +498,76 @@ class AnchoredLearner(LoraLearner):
         return self.distance()
 
 
+class Anchored(LoraMethod):
+    settings_class = Settings
+    learner = AnchoredLearner
+
+    def begin_task(self, task, history):
+        return self.learner(self.carried(task, history), self.outputs, self.settings)
+
+
 class Undeclared(Anchored):
     def stage_identity(self, position):
         return {name: value for name, value in super().stage_identity(position).items() if name != "anchor"}
 
 
 class OncePerMicroBatch(Anchored):
-    def begin_task(self, task, history):
-        return InLoss(self.carried(task, history), self.outputs, self.settings)
+    class learner(AnchoredLearner):
+        def loss(self, outputs):
+            return super().loss(outputs) | self.distance()
 
-
-class InLoss(AnchoredLearner):
-    def loss(self, outputs):
-        return super().loss(outputs) | self.distance()
-
-    def penalty(self):
-        return {}
+        def penalty(self):
+            return {}
 
 
 class Forgetful(Anchored):
-    def begin_task(self, task, history):
-        return Late(self.carried(task, history), self.outputs, self.settings)
+    class learner(AnchoredLearner):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.start = None
 
-
-class Late(AnchoredLearner):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.start = None
-
-    def penalty(self):
-        if self.start is None:
-            self.start = self.B.detach().clone()
-        return super().penalty()
+        def penalty(self):
+            if self.start is None:
+                self.start = self.B.detach().clone()
+            return super().penalty()
 
 
 class Drawing(Anchored):
     def begin_task(self, task, history):
-        import torch
-
         learner = super().begin_task(task, history)
         learner.start = learner.start + 0.1 * torch.randn_like(learner.start)
         return learner
 
 
 class DrawingInSteps(Anchored):
-    def begin_task(self, task, history):
-        return Noisy(self.carried(task, history), self.outputs, self.settings)
-
-
-class Noisy(AnchoredLearner):
-    def penalty(self):
-        import random
-
-        return {"anchor": random.random() * super().penalty()["anchor"]}
+    class learner(AnchoredLearner):
+        def penalty(self):
+            return {"anchor": random.random() * super().penalty()["anchor"]}
 
 
 class Replaying(Anchored):
     replays = True
 
-    def begin_task(self, task, history):
-        return Replay(self.carried(task, history), self.outputs, self.settings)
-
-
-class Replay(AnchoredLearner):
-    def examples(self, rows):
-        return [*rows, *rows]
+    class learner(AnchoredLearner):
+        def examples(self, rows):
+            return [*rows, *rows]
 
 
 class Rewriting(Anchored):
-    def begin_task(self, task, history):
-        return Rewrite(self.carried(task, history), self.outputs, self.settings)
-
-
-class Rewrite(AnchoredLearner):
-    def adaptation(self, rows):
-        for row in rows:
-            row["prompt_ids"][-1] = 4
-        return super().adaptation(rows)
+    class learner(AnchoredLearner):
+        def adaptation(self, rows):
+            for row in rows:
+                row["prompt_ids"][-1] = 4
+            return super().adaptation(rows)
 """
 
-SPOILED_SUITE = """
-import pytest
-
+FAULTY_SUITE = """
 from latent_sweep.testing import MethodConformance
 
-
-class Suite(MethodConformance):
-    settings = {"rank": 4, "anchor": 10.0}
-    untried = {"note"}
-
-
-class TestWhole(Suite):
-    method = "spoiled:Anchored"
-
-
-class TestUndeclared(Suite):
-    method = "spoiled:Undeclared"
-
-
-class TestOncePerMicroBatch(Suite):
-    method = "spoiled:OncePerMicroBatch"
-
-
-class TestForgetful(Suite):
-    method = "spoiled:Forgetful"
-
-
-class TestDrawing(Suite):
-    method = "spoiled:Drawing"
-
-
-class TestDrawingInSteps(Suite):
-    method = "spoiled:DrawingInSteps"
-
-
-class TestReplaying(Suite):
-    method = "spoiled:Replaying"
-
-
-class TestRewriting(Suite):
-    method = "spoiled:Rewriting"
+OWN = {"settings": {"rank": 4, "anchor": 10.0}, "untried": {"note"}}
+KINDS = "Anchored Undeclared OncePerMicroBatch Forgetful Drawing DrawingInSteps Replaying Rewriting"
+for kind in KINDS.split():
+    globals()[f"Test{kind}"] = type(f"Test{kind}", (MethodConformance,), {"method": f"faulty:{kind}", **OWN})
 
 
 class TestPulled(MethodConformance):
@@ -634,9 +580,9 @@ class TestAnchoredOfThePage(MethodConformance):
     settings = {"rank": 4}
 
 
-class TestUntried(Suite):
-    method = "spoiled:Anchored"
-    untried = frozenset()
+class TestUntried(MethodConformance):
+    method = "faulty:Anchored"
+    settings = {"rank": 4, "anchor": 10.0}
 """
 
 FOUND = {
@@ -669,16 +615,16 @@ def test_the_suite_finds_faulty_methods(tmp_path, monkeypatch):
     planned = run_command(sys.executable, "-m", "latent_sweep.cli.main", "plan", "pulled.yaml")
     assert planned.returncode == 0 and "2 trials -> 2 trainings" in planned.stdout, planned.stderr
 
-    (tmp_path / "spoiled.py").write_text(SPOILED)
-    (tmp_path / "test_spoiled.py").write_text(SPOILED_SUITE)
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "test_faulty.py").write_text(FAULTY_SUITE)
     few = "(declares or micro or draws or held_out or inside and second)"
-    chosen = f"tiny-llama and (another_value or (TestAnchored or TestPulled or TestWhole) and {few})"
+    chosen = f"tiny-llama and (another_value or (TestAnchored or TestPulled) and {few})"
     kinds = {"Undeclared": "declares", "Once": "micro", "Forgetful": "inside and second", "Drawing": "draws"}
     kinds |= {"Rewriting": "held_out", "Replaying": "held_out"}
     chosen += "".join(f" or tiny-llama and {kind} and {tests}" for kind, tests in kinds.items())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-rf", "-k", chosen]
-    done = run_command(*command, "test_spoiled.py", PYTHONPATH=str(tmp_path))
-    failed = set(re.findall(r"^FAILED test_spoiled\.py::(.*?\])(?: - |$)", done.stdout, re.M))
+    done = run_command(*command, "test_faulty.py", PYTHONPATH=str(tmp_path))
+    failed = set(re.findall(r"^FAILED test_faulty\.py::(.*?\])(?: - |$)", done.stdout, re.M))
     assert failed == set(FOUND), done.stdout
     for text in FOUND.values():
         assert text in " ".join(done.stdout.split())

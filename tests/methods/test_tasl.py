@@ -1,4 +1,4 @@
-"""TaSL: importance of weights and matrices, the four cases of its consolidation, and the scores that it accumulates."""
+"""TaSL: edge cases of importance, and the four cases of consolidation."""
 
 import torch
 from helpers.in_turn import (
@@ -30,7 +30,7 @@ def learner_of(backbone, previous, **settings):
 
 
 def random_steps(learner, count, seed=0):
-    """Run `after_step` with random weights and gradients; returns both for every step and parameter."""
+    """Call `after_step` with random weights and gradients."""
     source, seen = torch.Generator().manual_seed(seed), []
     for step in range(count):
         for parameter in learner.parameters().values():
@@ -62,7 +62,7 @@ def test_min_max():
 
 
 def test_the_four_cases(backbone):
-    """Units by hand: with the median for a threshold, half of them are important to each side."""
+    """With the median as threshold, half of the units are important to each side."""
     learner = learner_of(backbone, random_snapshot(backbone, 0), percentile=50.0, both_share=0.3)
     before, now = torch.tensor([0.9, 1.0, 0.1, 0.0]), torch.tensor([0.8, 0.0, 1.0, 0.1])
     shares = learner.shares(before.double().view(2, 2, 1), now.double().view(2, 2, 1))
@@ -81,8 +81,8 @@ def test_a_unit_at_the_threshold_is_not_important(backbone):
     assert (learner.shares(scores, scores) == 0.5).all()
 
 
-def test_shares_of_new_and_old_sum_to_one(backbone):
-    """Fusing a pair with itself changes nothing, whatever the shares."""
+def test_fusing_a_pair_with_itself_changes_nothing(backbone):
+    """The shares of new and old values sum to one."""
     pair = random_snapshot(backbone, 0)
     source = torch.Generator().manual_seed(1)
     shares = torch.rand(2, len(pair["A"]), 1, dtype=torch.float64, generator=source)
@@ -93,7 +93,7 @@ def test_shares_of_new_and_old_sum_to_one(backbone):
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_task_leaves_its_weights_as_they_are(backbone, bank, tmp_path):
+def test_the_first_task_is_not_fused(backbone, bank, tmp_path):
     first = learned(method_at_work(Tasl, backbone, bank), tmp_path, tasks=1)[0]
     plain = learned(method_at_work(SeqLora, backbone, bank), tmp_path, tasks=1)[0]
     assert equal({name: first[name] for name in "AB"}, plain)
@@ -101,8 +101,8 @@ def test_the_first_task_leaves_its_weights_as_they_are(backbone, bank, tmp_path)
     assert begin(method_at_work(Tasl, backbone, bank)).facts() == {}
 
 
-def test_a_task_without_steps_has_no_say(backbone, bank, tmp_path):
-    """With no importance of its own, no unit is its own alone."""
+def test_a_task_without_steps_changes_nothing(backbone, bank, tmp_path):
+    """No unit is important to it alone."""
     method = method_at_work(Tasl, backbone, bank)
     history = learned(method, tmp_path, tasks=1)
     after = begin(method, history).finish()
