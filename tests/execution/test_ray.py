@@ -261,6 +261,7 @@ def test_out_of_memory_in_a_group_is_recorded_with_its_phase(tmp_path, monkeypat
         with during("learning"):
             raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # restored afterwards, as the worker sets it
     monkeypatch.setattr(ray_group, "run_group", group)
     with question(folder.storage) as asked, pytest.raises(RuntimeError, match="out of memory"):
         ray_tune._run_work(one, {}, folder, asked, sweep.run, print)

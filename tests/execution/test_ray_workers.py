@@ -79,7 +79,7 @@ def test_a_failed_group_records_the_cause_and_ends(two_cpus, tmp_path, checkpoin
     (failed,) = events(sweep_folder(tmp_path), "failed")
     assert "no safetensors files" in failed.message
     assert "Traceback" in failed.traceback
-    assert "deepspeed_engine.py" in failed.traceback, "the worker's own"
+    assert "execution/deepspeed.py" in failed.traceback, "the worker's own"
 
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")

@@ -140,7 +140,7 @@ def test_a_finished_trial_is_uploaded_with_its_files(uri, sweep, client):
     MlflowTracker(uri, sweep).sync()
     (run,) = runs_of(client, sweep, "trial")
     assert run.info.status == "FINISHED"
-    assert run.info.end_time == round(1000 * trial.events()[-1]["time"])
+    assert run.info.end_time == round(1000 * trial.events()[-1].time)
     assert steps_of(client, run) == WHOLE_TRIAL
     assert artifacts_of(client, run) == {
         "trial.yaml",
