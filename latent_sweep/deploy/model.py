@@ -23,8 +23,8 @@ from latent_sweep.deploy.new_task import ExampleLike, NewTask, new_task
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.protocol import Method
-from latent_sweep.routing.combination import Known, Rows, pool, table_std, texts_read, weigh
-from latent_sweep.routing.gaussian import ROUTED, GaussianRouter, normalise_embeddings
+from latent_sweep.routing.combination import FittedTasks, Rows, pool, table_std, texts_read, weigh
+from latent_sweep.routing.gaussian import ROUTED, GaussianRouter, normalize_embeddings
 from latent_sweep.routing.ngram import TaskNgrams
 from latent_sweep.security import quoted
 from latent_sweep.settings import local_path
@@ -35,7 +35,7 @@ from latent_sweep.sweep.plan import Run, Trial
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.evaluation import AnswerEnd, Evaluator
-from latent_sweep.training.events import say_nothing
+from latent_sweep.training.events import ignore_event
 from latent_sweep.training.run import ActiveRun, ActiveRuns
 from latent_sweep.training.stage import learn_missing
 
@@ -200,8 +200,8 @@ class ContinualModel:
         whole = s.router.combine in ROUTED and not s.router.pool.truncate
         rows = self._rows(self._encoded(texts, position, WHOLE_PROMPT) if whole else ids)
         router = self._router
-        known = Known(len(self.tasks), router, self._ngrams(), self._gates)
-        weights = weigh(s.router.combine, known, rows, position)
+        fitted_tasks = FittedTasks(len(self.tasks), router, self._ngrams(), self._gates)
+        weights = weigh(s.router.combine, fitted_tasks, rows, position)
         snapshots = [task.snapshot for task in self.content.learned]
         answers, _ = self._evaluator.answers(snapshots, weights, ids["prompt_ids"], end=self._end(position))
         distances = [None] * len(texts) if router is None else router.distances(rows.embeddings())
@@ -244,7 +244,7 @@ class ContinualModel:
         @cache
         def embeddings() -> npt.NDArray[Any]:
             std = self._table_std if settings.embed_norm == "std" else None
-            return normalise_embeddings(pool(backbone, ids, settings), settings.embed_norm, std)
+            return normalize_embeddings(pool(backbone, ids, settings), settings.embed_norm, std)
 
         prompts = ids["prompt_ids"]
         return Rows(len(prompts), embeddings, lambda: texts_read(backbone, prompts), lambda: prompts)
@@ -319,7 +319,7 @@ class ContinualModel:
                     "the training code is not the one that this model's snapshots were trained with; install the "
                     f"versions that the facts of {lineages[-1]} name"
                 )
-            learn_missing(ActiveRuns([run], context), position, say_nothing)
+            learn_missing(ActiveRuns([run], context), position, ignore_event)
             if run.failure is not None:
                 raise run.failure
             combiner = records_combiner(context, context.trial)

@@ -16,7 +16,7 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.sweep.memory import decided
 from latent_sweep.sweep.plan import Pack
 from latent_sweep.sweep.schema import RunSettings
-from latent_sweep.training.events import Begun, StageDone, Step
+from latent_sweep.training.events import Activity, StageDone, Step
 from latent_sweep.training.pack import run_pack
 from latent_sweep.training.packing import best_size, measure, split
 
@@ -51,7 +51,7 @@ def run_local(
     for p in packs:
         with ProgressWriter(sweep, p) as progress:
 
-            def emit(event: Begun | Step | StageDone, progress: ProgressWriter = progress) -> None:
+            def emit(event: Activity | Step | StageDone, progress: ProgressWriter = progress) -> None:
                 if not isinstance(event, StageDone):
                     progress.write(event)
 

@@ -56,12 +56,12 @@ def run_part(
 ) -> None:
     """Run a pack in this process, alone or as a worker of a group; `report` receives the measures of every stage."""
     from latent_sweep.monitor.progress import ProgressWriter
-    from latent_sweep.training.events import Begun, StageDone, Step
+    from latent_sweep.training.events import Activity, StageDone, Step
 
     progress = ProgressWriter(sweep, pack, group.size)
     with progress if group.leads else nullcontext():
         if group.leads:
-            progress.write(Begun("starting"))
+            progress.write(Activity("starting"))
 
         # imported here: the process that watches a group needs no torch, and loading it takes seconds
         with loading_modules():
@@ -70,7 +70,7 @@ def run_part(
             from latent_sweep.sweep.memory import decided
             from latent_sweep.training.pack import run_pack
 
-        def emit(event: Begun | Step | StageDone) -> None:
+        def emit(event: Activity | Step | StageDone) -> None:
             if isinstance(event, StageDone):
                 report(event.measures())
             else:

@@ -17,7 +17,7 @@ from latent_sweep.storage.heartbeat import heartbeat_of
 from latent_sweep.sweep.plan import Pack
 
 if TYPE_CHECKING:
-    from latent_sweep.training.events import Begun, Step
+    from latent_sweep.training.events import Activity, Step
 
 WORKING, DRIVING = "working", "driving"
 """The parts of a heartbeat written by a worker, and by a driver until a worker reports."""
@@ -49,7 +49,7 @@ class ProgressWriter:
             "workers": workers,
         }
 
-    def write(self, at: Step | Begun) -> None:
+    def write(self, at: Step | Activity) -> None:
         """Report the pack's activity. Failures are ignored: this is for display only."""
         doing = "answering" if at.doing == "scoring" else at.doing  # answering takes the time
         if (doing, at.position) != self._doing:

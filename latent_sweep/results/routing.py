@@ -33,7 +33,7 @@ from latent_sweep.routing.gaussian import (
     TaskGmm,
     TaskScatter,
     gmm_name,
-    normalise_embeddings,
+    normalize_embeddings,
     pooled_covariance,
     pooled_name,
     pooled_path,
@@ -234,7 +234,7 @@ class StoredRouter:
             raise StorageError(
                 "the embedding table of its backbone, which scales pooled embeddings, is not on this machine"
             )
-        return normalise_embeddings(pooled, how, self._table_std if how == "std" else None)
+        return normalize_embeddings(pooled, how, self._table_std if how == "std" else None)
 
     def _router(self) -> GaussianRouter:
         """The router over all tasks, from its records; fitted as the last stage of the trial has fitted it.

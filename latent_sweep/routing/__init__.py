@@ -1,1 +1,1 @@
-"""The task router: Gaussian mixtures over prompt embeddings, how task adapters are combined, and how well it routes."""
+"""The task router: Gaussian mixtures over prompt embeddings, combinations of snapshots, and routing metrics."""

@@ -12,7 +12,7 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import Pack, expand, pack
-from latent_sweep.training.events import Begun, StageDone, Step
+from latent_sweep.training.events import Activity, StageDone, Step
 from latent_sweep.training.pack import run_pack
 
 Event = Step | StageDone
@@ -51,8 +51,8 @@ class Runs:
     def run(self, packs: Sequence[Pack], on: Callable[[Event], None] = _ignore) -> None:
         """Run packs; `on` receives every step and stage, and may raise to interrupt the run."""
 
-        def emit(event: Begun | Event) -> None:
-            if isinstance(event, Begun):
+        def emit(event: Activity | Event) -> None:
+            if isinstance(event, Activity):
                 return
             if isinstance(event, StageDone):
                 self.stages.append(event)

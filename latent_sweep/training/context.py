@@ -1,4 +1,4 @@
-"""What learning and scoring share on one worker: the engine with the backbone, the bank, methods, tokens, the store."""
+"""What learning and scoring share on one worker: engine, backbone, adapter bank, methods, tokens, snapshots."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import SPLITS, Trial
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.evaluation import Recent
-from latent_sweep.training.events import Begun, Doing, Emit, say_nothing
+from latent_sweep.training.events import Activity, ActivityName, Emit, ignore_event
 
 log = logging.getLogger(__name__)
 
 
 class Context:
-    """All that trials on one backbone share while they are learned and scored; expensive parts load when needed.
+    """What the trials of a pack share; expensive parts are loaded on first use.
 
     Args:
-        trial: names the backbone and the tasks; what runs together agrees on both.
-        storage: snapshots, factors, embeddings and tokens lie here, shared by all sweeps.
-        engine: what computes; None is plain torch in this process.
-        halved: what is done with half the rows in a pass; learning has its own setting for it.
-        keep_answers: whose answers trials keep: those of every stage, or of the last one.
-        emit: told of what takes a while, when it begins.
-        keeps_features: whether methods keep features of prompts in the storage.
+        trial: any trial of the pack; all have the same backbone and tasks.
+        storage: holds snapshots, factors, embeddings and tokens of all sweeps.
+        engine: None is plain torch in this process.
+        halved: phases with half the rows per pass; learning has `training.micro_batch_size` instead.
+        keep_answers: whether trials save the predictions of every stage or only of the last.
+        emit: receives activities as they start.
+        keeps_features: whether methods store features of prompts.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Context:
         engine: Engine | None = None,
         halved: frozenset[Phase] = frozenset(),
         keep_answers: KeepAnswers = "all",
-        emit: Emit = say_nothing,
+        emit: Emit = ignore_event,
         keeps_features: bool = True,
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
         self.keeps_features = keeps_features
         self.store = SnapshotStorage(storage)
-        self._emit, self._begun = emit, list[Begun]()
-        self._folds: dict[str, PooledScatter] = {}
+        self._emit, self._activities = emit, list[Activity]()
+        self._scatter_sums: dict[str, PooledScatter] = {}
         self._gmms: dict[str, TaskGmm] = {}
         self._recent: dict[tuple[str, int], Recent] = {}
         self._tokens: dict[Any, TokenizedExamples] = {}
@@ -78,26 +78,30 @@ class Context:
         self._methods: dict[str, Method] = {}
 
     @contextmanager
-    def doing(self, what: Doing, position: int | None = None) -> Iterator[None]:
-        """Tell that this begins, and at the end of the block that the pack is back at what it is a part of."""
-        self._begun.append(Begun(what, position))
-        self._emit(self._begun[-1])
+    def doing(self, name: ActivityName, position: int | None = None) -> Iterator[None]:
+        """Report that an activity has started and, on exit, that the enclosing one continues."""
+        self._activities.append(Activity(name, position))
+        self._emit(self._activities[-1])
         try:
             yield
         finally:
-            self._begun.pop()
-            if self._begun:
-                self._emit(self._begun[-1])
+            self._activities.pop()
+            if self._activities:
+                self._emit(self._activities[-1])
 
     @cached_property
     def backbone(self) -> Backbone:
-        """The frozen model, loaded by every worker of the group at the same time."""
+        """The frozen model, loaded by every worker of the group at the same time.
+
+        Raises:
+            ConfigError: it differs from the planned one.
+        """
         settings = self.trial.settings.backbone
-        if (found := backbone_identity(settings)) != self.trial.backbone:
+        if (identity := backbone_identity(settings)) != self.trial.backbone:
             raise ConfigError(
-                f"backbone {settings.name}: found {found} on {socket.gethostname()}; the sweep was planned with "
-                f"{dict(self.trial.backbone)}. Nothing was learned or scored with it. Put back what was planned with "
-                "and run the same command again, or end the sweep and start it again to plan it with what is there now."
+                f"backbone {settings.name}: found {identity} on {socket.gethostname()}; the sweep was planned with "
+                f"{dict(self.trial.backbone)}. Restore the planned backbone and run the same command again, or end the "
+                "sweep and start it again to plan it with the new one."
             )
         if self.engine.group.leads:
             self.engine.group.order("load")
@@ -109,7 +113,7 @@ class Context:
 
     @cached_property
     def chat(self) -> Chat | None:
-        """The chat template that prompts stand in, if the trials want one."""
+        """The chat template of the prompts, if `benchmark.chat` is set."""
         return chat_of(self.backbone.tokenizer) if self.trial.settings.benchmark.chat else None
 
     @cached_property
@@ -118,42 +122,41 @@ class Context:
         return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
 
     def close(self) -> None:
-        """Take what was added to the backbone off it again: another pack of this process may use it."""
+        """Remove adapters from the backbone, which another pack of this process may use."""
         if "bank" in self.__dict__:
             self.bank.remove()
 
-    def order(self, *what: Any) -> None:
-        """Tell the other workers what all of them do now with the backbone, which all of them have by then."""
+    def order(self, *order: Any) -> None:
+        """Load the backbone on all workers, then send them this order."""
         _ = self.backbone
-        self.engine.group.order(*what)
+        self.engine.group.order(*order)
 
     def check(self, snapshots: Sequence[Snapshot]) -> None:
-        """Hold snapshots that were found in the store against the backbone that is loaded here.
+        """Check that stored snapshots were learned on the loaded backbone.
 
-        Their lineages say what the backbone was called; a hub, a random generator or a conversion may have made other
-        weights of it at another place.
+        Lineages only contain its name; a hub, a random generator or a conversion may give other weights elsewhere.
 
         Raises:
             ConfigError: a snapshot was learned on other weights, or with another tokenizer.
         """
-        here = backbone_facts(self.backbone)
+        loaded = backbone_facts(self.backbone)
         for snapshot in snapshots:
-            if (there := snapshot.facts["backbone"]) != here:
+            if (learned_on := snapshot.facts["backbone"]) != loaded:
                 raise ConfigError(
                     f"backbone {self.trial.settings.backbone.name}: snapshot {snapshot.lineage} in {self.store.folder} "
-                    f"was learned with {there}, but what is loaded on {socket.gethostname()} is {here}: one name, two "
-                    "backbones. Install the versions that the snapshot's .json names, or use another run.storage."
+                    f"was learned with {learned_on}, but {loaded} is loaded on {socket.gethostname()}. Install the "
+                    "versions that the snapshot's .json names, or use another run.storage."
                 )
 
     def passes(self, phase: Phase) -> int:
-        """Return the number of passes that a batch is cut into."""
+        """Return the number of passes that a batch is split into."""
         return 2 if phase in self.halved else 1
 
     def method(self, settings: MethodSettings, largest_rank: int) -> Method:
-        """A method with these settings, able to train and to answer; made once.
+        """Return a method with these settings, able to train and to answer.
 
         Args:
-            largest_rank: of the sweep: factors computed for it serve every smaller one.
+            largest_rank: of the sweep; factors computed for it also serve smaller ranks.
         """
         key = canonical_json([settings.identity(), largest_rank])
         if key not in self._methods:
@@ -167,18 +170,18 @@ class Context:
     def tokens(
         self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False
     ) -> TokenizedExamples:
-        """The tokenized rows of a trial's task; found once.
+        """Return the tokenized rows of a trial's task.
 
         Args:
-            carve: whether validation rows are taken out of the training rows (A31).
-            whole: whether prompts are left as long as they are (A19).
+            carve: take validation rows out of the training rows (A31).
+            whole: do not truncate prompts (A19).
         """
         b, task = trial.settings.benchmark, trial.tasks[position]
         key = (b, task.name, split, carve, whole)
         if key not in self._tokens:
             backbone = self.backbone
-            with self.doing("tokenising", position):
-                found = tokenized(
+            with self.doing("tokenizing", position):
+                rows = tokenized(
                     trial.spec,
                     task,
                     split,
@@ -191,49 +194,49 @@ class Context:
                     carve_validation=carve,
                     source=trial.source(task, split),
                 )
-            self._check_rows(found, f"{split} rows of {task.name}", trial, whole)
-            self._tokens[key] = found
+            self._check_rows(rows, f"{split} rows of {task.name}", trial, whole)
+            self._tokens[key] = rows
         return self._tokens[key]
 
-    def _check_rows(self, rows: TokenizedExamples, told: str, trial: Trial, whole: bool) -> None:
-        """Refuse rows that the backbone cannot read: torch would only say that some index is out of range."""
+    def _check_rows(self, rows: TokenizedExamples, which: str, trial: Trial, whole: bool) -> None:
+        """Reject rows that the backbone cannot read; torch would only report an index out of range."""
         backbone, b = self.backbone, trial.settings.benchmark
         name = f"backbone.name: {trial.settings.backbone.name}"
-        if (largest := rows.largest()) >= (known := backbone.model.get_input_embeddings().num_embeddings):
+        if (largest := rows.largest()) >= (size := backbone.model.get_input_embeddings().num_embeddings):
             raise ConfigError(
-                f"{name} embeds {known:,} tokens, and its tokenizer makes the token {largest:,} of {told}. Save the "
-                "model after resize_token_embeddings, or take the tokenizer that it was trained with "
+                f"{name} embeds {size:,} tokens, but its tokenizer makes the token {largest:,} of {which}. Save the "
+                "model after resize_token_embeddings, or use the tokenizer that it was trained with "
                 "(backbone.tokenizer)"
             )
         router = trial.settings.router
         by_input = router.combine in ROUTED and router.pool.scope == "input_only"
-        if by_input and (place := rows.empty("input_ids")) is not None:
+        if by_input and (empty := rows.empty("input_ids")) is not None:
             raise DataError(
-                f"router.pool.scope: input_only takes the mean over an input's tokens, and row {place:,} (0-based) of "
-                f"the {told} has none. Use prompt, or leave such rows out of the benchmark"
+                f"router.pool.scope: input_only averages an input's tokens, but row {empty:,} (0-based) of the {which} "
+                "has none. Use prompt, or leave such rows out of the benchmark"
             )
-        if whole:  # for their embeddings alone
+        if whole:  # only their embeddings are read
             return
         virtual, answer = len(trial.method().prompt(())), b.max_target_length
         prompt = rows.longest_prompt() + virtual
         needed = max(prompt, answer) if backbone.traits.encoder_decoder else prompt + answer
         if needed > backbone.positions:
             raise ConfigError(
-                f"{name} has places for {backbone.positions:,} tokens, and {told} need {needed:,}: prompts of up to "
-                f"{prompt:,}{f' ({virtual:,} virtual ones)' * bool(virtual)}, answers of {answer:,}. Lower "
-                "benchmark.max_source_length or benchmark.max_target_length, or take another backbone"
+                f"{name} has {backbone.positions:,} positions, but {which} need {needed:,}: prompts of up to {prompt:,}"
+                f"{f' ({virtual:,} virtual tokens)' * bool(virtual)}, answers of {answer:,}. Lower "
+                "benchmark.max_source_length or benchmark.max_target_length, or use another backbone"
             )
 
     def inputs(self, trial: Trial, position: int) -> list[str]:
-        """The inputs of a trial's test rows as texts, which the tokenized rows do not hold."""
+        """Return the inputs of a task's test rows as texts."""
         task = trial.tasks[position]
         source = trial.source(task, "test")
         return [row.input for row in load_examples(trial.spec, task, "test", trial.settings.benchmark, source=source)]
 
     def constant(self, trial: Trial, position: int) -> float | None:
-        """Return the score of the most frequent training answer as the answer to every test row of a trial's task.
+        """Return the test score of a trial's task if every answer is the most frequent training answer.
 
-        None if the rows are no longer on this machine: tokens of them may be cached.
+        None if the rows are no longer on this machine; their tokens may be cached.
         """
         b, task = trial.settings.benchmark, trial.tasks[position]
         key = b, task.name
@@ -243,7 +246,7 @@ class Context:
                     load_examples(trial.spec, task, split, b, source=trial.source(task, split)) for split in SPLITS
                 )
             except DataError as error:
-                log.warning("the score of the most frequent answer of %s is not known: %s", task.name, error)
+                log.warning("no score of the most frequent answer of %s: %s", task.name, error)
                 return None
             ((most, _),) = Counter(row.target for row in train).most_common(1)
             answers, references, inputs = [most] * len(test), [row.references for row in test], [r.input for r in test]
@@ -252,20 +255,20 @@ class Context:
         return self._constants[key]
 
     def combiner(self, trial: Trial, gates: Gates) -> Combiner:
-        """Make the combiner that weighs a trial's snapshots.
+        """Return the combiner of a trial's snapshots.
 
         Args:
-            gates: gives the weights where that is how its method mixes.
+            gates: returns the weights for `combine: gates`.
         """
         router = trial.settings.router
         whole = router.combine in ROUTED and not router.pool.truncate
         pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)
         seed = trial.settings.seed
-        folder, known = self.storage.folder, (self._folds, self._gmms)
-        return Combiner(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *known)
+        folder, shared = self.storage.folder, (self._scatter_sums, self._gmms)
+        return Combiner(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *shared)
 
     def recent(self, trial: Trial, position: int) -> Recent:
-        """The answers that a trial has given last to the test rows of its task at this position."""
+        """Return a trial's answers of the previous stage to a task's test rows, which the evaluator updates."""
         return self._recent.setdefault((trial.trial_id, position), {})
 
 
@@ -275,7 +278,7 @@ def backbone_facts(backbone: Backbone) -> dict[str, str]:
 
 
 def computed_with(backbone: Backbone) -> dict[str, str]:
-    """Return what can move a number in its last digits: libraries, device and type."""
+    """Return what affects the last digits of results: libraries, device and dtype."""
     dtype = str(backbone.model.dtype).split(".")[-1]
     return {**versions.libraries(), "device": device_name(backbone.device), "dtype": dtype}
 
@@ -283,5 +286,5 @@ def computed_with(backbone: Backbone) -> dict[str, str]:
 def hardware(engine: Engine | None = None) -> dict[str, Any]:
     """Describe the machine and the engine that trials run on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    found = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
-    return found | (engine.facts() if engine else {})
+    facts = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+    return facts | (engine.facts() if engine else {})

@@ -1,7 +1,7 @@
-"""Engines own the backbone. Plain torch here; DeepSpeed, which shards it, is in `backends`.
+"""Engines own the backbone: plain torch here, DeepSpeed, which shards it, in `execution/deepspeed.py`.
 
-The loop over steps is the same for all of them, and so are its results, to rounding: an engine is no part of any
-training's identity, and what one has checkpointed another goes on from.
+All engines share the training loop and give the same results to rounding. So an engine is not part of a training's
+identity, and one can resume another's checkpoints.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _OURS = __name__.partition(".")[0] + "."
 
 
 def _condition(model: Any) -> dict[str, tuple[int, ...]]:
-    """What a method could have changed of a frozen model, by name: its parameters, and what runs beside its modules.
+    """Return a fingerprint of what a method could change in a frozen model: parameters, hooks and `forward`, by name.
 
-    Parameters count the times that they were written to. Hooks of this package are taken off by who put them there.
+    torch counts the writes to a parameter. Hooks of this package are left out, as it removes them itself.
     """
-    found: dict[str, tuple[int, ...]] = {
+    condition: dict[str, tuple[int, ...]] = {
         name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()
     }
     for name, module in model.named_modules():
@@ -39,16 +39,16 @@ def _condition(model: Any) -> dict[str, tuple[int, ...]]:
         )
         theirs = [id(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_OURS)]
         if theirs or "forward" in vars(module):
-            found[f"{name or 'the model'} ({type(module).__name__})"] = (*theirs, id(vars(module).get("forward")))
-    return found
+            condition[f"{name or 'the model'} ({type(module).__name__})"] = (*theirs, id(vars(module).get("forward")))
+    return condition
 
 
 _kept: dict[str, Backbone] = {}
-"""The backbone that this process has loaded last, by what it was loaded from."""
+"""The backbone that this process loaded last, by settings and files."""
 
 
 def forget_backbone() -> None:
-    """Have the next pack load its backbone anew: something went wrong, and may have left this one changed."""
+    """Make the next pack reload its backbone, as an error may have left it changed."""
     _kept.clear()
 
 
@@ -56,12 +56,12 @@ class Engine:
     """Plain torch: every worker of the group holds the whole backbone.
 
     Args:
-        group: the workers that compute the trial together.
-        backbone: one that is loaded already.
+        group: the workers that run the pack together.
+        backbone: a backbone that is already loaded.
     """
 
     answers_apart = True
-    """Whether workers can answer different rows at the same time."""
+    """Whether workers can answer different batches at the same time."""
 
     def __init__(self, group: WorkerGroup = ALONE, backbone: Backbone | None = None):
         self.group = group
@@ -70,26 +70,25 @@ class Engine:
 
     @property
     def backbone(self) -> Backbone:
-        """Return the backbone that was loaded last."""
+        """Return the loaded backbone."""
         assert self._backbone is not None, "load it first"
         return self._backbone
 
     def load(self, settings: BackboneSettings) -> Backbone:
-        """Load a backbone on this engine; every worker of the group calls it at the same time.
+        """Load a backbone; every worker of the group calls this at the same time.
 
-        One that this process has loaded before, for another pack, is taken as it is where its settings and its files
-        are the same.
+        The backbone of an earlier pack of this process is reused if its settings and files are the same.
         """
         key = canonical_json([settings.model_dump(mode="json"), backbone_identity(settings)])
         if key not in _kept:
-            forget_backbone()  # first: there may be no room for two
+            forget_backbone()  # before loading, as memory may not hold two
             _kept[key] = load_backbone(settings)
         self._backbone = _kept[key]
         self._condition = _condition(self._backbone.model)
         return self._backbone
 
     def check_frozen(self) -> None:
-        """Hold the backbone against what it was when it was loaded: what a method leaves on it changes others' results.
+        """Check that no method has changed the backbone since it was loaded, which would change others' results.
 
         Raises:
             ConfigError: parameters were written to or replaced, or modules have hooks or another `forward`.
@@ -99,23 +98,22 @@ class Engine:
         before = self._condition
         changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
         raise ConfigError(
-            f"the frozen backbone is not what it was when it was loaded: {', '.join(changed[:3])}"
-            f"{', ...' * (len(changed) > 3)}. A method has written to parameters, or left hooks or another forward on "
-            "modules; nothing of it was stored. Train tensors of the method's own, which `adaptation` returns, and "
-            "take off again what is put on the backbone before begin_task, finish, gates or combine return"
+            f"the frozen backbone has changed: {', '.join(changed[:3])}{', ...' * (len(changed) > 3)}. A method wrote "
+            "to its parameters or left hooks or another forward on its modules; its results were not stored. Train the "
+            "method's own tensors, and remove hooks before begin_task, finish, gates or combine return"
         )
 
     def end_answers_with(self, token: int) -> Backbone:
-        """Have answers of the backbone end with another token than EOS, until it is loaded again."""
+        """End the backbone's answers with this token instead of EOS, until it is loaded again."""
         self._backbone = replace(self.backbone, answer_end=token)
         return self._backbone
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that a result records of its engine."""
+        """Return what a result records of its engine."""
         return {"engine": "torch", "workers": self.group.size}
 
     def begin_learning(self) -> None:
-        """Prepare for training; every worker is about to train."""
+        """Prepare for training, on every worker."""
 
     def begin_answering(self) -> None:
-        """Prepare for answering; every worker is about to generate answers, possibly to different rows."""
+        """Prepare for generating answers, on every worker, possibly to different rows."""

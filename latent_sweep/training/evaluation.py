@@ -1,16 +1,15 @@
-"""Scoring the tasks seen so far: one row of the score matrix, with every generation that is already known reused.
+"""Scoring the tasks seen so far, one row of the score matrix, with a cache of generated answers.
 
-Greedy answers depend only on the prompt, the blend of snapshots, what the method and decoding make of them, the
-backbone and, where two tokens are next to equally likely, on the device and the libraries: they are cached under
-exactly that. A batch is the unit of the cache, so a score never depends on what else was computed before.
+Greedy answers depend only on the prompt, the weighted snapshots, the method, the decoding, the backbone and, if two
+tokens are almost equally likely, on the device and the libraries. The generation cache is keyed by all of these. Its
+unit is a batch, so a score never depends on what was computed before.
 
-How a row is answered is decided by the row: `path_of` its weights says whether its batch has one adapter for all rows,
-and then what the task's test prompts begin with is read once, however few rows the batch has. Rows of different paths
-never share a batch. What remains of a row's neighbours is rounding: they decide to how many rows and how much padding a
-kernel is applied, and in bfloat16 a near tie of two tokens can hang on that. Where a row leaves for another path, as
-tasks are added, its neighbours are answered again. Where memory has not sufficed, every batch of the next try is
-answered in halves: such answers are known under names of their own, and the journal tells rows that were scored with
-them.
+A row's own weights decide how it is answered: `path_of` says whether its batch uses one merged adapter, and if so, the
+common beginning of the task's test prompts is read once, even for a small batch. Rows of different paths never share a
+batch. A row's neighbors only affect rounding, through batch size and padding, which in bfloat16 can decide a near tie
+of two tokens. If a row moves to another path as tasks are added, its neighbors are answered again. After an
+out-of-memory error, every batch is answered in halves; those answers are cached under other names, and the journal
+records it.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from latent_sweep.training.engine import Engine
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The result of a trial on one task at one stage."""
+    """The score of a trial on one task at one stage."""
 
     score: float
     """Mean over rows, a fraction."""
     predictions: list[dict[str, Any]]
-    """Per row: id, prediction, references, score and, by task position, the weights that are not zero."""
+    """Per row: id, prediction, references, score, and nonzero weights by task position."""
     generated: int
-    """Rows whose answer was generated now; the others were known."""
+    """Rows whose answer was generated now, not cached."""
     rouge_1: float | None
-    """Mean Rouge-1 beside a Rouge-L score; None for an accuracy task."""
+    """Mean Rouge-1 in addition to a Rouge-L score; None for other metrics."""
 
 
 Recent = dict[Path, list[str]]
-"""Answers of batches, by the file in which they are known."""
+"""Answers of batches, by their cache file."""
 
 
 @dataclass(frozen=True)
 class AnswerBatch:
-    """Prompts to be answered together, and how: all that a worker has to know."""
+    """Prompts to answer together, and everything that a worker needs for it."""
 
     lineages: Sequence[str]
     """The snapshots that answer."""
@@ -69,13 +68,13 @@ class AnswerBatch:
     stop: tuple[str, ...]
     """An answer ends where one of these strings appears."""
     passes: int = 1
-    """How many passes answer it: more than one where memory has not sufficed."""
+    """Forward passes it is split into; more than one after an out-of-memory error."""
     shared: int = 0
-    """Tokens that all prompts of the task begin with and that are read once."""
+    """Leading tokens that all prompts of the task share and that are read once."""
 
     @property
-    def alike(self) -> bool:
-        """Whether one adapter holds for all rows."""
+    def merged(self) -> bool:
+        """Whether one merged adapter answers all rows."""
         return path_of(self.weights[0]) is not None
 
     def parts(self) -> Iterator[tuple[Array, Sequence[Sequence[int]]]]:
@@ -86,45 +85,46 @@ class AnswerBatch:
 
 
 class CombinedAdapters:
-    """The adaptations by which a method's snapshots answer, batch after batch.
+    """The adaptations with which a method's snapshots answer, batch after batch.
 
-    What the batch before was answered with is at hand, and no more: tensors of snapshots may have to be read, and one
-    adapter for all rows, as of a sum, costs as much to make as there are snapshots in it.
+    Those of the previous batch are cached: reading snapshots takes time, and so does merging many of them.
     """
 
     def __init__(self, method: Method):
         self._method = method
-        self._one: tuple[Any, Adaptation] | None = None
-        """The newest adapter for all rows of a batch, after what it was made of."""
-        self._read: dict[str, AtHand] = {}
-        """The tensors of the newest batch whose rows have adapters of their own, by lineage."""
+        self._merged: tuple[Any, Adaptation] | None = None
+        """Key and adaptation of the newest batch with a merged adapter."""
+        self._tensors: dict[str, CachedTensors] = {}
+        """Tensors of the newest batch with an adapter per row, by lineage."""
 
-    def of(self, batch: AnswerBatch, mix: Array, snapshot: Callable[[str], Snapshot]) -> Adaptation:
-        """Return the adaptation for some rows of a batch, which weigh its snapshots so: (rows, snapshots)."""
-        if not batch.alike:
-            known = self._read
-            self._read = {
-                name: known[name] if name in known else AtHand(snapshot(name).tensors) for name in batch.lineages
+    def of(self, batch: AnswerBatch, weights: Array, snapshot: Callable[[str], Snapshot]) -> Adaptation:
+        """Return the adaptation for some rows of a batch, with weights (rows, snapshots)."""
+        if not batch.merged:
+            cached = self._tensors
+            self._tensors = {
+                name: cached[name] if name in cached else CachedTensors(snapshot(name).tensors)
+                for name in batch.lineages
             }
-            return self._method.combine([self._read[name] for name in batch.lineages], torch.from_numpy(mix).float())
-        key = tuple(batch.lineages), mix[0].tobytes()
-        if self._one is None or self._one[0] != key:
-            self._one = None  # first: there may be no room for two
-            tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
-            self._one = key, self._method.combine(tensors, torch.from_numpy(mix[:1]).float())
-        return self._one[1]
+            tensors = [self._tensors[name] for name in batch.lineages]  # a lineage may occur twice
+            return self._method.combine(tensors, torch.from_numpy(weights).float())
+        key = tuple(batch.lineages), weights[0].tobytes()
+        if self._merged is None or self._merged[0] != key:
+            self._merged = None  # freed first, as memory may not hold two
+            stored = [snapshot(lineage).tensors for lineage in batch.lineages]
+            self._merged = key, self._method.combine(stored, torch.from_numpy(weights[:1]).float())
+        return self._merged[1]
 
 
-class AtHand(Mapping[str, torch.Tensor]):
-    """The tensors of a snapshot, each of them read once."""
+class CachedTensors(Mapping[str, torch.Tensor]):
+    """A snapshot's tensors, each read once."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self._tensors, self._read = tensors, dict[str, torch.Tensor]()
+        self._tensors, self._cache = tensors, dict[str, torch.Tensor]()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._read:
-            self._read[name] = self._tensors[name]
-        return self._read[name]
+        if name not in self._cache:
+            self._cache[name] = self._tensors[name]
+        return self._cache[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -136,37 +136,35 @@ class AtHand(Mapping[str, torch.Tensor]):
 def answer(
     batches: Sequence[AnswerBatch],
     snapshot: Callable[[str], Snapshot],
-    blends: CombinedAdapters,
+    adapters: CombinedAdapters,
     engine: Engine,
     bank: AdapterBank,
 ) -> list[list[str]]:
-    """Answer batches, each of them by one worker of the engine's group; all workers call it at the same time.
+    """Answer batches, each on one worker of the engine's group; all workers call this at the same time.
 
     Args:
-        batches: no more than there are workers, and one where the engine does not let them answer apart.
-        snapshot: gives the snapshot of a lineage.
-        blends: of the method whose snapshots they are.
+        batches: at most one per worker; a single one if the engine cannot answer apart.
+        snapshot: returns the snapshot of a lineage.
+        adapters: of the snapshots' method.
 
     Returns:
-        The answers of every batch at the group's first worker; nothing at the others.
+        The answers of every batch on the group's first worker; an empty list on the others.
     """
     backbone = engine.backbone
     engine.begin_answering()
 
     def texts(batch: AnswerBatch) -> list[str]:
         ids: list[list[int]] = []
-        for mix, prompts in batch.parts():
-            with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
-                adaptation = blends.of(batch, mix, snapshot)
+        for weights, prompts in batch.parts():
+            with torch.no_grad():  # not inference mode: a method may keep tensors and train with them later
+                adaptation = adapters.of(batch, weights, snapshot)
                 ids += generate(backbone, bank, prompts, adaptation, batch.max_new_tokens, batch.stop, batch.shared)
-        return [answer_text(backbone, found, batch.stop) for found in ids]
+        return [answer_text(backbone, answer_ids, batch.stop) for answer_ids in ids]
 
-    if engine.answers_apart:
-        mine = batches[engine.group.rank : engine.group.rank + 1]
-    else:
-        mine = batches
-    found = engine.group.collect([texts(batch) for batch in mine])
-    return [texts for of_worker in found for texts in of_worker][: len(batches)]
+    rank = engine.group.rank
+    own = batches[rank : rank + 1] if engine.answers_apart else batches
+    by_worker = engine.group.collect([texts(batch) for batch in own])
+    return [texts for of_worker in by_worker for texts in of_worker][: len(batches)]
 
 
 class AnswerEnd(NamedTuple):
@@ -179,18 +177,17 @@ class AnswerEnd(NamedTuple):
 
 
 class Evaluator:
-    """Answers test rows with blended snapshots and scores them.
+    """Answers test rows with weighted snapshots and scores them.
 
     Args:
-        method: says how snapshots answer together; one row of weights stands for a batch whose rows weigh them alike.
-        batch_size: rows per batch, at most; see `batched`.
+        method: the snapshots' method.
+        batch_size: maximum rows per batch; see `batched`.
         max_new_tokens, stop: where an answer ends.
         references: `single_first` or `max_over_refs`.
-        cache: folder of known answers; None keeps none.
-        tell: lets the other workers of the engine's group know of batches before they are answered.
-        method_source: digest of the method's code, where it is from outside: of what was imported, and not of what its
-            file says by now.
-        passes: how many passes answer a batch.
+        cache: folder of the generation cache; None for none.
+        order: sends batches to the other workers of the engine's group before they are answered.
+        method_source: digest of the method's code as imported, if it is a plugin.
+        passes: forward passes that a batch is split into.
     """
 
     def __init__(
@@ -203,15 +200,15 @@ class Evaluator:
         stop: Sequence[str],
         references: RefsPolicy,
         cache: Path | None,
-        tell: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
+        order: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
         method_source: str | None = None,
         passes: int = 1,
     ):
         self.engine, self.bank, self.method = engine, bank, method
         self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
-        self.references, self.cache, self.tell, self.method_source = references, cache, tell, method_source
+        self.references, self.cache, self.order, self.method_source = references, cache, order, method_source
         self.passes = passes
-        self._blends = CombinedAdapters(method)
+        self._adapters = CombinedAdapters(method)
 
     def score(
         self,
@@ -230,10 +227,10 @@ class Evaluator:
             history: the snapshots, oldest first.
             weights: (rows, snapshots).
             rows: tokenized test rows.
-            definitions: how many definitions the prompts take in turn.
+            definitions: number of wordings of the instruction that the prompts take in turn.
             inputs: the rows' inputs, for a metric that reads them.
-            recent: the answers of the stage before, which need not be looked for; those of this one take their place.
-            end: where the task's answers end; None is where all answers of this evaluator do.
+            recent: answers of the previous stage, looked up before the cache; replaced by those of this stage.
+            end: where the task's answers end; default: where all answers of this evaluator end.
         """
         answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent, end)
         answers = [trimmed(metric, text) for text in answers]
@@ -257,18 +254,16 @@ class Evaluator:
         recent: Recent | None = None,
         end: AnswerEnd | None = None,
     ) -> tuple[list[str], int]:
-        """Answer rows, each with its own blend of the snapshots.
+        """Answer rows, each with its own weights of the snapshots.
 
         Args:
             history: the snapshots, oldest first.
             weights: (rows, snapshots).
             prompt_ids: token ids of each row's prompt.
-            definitions: how many definitions the prompts take in turn.
-            recent: answers that need not be looked for; those given now take their place.
-            end: where answers end; None is where all answers of this evaluator do.
+            definitions, recent, end: as in `score`.
 
         Returns:
-            An answer for every row, and how many rows were generated now; the others were known.
+            An answer for every row, and the number of rows generated now, not cached.
         """
         prompts = [self.method.prompt(ids) for ids in prompt_ids]
         end = end or AnswerEnd(self.max_new_tokens, self.stop)
@@ -277,12 +272,12 @@ class Evaluator:
         for first in range(min(definitions, len(prompts))):
             reading = range(first, len(prompts), definitions)
             shared = shared_tokens(self.engine.backbone, [prompts[row] for row in reading], self.batch_size)
-            found = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
-            batches += [self._batch(history, weights[part], [prompts[r] for r in part], shared, end) for part in found]
-            parts += found
-        known, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
+            cut = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
+            batches += [self._batch(history, weights[part], [prompts[r] for r in part], shared, end) for part in cut]
+            parts += cut
+        texts_of_parts, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
         answers = [""] * len(prompts)
-        for part, texts in zip(parts, known, strict=True):
+        for part, texts in zip(parts, texts_of_parts, strict=True):
             for row, text in zip(part, texts, strict=True):
                 answers[row] = text
         return answers, generated
@@ -290,27 +285,27 @@ class Evaluator:
     def _batch(
         self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]], shared: int, end: AnswerEnd
     ) -> AnswerBatch:
-        used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots that nobody in this batch weighs play no part
+        used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots with a nonzero weight in this batch
         lineages = [history[i].lineage for i in used]
         batch = AnswerBatch(lineages, weights[:, used], prompts, *end, self.passes)
-        return replace(batch, shared=shared) if batch.alike else batch
+        return replace(batch, shared=shared) if batch.merged else batch
 
     def _answers(
         self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot], recent: Recent | None
     ) -> tuple[Sequence[Sequence[str]], int]:
-        """Answers of every batch, and how many of them were generated now."""
+        """Return the answers of every batch, and the number of rows generated now."""
         paths = [self._path(batch) for batch in batches]
         recent = {} if recent is None else recent
         answers = [None if path is None else recent.get(path) or read_checksummed_json(path) for path in paths]
-        missing = [i for i, known in enumerate(answers) if known is None]
+        missing = [i for i, cached in enumerate(answers) if cached is None]
         at_once = self.engine.group.size if self.engine.answers_apart else 1
         for start in range(0, len(missing), at_once):
             now = missing[start : start + at_once]
             asked = [batches[i] for i in now]
-            self.tell(asked)
-            found = answer(asked, snapshots.__getitem__, self._blends, self.engine, self.bank)
+            self.order(asked)
+            new = answer(asked, snapshots.__getitem__, self._adapters, self.engine, self.bank)
             self.engine.check_frozen()
-            for i, texts in zip(now, found, strict=True):
+            for i, texts in zip(now, new, strict=True):
                 if (path := paths[i]) is not None:
                     write_checksummed_json(path, texts)
                 answers[i] = texts
@@ -326,20 +321,20 @@ class Evaluator:
 
 
 def path_of(weights: Array) -> tuple[int, ...] | None:
-    """Return which snapshots answer a row whose weights (snapshots,) are all 0 or 1; None where they are blended.
+    """Return the snapshots that answer a row whose weights (snapshots,) are all 0 or 1; None for other weights.
 
-    The snapshots of the first kind answer with one adapter for all of a batch; a blend is the row's own, even where
-    another row happens to have the same.
+    Rows of the same path share one merged adapter. Rows of other weights have an adapter each, even if two happen to
+    have the same.
     """
     whole = np.flatnonzero(weights)
     return tuple(whole.tolist()) if (weights[whole] == 1).all() else None
 
 
 def batched(rows: Sequence[int], lengths: Sequence[int], weights: Array, batch_size: int) -> list[list[int]]:
-    """Cut rows into batches: by length into as many as `batch_size` asks for, and these by how rows are answered.
+    """Split rows into batches: by length into chunks of `batch_size`, and each chunk by path.
 
-    The first cut depends on the prompts alone. So a row that is routed elsewhere when a task is added has the answers
-    of its own batch generated again, and no others.
+    The chunks depend only on the prompts. So if a new task changes a row's path, only the answers of its own chunk are
+    generated again.
 
     Args:
         lengths: tokens of every prompt, by row.
@@ -348,15 +343,15 @@ def batched(rows: Sequence[int], lengths: Sequence[int], weights: Array, batch_s
     order = sorted(rows, key=lambda row: (lengths[row], row))
     batches: list[list[int]] = []
     for start in range(0, len(order), batch_size):
-        apart: dict[tuple[int, ...] | None, list[int]] = {}
+        by_path: dict[tuple[int, ...] | None, list[int]] = {}
         for row in order[start : start + batch_size]:
-            apart.setdefault(path_of(weights[row]), []).append(row)
-        batches += apart.values()
+            by_path.setdefault(path_of(weights[row]), []).append(row)
+        batches += by_path.values()
     return batches
 
 
 def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_source: str | None = None) -> str:
-    """Names the answers to a batch: a hash of all that they depend on."""
+    """Name the answers to a batch: a hash of everything they depend on."""
     code = [] if method_source is None else [method_source]
     content: dict[str, Any] = {
         "decoding": versions.DECODING,

@@ -1,4 +1,4 @@
-"""What a running pack tells: something begun, a step further, or a stage done."""
+"""What a running pack reports: an activity started, a step taken, or a stage completed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from typing import Literal
 
 from latent_sweep.metrics import ScoreMatrix
 
-Doing = Literal[
-    "starting", "loading the backbone", "checking", "tokenising", "preparing", "fitting the router", "answering"
+ActivityName = Literal[
+    "starting", "loading the backbone", "checking", "tokenizing", "preparing", "fitting the router", "answering"
 ]
-"""What takes a while without steps that could be counted.
-
-`checking` is all that is tried before a task is learned (`preflight.py`); `preparing` is a method's own, before its
-first step.
-"""
+"""Activities without countable steps. `preparing` is a method's, before its first step."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The pack has begun something, or is back at it."""
+class Activity:
+    """The pack has started an activity, or returned to it."""
 
-    doing: Doing
+    doing: ActivityName
     position: int | None = None
-    """Task it is about, 0-based; None where it is about all of them."""
+    """Task it concerns, 0-based; None if it concerns all of them."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The pack got a step further: an optimizer step was taken, or one of the tasks seen was scored."""
+    """The pack has taken an optimizer step, or scored one of the tasks seen."""
 
     position: int
     """Task being learned, 0-based."""
@@ -40,7 +36,7 @@ class Step:
     losses: Mapping[str, float]
     """Terms of the loss; empty while scoring."""
     training_id: str
-    """Of the member it is about."""
+    """Of the run."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class StageDone:
         return sum(matrix.forgetting() for matrix in self.matrices) / len(self.matrices)
 
     def measures(self) -> dict[str, float]:
-        """Return the measures that a scheduler is told."""
+        """Return what a scheduler is given."""
         return {
             "tasks_seen": self.tasks_seen,
             "tasks_left": self.tasks_left,
@@ -72,8 +68,9 @@ class StageDone:
         }
 
 
-Emit = Callable[[Begun | Step | StageDone], None]
+Event = Activity | Step | StageDone
+Emit = Callable[[Event], None]
 
 
-def say_nothing(event: Begun | Step | StageDone) -> None:
-    """Report nothing: of the workers of a group, the first one reports for all."""
+def ignore_event(event: Event) -> None:
+    """Report nothing: the first worker of a group reports for all."""

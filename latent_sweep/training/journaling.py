@@ -1,4 +1,4 @@
-"""What a trial's journal is told while its pack runs: started, a stage done, finished, failed."""
+"""Journal entries of a running pack: started, stage, finished, failed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from latent_sweep.training.context import Context, computed_with, hardware
 from latent_sweep.training.trainer import TrainingSummary
 
 BATCHES_ANSWERED: Mapping[int, str] = {1: "whole", 2: "in halves"}
-"""How batches of answers were generated, by their passes: in bfloat16 answers depend on it."""
+"""How batches were answered, by number of passes; in bfloat16 answers depend on it."""
 
 
-def say_started(files: TrialFiles, trial: Trial, context: Context) -> None:
-    """Record that a worker takes the trial up."""
+def record_started(files: TrialFiles, trial: Trial, context: Context) -> None:
+    """Record that a worker has started the trial."""
     started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
     training = trial.settings.training
     started |= {"micro_batch_size": training.micro_batch_size, "halved": sorted(context.halved)}
@@ -32,13 +32,13 @@ def say_started(files: TrialFiles, trial: Trial, context: Context) -> None:
     files.journal.append("started", **started)
 
 
-def say_failed(files: TrialFiles, error: Exception, task: str | None, step: int | None) -> None:
-    """Record what stopped the trial, if it is running."""
+def record_failed(files: TrialFiles, error: Exception, task: str | None, step: int | None) -> None:
+    """Record the error that stopped the trial, if it is running."""
     if status(files.journal.read()) == "running":
         files.journal.append("failed", **failure_facts(error), task=task, step=step)
 
 
-def say_stage(
+def record_stage(
     files: TrialFiles,
     trial: Trial,
     snapshot: Snapshot,
@@ -46,11 +46,11 @@ def say_stage(
     scoring: Mapping[str, float],
     context: Context,
 ) -> None:
-    """Record that the newest row is there.
+    """Record the newest row.
 
     Args:
-        snapshot: of the task that was learned.
-        summary: of learning it; None where that was done elsewhere or earlier.
+        snapshot: of the newest task.
+        summary: of learning it; None if that was done elsewhere or earlier.
         scoring: timings and shares of scoring it.
     """
     facts = snapshot.facts
@@ -67,14 +67,14 @@ def say_stage(
     files.record_stage(snapshot.lineage, summary is None, metrics, how)
 
 
-def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context) -> None:
+def record_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context) -> None:
     """Write the trial's result with its provenance, and close its journal."""
     if files.stop is not None:
         files.stop_again()
         return
     matrix = files.matrix
     timed = ("seconds_train", "seconds_eval")
-    told = [event.metrics for event in stages(files.journal.read())]
+    recorded = [event.metrics for event in stages(files.journal.read())]
     paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
     files.finish(
         {
@@ -83,7 +83,7 @@ def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], conte
             "status": "finished",
             "metrics": matrix.measures(),
             "scores": dict(zip(matrix.tasks, matrix.rows[-1], strict=True)),
-            "timings": {name: sum(metrics.get(name, 0.0) for metrics in told) for name in timed},
+            "timings": {name: sum(metrics.get(name, 0.0) for metrics in recorded) for name in timed},
             "generated_share": _generated_share(files, trial, context),
             "snapshots": [str(path) for path in paths],
             "values": dict(trial.values),
@@ -94,9 +94,9 @@ def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], conte
 
 
 def _generated_share(files: TrialFiles, trial: Trial, context: Context) -> float:
-    """Return the share of all answers that the trial's stages asked for that was generated; the others were known."""
+    """Return the share of the answers of all stages that was generated; the others were cached."""
     counts = [len(context.tokens(trial, position, "test")) for position in range(len(trial.tasks))]
     asked = list(itertools.accumulate(counts))  # at each stage: the rows of all tasks seen
-    told = stages(files.journal.read())
-    shares = {event.tasks_seen: event.metrics.get("generated_share", 0.0) for event in told}
+    recorded = stages(files.journal.read())
+    shares = {event.tasks_seen: event.metrics.get("generated_share", 0.0) for event in recorded}
     return sum(shares[seen] * count for seen, count in enumerate(asked, start=1)) / sum(asked)

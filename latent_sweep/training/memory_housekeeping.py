@@ -1,4 +1,4 @@
-"""The heaps of a worker: that of C, which torch's tensors on a CPU come from, and Python's, which is collected."""
+"""Memory housekeeping: return freed C heap to the OS, and pause garbage collection during imports."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 
 def give_back_memory() -> None:
-    """Return what is free in the C heap to the system; does nothing where its library cannot.
+    """Return free memory of the C heap to the OS, if the C library is glibc.
 
-    glibc keeps what lies below anything in use. Batches of many lengths leave such pieces behind: a worker that learned
-    task after task held 11 GiB after an hour, where it used 1.6, until the host ran out of memory.
+    glibc keeps free pieces that lie below memory in use, and batches of many lengths leave such pieces behind: a worker
+    that used 1.6 GiB held 11 GiB after an hour, until the host ran out of memory.
     """
-    if (trim := _trim()) is not None:
+    if (trim := _malloc_trim()) is not None:
         trim(0)
 
 
 @cache
-def _trim() -> Any:
-    """The function of glibc; None elsewhere."""
+def _malloc_trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 @contextmanager
 def loading_modules() -> Iterator[None]:
-    """Collect no garbage while torch and transformers are loaded, and leave what was loaded out of collections after.
+    """Pause garbage collection while torch and transformers are imported, and exempt their objects from it afterward.
 
-    They make hundreds of thousands of objects that stay, and collections that look at them take a fifth of the time.
-    For processes of this project's own. Where they are loaded already, nothing is left out: it might be garbage.
+    Imports create hundreds of thousands of permanent objects, and collections during them take a fifth of the time.
+    Only for processes that this project starts. If transformers is loaded already, nothing is exempted, as the objects
+    might be garbage.
     """
     first = "transformers" not in sys.modules
     gc.disable()

@@ -1,8 +1,8 @@
-"""run_pack: for each task, learn what is missing, score what is missing, say so.
+"""run_pack: for each task, learn what is missing, score what is missing, and record it.
 
-A plain function that knows no Ray and no MLflow: a debugger, a test and a cluster call the same one. Disk is the truth:
-whatever the store and the trials' folders already hold is read, the rest is done. With several workers the first of
-them runs the pack, and the others follow it in what needs the backbone (`follow.py`).
+A plain function without Ray and MLflow, called alike by a debugger, a test and a cluster. Results already stored are
+read, the rest is computed. In a group of workers the first one runs the pack, and the others execute its orders
+(`worker.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from latent_sweep.errors import StorageError
-from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.storage.failures import during, failure_kind
 from latent_sweep.storage.folders import SweepFolder, writing
 from latent_sweep.storage.predictions import KeepAnswers
@@ -19,12 +18,12 @@ from latent_sweep.sweep.plan import Pack
 from latent_sweep.sweep.reader import Reader
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine, forget_backbone
-from latent_sweep.training.events import Emit, StageDone, say_nothing
-from latent_sweep.training.journaling import say_finished, say_started
+from latent_sweep.training.events import Emit, StageDone, ignore_event
+from latent_sweep.training.journaling import record_finished, record_started
 from latent_sweep.training.preflight import try_everything
 from latent_sweep.training.run import ActiveRuns, unfinished
 from latent_sweep.training.stage import learn_missing, score_missing
-from latent_sweep.training.worker import follow
+from latent_sweep.training.worker import run_worker
 
 
 def run_pack(
@@ -35,28 +34,27 @@ def run_pack(
     engine: Engine | None = None,
     keep_answers: KeepAnswers = "all",
 ) -> None:
-    """Run what is missing of a pack's trials: learn each task once, score it for every trial.
+    """Run what is missing of a pack's trials: learn each task once, and score it for every trial.
 
-    A member that fails leaves the pack; the others go on to their end. With several workers only a loss that is not
-    finite is the member's own end, because all workers see it alike: anything else ends the pack.
+    A run that fails leaves the pack; the others continue. In a group of workers only a non-finite loss is handled so,
+    as all workers see it alike; any other error ends the pack.
 
     Args:
-        sweep: the trials' sweep; what it shares with others lies in its storage.
-        emit: told of what takes a while when it begins, every optimizer step and every finished stage.
-        threads: CPU threads; None leaves torch's own choice.
-        engine: what computes; None is plain torch in this process. Every worker of its group calls this function with
-            the same pack.
-        keep_answers: whose answers trials keep: those of every stage, or of the last one.
+        sweep: the trials' sweep.
+        emit: receives each activity, optimizer step and finished stage.
+        threads: CPU threads; None is torch's default.
+        engine: None is plain torch in this process. Every worker of its group calls this function with the same pack.
+        keep_answers: whether trials save the predictions of every stage or only of the last.
 
     Raises:
-        Exception: whatever stopped the first member that failed, after a `failed` event in the journal of each of its
-            unfinished trials and after the end of the others. Where a worker of a group fails or is lost, or this
-            process has lost its device: at once, and the journals are the caller's.
+        Exception: the error of the first run that failed, once the others have ended and the journals of its unfinished
+            trials have a `failed` event. If a worker of a group fails or is lost, or this process has lost its device,
+            the error is raised at once, and the caller writes the journals.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     leads = engine is None or engine.group.leads
-    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers, emit if leads else say_nothing)
+    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers, emit if leads else ignore_event)
     try:
         _run(pack, sweep, emit, context)
     except BaseException:
@@ -67,61 +65,56 @@ def run_pack(
 
 
 def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
-    """Do this worker's part of the pack."""
     if not context.engine.group.leads:
-        follow(pack, context)
+        run_worker(pack, context)
         return
-    with writing(sweep, {m.training_id: [trial.trial_id for trial in m.trials] for m in pack.runs}):
-        members = unfinished(pack, sweep, context)
-        if members.all:
-            _lead(pack, members, emit)
+    with writing(sweep, {run.training_id: [trial.trial_id for trial in run.trials] for run in pack.runs}):
+        runs = unfinished(pack, sweep, context)
+        if runs.all:
+            _lead(pack, runs, emit)
     context.engine.group.order("end")
-    if failures := [failure for member in members.all for failure in member.failures]:
+    if failures := [failure for run in runs.all for failure in run.failures]:
         raise failures[0]
 
 
-def _lead(pack: Pack, members: ActiveRuns, emit: Emit) -> None:
-    """Run members to their end, or to that of the pack."""
-    context = members.context
-    runs = [run for member in members.all for run in member.trials]
-    for run in runs:
-        run.files.repair()
-        say_started(run.files, run.trial, context)
+def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
+    """Run the pack as the first worker."""
+    context = runs.context
+    trials = [active for run in runs.all for active in run.trials]
+    for active in trials:
+        active.files.repair()
+        record_started(active.files, active.trial, context)
     try:
-        if any(len(run.files.rows) < len(pack.tasks) for run in runs):
+        if any(len(active.files.rows) < len(pack.tasks) for active in trials):
             backbone = context.backbone
             reader = Reader(backbone.traits.protocol, backbone.tokenizer.backend_tokenizer, context.chat)
             check_pack(pack, reader, context.storage.folder)
-            try_everything(members)
-        _learn_and_score(members, emit)
-    except Exception as error:  # of all members, such as a backbone that cannot be loaded
-        # a fault of the storage cannot be journaled, and may pass; a lost device is no fault of the trials; who has
-        # started a group learns which worker failed first, or was lost, and what this one says may only follow from it
+            try_everything(runs)
+        _learn_and_score(runs, emit)
+    except Exception as error:  # that concerns all runs, e.g. a backbone that cannot be loaded
+        # a storage error cannot be journaled, and may pass; a lost device is not the trials' fault; in a group, whoever
+        # started it learns which worker failed first, and this error may only be a consequence
         may_pass = isinstance(error, StorageError) or failure_kind(error) == "device_lost"
         if context.engine.group.size == 1 and not may_pass:
-            for member in members.all:
-                if member.failure is None:
-                    member.fail(error, None)
+            for run in runs.all:
+                if run.failure is None:
+                    run.fail(error, None)
         raise
 
 
-def _learn_and_score(members: ActiveRuns, emit: Emit) -> None:
-    """Learn and score what is missing of each task in turn, and report it."""
-    n_tasks = len(members.context.tasks)
+def _learn_and_score(runs: ActiveRuns, emit: Emit) -> None:
+    """Learn and score each task in turn."""
+    n_tasks = len(runs.context.tasks)
     for position in range(n_tasks):
-        learned = learn_missing(members, position, emit)
-        for member in members.going(position):
-            with members.leaving([member], position), during("answering"):
-                score_missing(member, position, learned, emit)
-        if matrices := _matrices(members, position):
+        learned = learn_missing(runs, position, emit)
+        for run in runs.going(position):
+            with runs.leaving([run], position), during("answering"):
+                score_missing(run, position, learned, emit)
+        scored = [a for run in runs.going(position) for a in run.trials if position < a.files.wanted]
+        if scored:
+            matrices = [active.files.matrix_after(position + 1) for active in scored]
             emit(StageDone(position + 1, n_tasks - position - 1, matrices))
-    for member in members.going(0):
-        with members.leaving([member], n_tasks - 1):
-            for run in member.trials:
-                say_finished(run.files, run.trial, member.lineages, members.context)
-
-
-def _matrices(members: ActiveRuns, position: int) -> list[ScoreMatrix]:
-    """The score matrices up to this task, of the trials that go as far."""
-    runs = [run for member in members.going(position) for run in member.trials if position < run.files.wanted]
-    return [run.files.matrix_after(position + 1) for run in runs]
+    for run in runs.going(0):
+        with runs.leaving([run], n_tasks - 1):
+            for active in run.trials:
+                record_finished(active.files, active.trial, run.lineages, runs.context)

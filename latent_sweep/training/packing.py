@@ -1,4 +1,4 @@
-"""How many trainings to put into one pack: measured where they will run, and never slower than one by one."""
+"""The number of runs per pack, measured on the machine that will run them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -29,9 +28,9 @@ log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8)
 STEPS = 3
-"""Optimizer steps timed for each size; one more goes before them."""
+"""Optimizer steps timed for each size, after one that is not."""
 WORTHWHILE = 1.05
-"""A larger pack must do this many times the member-steps per second of the best smaller one."""
+"""A larger pack must be faster than the best smaller one by this factor, in steps of runs per second."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +44,25 @@ class PackTiming:
 
 
 def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[PackTiming]:
-    """Train a few steps of the pack's first task in packs of 1, 2, 4 and 8, as long as larger ones are faster.
+    """Time a few steps of the pack's first task in packs of 1, 2, 4 and 8, until a larger one is slower.
 
-    The timings are kept in `storage` for this hardware, method, backbone and batch; nothing else is kept.
+    The timings are stored by hardware, method, backbone and batch; nothing else is.
 
     Args:
-        threads: CPU threads, as the pack itself will have; None leaves torch's own choice.
+        threads: CPU threads, as the pack will have; None is torch's default.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     path = storage.folder / "profiles" / f"pack-{_key(pack)}.json"
-    if (known := _known_timings(path)) is not None:
-        return known
+    if (stored := read_checksummed_json(path)) is not None:
+        return [PackTiming(**timing) for timing in stored]
     context = Context(pack.trials[0], storage)
     timings: list[PackTiming] = []
     for size in SIZES:
         try:
             timings.append(_time(pack, context, size))
-        except Exception as error:  # too large for the GPU, or a member that fails: it will say so when it runs
-            log.warning("packs of %s could not be measured (%s); no larger ones are tried", size, error)
+        except Exception as error:  # out of memory, or a run fails, which will be reported when it runs
+            log.warning("packs of %s could not be measured: %s", size, error)
             free_frames(error)
             forget_backbone()
             break
@@ -75,14 +74,8 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
     return timings
 
 
-def _known_timings(path: Path) -> list[PackTiming] | None:
-    """Read what has been measured before; None where nothing was, or it is damaged: it is measured again then."""
-    content = read_checksummed_json(path)
-    return None if content is None else [PackTiming(**timing) for timing in content]
-
-
 def best_size(timings: Sequence[PackTiming]) -> int:
-    """The smallest size that no measured larger one beats by a worthwhile factor; 1 where none could be measured."""
+    """Return the smallest size that no larger one beats by `WORTHWHILE`; 1 if none could be measured."""
     if not timings:
         return 1
     best = timings[0]
@@ -93,13 +86,13 @@ def best_size(timings: Sequence[PackTiming]) -> int:
 
 
 def split(pack: Pack, size: int, slots: int) -> list[Pack]:
-    """Split the pack into parts of at most `size` members, no larger than what keeps every slot of the cluster busy."""
+    """Split the pack into parts of at most `size` runs, small enough to keep every slot of the cluster busy."""
     size = max(1, min(size, math.ceil(len(pack.runs) / max(1, slots))))
     return [Pack(pack.runs[i : i + size]) for i in range(0, len(pack.runs), size)]
 
 
 def _time(pack: Pack, context: Context, size: int) -> PackTiming:
-    """Time steps of the first task, with members repeated until there are `size`."""
+    """Time steps of the first task, with the pack's runs repeated to make `size`."""
     moments: list[float] = []
     cuda = context.backbone.device.type == "cuda"
     if cuda:
@@ -112,13 +105,13 @@ def _time(pack: Pack, context: Context, size: int) -> PackTiming:
     outcomes = train_pack([_first_steps(run, on_step) for run in runs], context.engine, context.bank)
     if failures := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
         raise failures[0]
-    laps = moments[size - 1 :: size]  # when the last member had taken its step
+    laps = moments[size - 1 :: size]  # the end of each step
     seconds = statistics.median(end - begin for begin, end in itertools.pairwise(laps))
     return PackTiming(size, size / seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else None)
 
 
 def _first_steps(run: ActiveRun, on_step: Progress) -> Trainer:
-    """Make the training of the first task's first steps, without validation, resuming and saving nothing."""
+    """Return a trainer of the first task's first steps, without validation and checkpoints."""
     settings = run.settings.training.model_copy(
         update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
     )
@@ -127,12 +120,12 @@ def _first_steps(run: ActiveRun, on_step: Progress) -> Trainer:
 
 
 _SIZES = ("batch_size", "micro_batch_size", "gradient_checkpointing", "optimizer")
-"""Settings of the training that decide how much of the memory and of the device a member takes."""
+"""Training settings that determine memory and speed."""
 
 
 def _key(pack: Pack) -> str:
     s = pack.trials[0].settings
-    what = {
+    key = {
         "method": s.method.training_identity(),
         "backbone": s.backbone.identity(),
         **{name: getattr(s.training, name) for name in _SIZES},
@@ -140,4 +133,4 @@ def _key(pack: Pack) -> str:
         "hardware": hardware(),
         "share": torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0,
     }
-    return content_hash(what)
+    return content_hash(key)

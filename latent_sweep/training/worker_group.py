@@ -1,7 +1,7 @@
-"""Several workers of one trial: the first one decides, reads and writes, and all of them compute.
+"""Several workers of one pack: the first one decides, reads and writes; all of them compute.
 
-Rank 0 runs the trial as a worker alone would. Where the backbone is at work it first says what all of them do now, an
-*order*, and everyone does its share. So every file has one writer, and what is decided is decided once.
+Rank 0 runs the pack as a single worker would. Before each computation on the backbone it broadcasts an *order*, and
+every worker computes its share. So every file has one writer, and every decision is made once.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOST_PEER_MINUTES = 30
-"""How long a worker waits in the middle of a computation for another that is alive but silent."""
+"""How long a worker waits during a computation for another that is alive but silent."""
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """A worker's place among the workers of its trial; as it stands, alone."""
+    """A worker's rank in its group and the means to talk to the others; the default is a group of one."""
 
     rank: int = 0
     size: int = 1
     channel: Any = None
-    """Process group in which orders and answers travel. Without a time limit: the first worker may wait for another
-    trial's training, and a worker that dies closes the connection."""
+    """Process group for orders and answers. It has no timeout, as the first worker may wait for another trial's
+    training; a worker that dies closes the connection."""
 
     @property
     def leads(self) -> bool:
-        """Whether this worker decides, reads and writes."""
+        """Whether this is the first worker, which decides, reads and writes."""
         return self.rank == 0
 
-    def order(self, *what: Any) -> None:
-        """Tell the others what all of them do now; anything that can be pickled. Only the first worker gives orders."""
+    def order(self, *order: Any) -> None:
+        """Broadcast an order, anything that can be pickled; only the first worker does so."""
         if self.size > 1:
-            self._broadcast([what])
+            self._broadcast([order])
 
     def next_order(self) -> tuple[Any, ...]:
         """Wait for the first worker's next order."""
@@ -53,32 +53,32 @@ class WorkerGroup:
         return box
 
     def first(self, make: Callable[[], T]) -> T:
-        """Have the first worker make a value and hand it to every worker."""
+        """Call `make` on the first worker and return its value on every worker."""
         if self.size == 1:
             return make()
         return self._broadcast([make() if self.leads else None])[0]
 
-    def collect(self, mine: Any) -> list[Any]:
-        """Gather every worker's value by rank, at the first worker; nothing at the others."""
+    def collect(self, value: Any) -> list[Any]:
+        """Return every worker's value by rank on the first worker, an empty list on the others."""
         if self.size == 1:
-            return [mine]
+            return [value]
         import torch.distributed as dist
 
-        answers = [None] * self.size if self.leads else None
-        dist.gather_object(mine, answers, dst=0, group=self.channel)
-        return answers or []
+        values = [None] * self.size if self.leads else None
+        dist.gather_object(value, values, dst=0, group=self.channel)
+        return values or []
 
     def share(self, rows: Sequence[Any]) -> Sequence[Any]:
-        """Return this worker's part of a batch: consecutive rows, as many as the others' or one less or more."""
+        """Return this worker's part of a batch: consecutive rows; the parts differ by one row at most."""
         begin, end = (len(rows) * rank // self.size for rank in (self.rank, self.rank + 1))
         return rows[begin:end]
 
     def largest_share(self, rows: int) -> int:
-        """Return the number of rows in the largest part of a batch of so many rows."""
+        """Return the number of rows in the largest part of a batch."""
         return -(-rows // self.size)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Put the sum over all workers into each tensor, in one message; all of one type and on one device."""
+        """Replace each tensor by its sum over all workers, in one message; all have one dtype and device."""
         if self.size == 1 or not tensors:
             return
         import torch
@@ -92,26 +92,26 @@ class WorkerGroup:
 
 
 ALONE = WorkerGroup()
-"""The group of one that every trial has unless it asks for more workers."""
+"""The group of one."""
 
 
 def listen(host: str) -> socket.socket:
-    """Open a socket on a free port of this address, for the workers of a trial to meet at."""
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.bind((host, 0))
-    found.listen()
-    return found
+    """Open a socket on a free port of this address, where the workers of a group meet."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.bind((host, 0))
+    listening.listen()
+    return listening
 
 
 def join(rank: int, size: int, host: str, port: int, listening: socket.socket | None = None) -> WorkerGroup:
-    """Meet the other workers of a trial; returns when all are there.
+    """Connect to the other workers of a group; return when all have joined.
 
     Args:
-        host, port: where the first worker listens.
-        listening: its socket, at the first worker.
+        host, port: address of the first worker.
+        listening: its socket, on the first worker.
 
     Raises:
-        torch.distributed.DistError: the others do not come within LOST_PEER_MINUTES.
+        torch.distributed.DistError: the others do not join within LOST_PEER_MINUTES.
     """
     import os
 
@@ -119,15 +119,15 @@ def join(rank: int, size: int, host: str, port: int, listening: socket.socket | 
     import torch.distributed as dist
 
     if host in ("127.0.0.1", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # workers of one machine talk to nobody else
-    # what a library asks for that looks for the group in the environment; every worker sees one device only
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # workers of one machine stay on it
+    # for libraries that read the group from the environment; every worker sees only one device
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    patience = datetime.timedelta(minutes=LOST_PEER_MINUTES)
-    handed = None if listening is None else listening.detach()
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, and not declared so
-        host, port, size, is_master=rank == 0, timeout=patience, master_listen_fd=handed
+    timeout = datetime.timedelta(minutes=LOST_PEER_MINUTES)
+    descriptor = None if listening is None else listening.detach()
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public but undeclared
+        host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
     )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return WorkerGroup(rank, size, dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365)))

@@ -20,7 +20,7 @@ from bench.workbench import Subject, Workbench, first_trial
 
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.methods import METHODS
-from latent_sweep.training.events import Begun, Step
+from latent_sweep.training.events import Activity, Step
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing.*:FutureWarning",  # transformers' own, of its own attribute
@@ -262,14 +262,14 @@ def test_the_start_ends_with_the_first_step(monkeypatch, tmp_path, capsys):
     seen = []
 
     def run_pack(pack, sweep, emit):
-        for event in (Begun("loading the backbone"), Step(0, "learning", 1, 8, {"task": 1.0}, "t")):
+        for event in (Activity("loading the backbone"), Step(0, "learning", 1, 8, {"task": 1.0}, "t")):
             seen.append(type(event))
             emit(event)
 
     monkeypatch.setattr("latent_sweep.training.pack.run_pack", run_pack)
     monkeypatch.setattr("os._exit", lambda code: seen.append(code))
     CHILDREN["start"](subject(tmp_path), "0")
-    assert seen == [Begun, Step, 0]
+    assert seen == [Activity, Step, 0]
     assert capsys.readouterr().out.count("stepped") == 1
 
 

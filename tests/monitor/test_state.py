@@ -30,10 +30,10 @@ from latent_sweep.storage import heartbeat
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import driven_since, driving, open_sweep
 from latent_sweep.storage.journal import Journal
-from latent_sweep.training.events import Begun, Doing, Step
+from latent_sweep.training.events import Activity, ActivityName, Step
 
 AXES = {"router.components": [1, 2], "seed": [0, 1]}
-PHASES = get_args(Doing)
+PHASES = get_args(ActivityName)
 
 
 def refuse(holder):
@@ -80,8 +80,8 @@ def test_every_activity_of_a_worker_is_shown(sweep, phase, monkeypatch):
     first, second, *_ = sweep
     with driving(sweep, refuse):
         writer = ProgressWriter(sweep, PackOf(first, second), workers=2)
-        writer.write(Begun("starting"))
-        writer.write(Begun(phase, 1))
+        writer.write(Activity("starting"))
+        writer.write(Activity(phase, 1))
         state = look(sweep)
     (worker,) = state.running
     assert (worker.doing, worker.task, worker.position, worker.n_tasks) == (phase, "summary", 1, 3)
@@ -138,7 +138,7 @@ def test_heartbeats_are_not_synced_to_disk(sweep, monkeypatch):
     monkeypatch.setattr(os, "fsync", flushed.append)
     first, *_ = sweep
     with ProgressWriter(sweep, PackOf(first)) as writer:
-        writer.write(Begun("starting"))
+        writer.write(Activity("starting"))
     assert flushed == []
     start(first)
     assert flushed, "a journal is"
@@ -146,19 +146,19 @@ def test_heartbeats_are_not_synced_to_disk(sweep, monkeypatch):
 
 def test_a_worker_counts_while_its_trials_and_driver_run(sweep):
     first, second, *_ = sweep
-    ProgressWriter(sweep, PackOf(second)).write(Begun("tokenising", 0))
+    ProgressWriter(sweep, PackOf(second)).write(Activity("tokenizing", 0))
     with driving(sweep, refuse):
         assert look(sweep).running == (), "an earlier driver's"
-        ProgressWriter(sweep, PackOf(first)).write(Begun("tokenising", 0))
+        ProgressWriter(sweep, PackOf(first)).write(Activity("tokenizing", 0))
         start(first)
         assert len(look(sweep).running) == 1
         first.journal.append("lost", kind="worker_died", message="killed")
         assert look(sweep).running == ()
-        ProgressWriter(sweep, PackOf(first)).write(Begun("starting"))
+        ProgressWriter(sweep, PackOf(first)).write(Activity("starting"))
         assert [worker.doing for worker in look(sweep).running] == ["starting"]
         first.journal.append("failed", kind="error", message="no", task=None, step=None)
         assert look(sweep).running == ()
-    ProgressWriter(sweep, PackOf(second)).write(Begun("tokenising", 0))
+    ProgressWriter(sweep, PackOf(second)).write(Activity("tokenizing", 0))
     state = look(sweep)
     assert (state.driver, state.running, state.course) == (None, (), "interrupted")
 
@@ -166,9 +166,9 @@ def test_a_worker_counts_while_its_trials_and_driver_run(sweep):
 def test_the_newer_of_two_heartbeats_of_a_trial_counts(sweep, monkeypatch):
     first, second, *_ = sweep
     with driving(sweep, refuse):
-        ProgressWriter(sweep, PackOf(first, second)).write(Begun("answering", 0))
+        ProgressWriter(sweep, PackOf(first, second)).write(Activity("answering", 0))
         another_process(monkeypatch)
-        ProgressWriter(sweep, PackOf(second)).write(Begun("preparing", 0))
+        ProgressWriter(sweep, PackOf(second)).write(Activity("preparing", 0))
         assert [(worker.trials, worker.doing) for worker in look(sweep).running] == [
             (("K=1 seed=0",), "answering"),
             (("K=1 seed=1",), "preparing"),
@@ -184,7 +184,7 @@ def test_the_driver_is_shown_until_a_worker_reports(sweep):
         state = look(sweep)
         assert any(re.fullmatch(r"now       starting Ray, for [0-9:]+", line) for line in status_lines(state))
         assert any(re.match(r"starting Ray \([0-9:]+\)", line) for line in drawn(state, 100))
-        ProgressWriter(sweep, PackOf(first)).write(Begun("starting"))
+        ProgressWriter(sweep, PackOf(first)).write(Activity("starting"))
         assert look(sweep).driving is None
     assert look(sweep).driving is None
 
@@ -434,8 +434,8 @@ def test_a_new_activity_of_the_driver_is_a_line(sweep):
     for doing in ("starting Ray", "starting Ray", "waiting for workers"):
         say_driving(sweep, doing)
         reel.look()
-    for phase in ("starting", "tokenising"):
-        ProgressWriter(sweep, PackOf(first)).write(Begun(phase))
+    for phase in ("starting", "tokenizing"):
+        ProgressWriter(sweep, PackOf(first)).write(Activity(phase))
         reel.look()
     assert [line.rpartition("; ")[2] for line in said] == ["starting Ray", "waiting for workers", "starting"]
     assert not [line for line in said if "\x1b" in line]

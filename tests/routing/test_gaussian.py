@@ -24,7 +24,7 @@ from latent_sweep.routing.gaussian import (
     TaskGmm,
     TaskScatter,
     fit_gmm,
-    normalise_embeddings,
+    normalize_embeddings,
     pooled_covariance,
     prune,
     scatter_of,
@@ -706,12 +706,12 @@ def test_router_refuses_what_does_not_fit() -> None:
 
 def test_normalise_embeddings() -> None:
     X = np.array([[3.0, 4.0], [0.0, 0.0]])
-    assert normalise_embeddings(X, "none") is X
-    np.testing.assert_allclose(normalise_embeddings(X, "l2"), [[0.6, 0.8], [0.0, 0.0]])
-    np.testing.assert_allclose(normalise_embeddings(X, "std", table_std=0.5), 2 * X)
+    assert normalize_embeddings(X, "none") is X
+    np.testing.assert_allclose(normalize_embeddings(X, "l2"), [[0.6, 0.8], [0.0, 0.0]])
+    np.testing.assert_allclose(normalize_embeddings(X, "std", table_std=0.5), 2 * X)
     for table_std in (None, 0.0, float("nan")):
         with pytest.raises(ValueError, match="table_std is"):
-            normalise_embeddings(X, "std", table_std)
+            normalize_embeddings(X, "std", table_std)
 
 
 def test_training_reads_no_router_setting() -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from latent_sweep.routing.metrics import RoutingMeasures, expected_calibration_error, novelty_auroc, task_measures
+from latent_sweep.routing.metrics import PosteriorMetrics, expected_calibration_error, novelty_auroc, task_measures
 
 PRUNE_BELOW = 0.01
 NAMES = ("mood", "ticket", "date")
@@ -13,7 +13,7 @@ NAMES = ("mood", "ticket", "date")
 
 def routing_measures(log_posteriors, names):
     """What is measured of these rows, one task after the other."""
-    measures = RoutingMeasures(PRUNE_BELOW)
+    measures = PosteriorMetrics(PRUNE_BELOW)
     for name, rows in zip(names, log_posteriors, strict=True):
         measures.add(name, rows)
     return measures.measures()

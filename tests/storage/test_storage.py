@@ -50,7 +50,7 @@ from latent_sweep.storage.storage import (
 )
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.tracking.verify import repair_disk, verify_disk
-from latent_sweep.training.events import Begun
+from latent_sweep.training.events import Activity
 
 
 def snapshot(value=1.0):
@@ -347,7 +347,7 @@ def test_where_a_sweep_stands_is_seen_from_another_node(node, quick, capsys):
     first, _ = sweep
     start_trial(first)
     with driving(sweep, pytest.fail):
-        ProgressWriter(sweep, PackOf(first)).write(Begun("starting"))
+        ProgressWriter(sweep, PackOf(first)).write(Activity("starting"))
         node("b")
         assert main(["status", f"{URI}/lambda"]) == 0
         printed = capsys.readouterr().out

@@ -101,12 +101,12 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
             ]
             return evaluation.TaskScore(sum(scores) / len(scores), predictions, len(ids), None)
 
-        def say_finished(*arguments, real=trial.say_finished):
+        def record_finished(*arguments, real=trial.record_finished):
             real(*arguments)
             with open(os.environ["SCALE_ENDED"], "ab") as file:
                 file.write(b".")
 
-        stage.train_pack, evaluation.Evaluator.score, trial.say_finished = train_pack, score, say_finished
+        stage.train_pack, evaluation.Evaluator.score, trial.record_finished = train_pack, score, record_finished
 
     Arrival("latent_sweep.training.pack", imitate)
 """

@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers.patience import PATIENCE
 
-from latent_sweep.training import memory_housekeeping as heap
+from latent_sweep.training import memory_housekeeping
 
 PIECES = """
 import resource, torch
@@ -27,7 +27,10 @@ print(whole, held, resident() - before)
 """
 
 
-@pytest.mark.skipif(heap._trim() is None or sys.platform != "linux", reason="this C library cannot give memory back")
+@pytest.mark.skipif(
+    memory_housekeeping._malloc_trim() is None or sys.platform != "linux",
+    reason="this C library cannot give memory back",
+)
 def test_memory_that_is_free_goes_back_to_the_system():
     command = [sys.executable, "-c", PIECES]
     printed = subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True, text=True).stdout
@@ -38,8 +41,8 @@ def test_memory_that_is_free_goes_back_to_the_system():
 
 
 def test_a_library_that_cannot_is_left_alone(monkeypatch):
-    monkeypatch.setattr(heap, "_trim", lambda: None)
-    heap.give_back_memory()
+    monkeypatch.setattr(memory_housekeeping, "_malloc_trim", lambda: None)
+    memory_housekeeping.give_back_memory()
 
 
 LOADING = """

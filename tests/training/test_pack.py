@@ -53,7 +53,7 @@ def test_what_takes_a_while_is_told_when_it_begins(runs):
     assert order[: order.index(("said", 0))] == [
         ("loading the backbone", None),
         *(checking, ("preparing", None), checking),  # the method itself, and back at what it was made for
-        *(("tokenising", 0), checking, ("tokenising", 1), checking) * 2,  # rows to learn from, and those of tests
+        *(("tokenizing", 0), checking, ("tokenizing", 1), checking) * 2,  # rows to learn from, and those of tests
         *(router, checking, ("fitting the router", 1), checking) * 2,  # the tasks' records, and the stages
         *(("preparing", 0), ("learning", 0)),
         *(router, answering, ("scoring", 0)),

@@ -26,7 +26,7 @@ from latent_sweep.training.engine import Engine
 from latent_sweep.training.loop import train_pack
 from latent_sweep.training.packing import PackTiming, best_size, measure, split
 from latent_sweep.training.trainer import Trainer
-from latent_sweep.training.worker import follow
+from latent_sweep.training.worker import run_worker
 from latent_sweep.training.worker_group import WorkerGroup
 
 STEPS = 12
@@ -365,7 +365,7 @@ def test_a_worker_that_follows_asks_nothing_of_members_that_have_failed(runs):
         def next_order(self):
             return next(orders)
 
-    follow(pack, Context(pack.trials[0], runs.sweep.storage, Engine(group=Second())))
+    run_worker(pack, Context(pack.trials[0], runs.sweep.storage, Engine(group=Second())))
     assert next(orders, None) is None
 
 

@@ -12,7 +12,7 @@ from latent_sweep.routing import combination
 from latent_sweep.routing.gaussian import RouterError
 from latent_sweep.storage.journal import status
 from latent_sweep.training import preflight
-from latent_sweep.training.events import Begun, StageDone
+from latent_sweep.training.events import Activity, StageDone
 from latent_sweep.training.pack import run_pack
 
 BENCHMARK = {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3}
@@ -63,7 +63,7 @@ def test_a_router_that_cannot_be_fitted_ends_its_trial_and_no_other(runs):
         run_pack(pack, runs.sweep, events.append)
     singular, well = (runs.sweep.journal(trial.trial_id).read() for trial in pack.trials)
     assert [event.name for event in singular] == ["started", "failed"]
-    assert (singular[-1]["task"], singular[-1]["step"]) == (None, None)
+    assert (singular[-1].task, singular[-1].step) == (None, None)
     assert [event.name for event in well] == ["started", "stage", "stage", "finished"]
     assert all(len(event.matrices) == 1 for event in events if isinstance(event, StageDone))
 
@@ -191,7 +191,7 @@ def test_a_trial_that_is_taken_up_again_reads_no_rows_that_are_learned(runs, mon
         run_pack(pack, runs.sweep, stop)
     events = []
     run_pack(pack, runs.sweep, events.append)
-    read = [event.position for event in events if isinstance(event, Begun) and event.doing == "tokenising"]
+    read = [event.position for event in events if isinstance(event, Activity) and event.doing == "tokenizing"]
     assert Counter(read) == {0: 1, 1: 2}, "of the first task its test rows alone"
 
 
