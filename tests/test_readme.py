@@ -154,6 +154,12 @@ def test_every_link_leads_somewhere(name):
     assert broken == []
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_prose_wraps_at_120(name):
+    lines = without_code_blocks(text_of(name)).splitlines()
+    assert [line for line in lines if len(line) > 120 and line[0] not in "|<"] == []
+
+
 EXAMPLES = {
     *("benchmark.yaml", "config.json", "dev.json", "test.json", "my_module.py"),  # a user's own
     *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json"),  # a run's
