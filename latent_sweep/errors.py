@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class LatentSweepError(Exception):
-    """Base of every error this package raises on purpose; the command line prints it without a traceback."""
+    """Base of all errors that this package raises on purpose; the command line prints them without a traceback."""
 
 
 class ConfigError(LatentSweepError):
-    """A sweep or benchmark file is not valid; the message lists every fault found."""
+    """A sweep or benchmark file is invalid; the message lists every fault."""
 
 
 class DataError(LatentSweepError):
@@ -16,29 +16,29 @@ class DataError(LatentSweepError):
 
 
 class MissingData(DataError):
-    """A benchmark's data file is not on this machine; the message says where it was looked for."""
+    """A benchmark's data file is not on this machine; the message names the path."""
 
 
 class NonFiniteLoss(LatentSweepError):
-    """The training loss became NaN or infinite; the trial cannot go on with these settings."""
+    """The training loss became NaN or infinite; the trial cannot continue with these settings."""
 
 
 class StorageError(LatentSweepError):
-    """A stored file is missing, does not check against its digest, or cannot be written."""
+    """A stored file is missing, does not match its digest, or cannot be written."""
 
 
 class DeviceLost(LatentSweepError):
-    """A GPU has ended this process's work on it; another process can go on."""
+    """A GPU stopped working for this process; another process can continue."""
 
 
 class TrackingError(LatentSweepError):
-    """The tracking server could not be reached or refused a write; nothing on disk is lost."""
+    """The tracking server cannot be reached or refused a write; nothing on disk is lost."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come: everything ends as after Ctrl-C, with another exit code."""
+    """SIGTERM was received; the program ends as after Ctrl-C, with another exit code."""
 
 
 def clause(error: Exception) -> str:
-    """Return an error's text without the full stop at its end, for a message that goes on behind it."""
+    """Return an error's text without its final full stop, for use inside a message."""
     return str(error).rstrip(". ")

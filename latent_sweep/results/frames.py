@@ -396,7 +396,7 @@ def _answer_rows(
         name = f"{PREDICTIONS}/{task}.jsonl"
         if found is None and name in told[-1].files and status(events) == "finished":
             raise StorageError(
-                f"{trial.path / name}: is missing, or does not check against its digest in the journal. "
+                f"{trial.path / name}: is missing, or does not match its digest in the journal. "
                 f"{repair_advice(trial.path.parent.parent)}."
             )
     newest = {

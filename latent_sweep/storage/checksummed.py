@@ -1,6 +1,6 @@
-"""Sealed files: safetensors or JSON with the sha256 of themselves. Nothing is unpickled; every read checks the digest.
+"""Safetensors and JSON files that contain their own SHA-256. Nothing is unpickled; every read checks the digest.
 
-What does not check is set aside, reported and made again.
+A corrupt file is quarantined, reported and made again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SEAL = b'"sha256":"'
-"""How a sealed file introduces its digest; quotes inside JSON's texts are escaped, so nothing else looks so."""
+_KEY = b'"sha256":"'
+"""Precedes the digest. JSON escapes the quotes in its strings, so no other bytes look like this."""
 NO_CHECKSUM = {"sha256": "0" * 64}
+"""Placeholder that `checksummed` replaces."""
 QUARANTINED = ".damaged"
-"""Suffix of a sealed file that was set aside."""
+"""Suffix of a quarantined file."""
 
 
 def write_checksummed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
-    """Write arrays as one safetensors file, atomically, sealed in its metadata: a cache of this node."""
+    """Write arrays atomically as a safetensors file, with its digest in the metadata."""
     import numpy as np
     from safetensors.numpy import save
 
@@ -40,71 +41,68 @@ def write_checksummed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
 
 
 def write_checksummed_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Write a JSON value as one sealed file, atomically: a cache of this node."""
+    """Write a JSON value atomically, with its digest."""
     write_file(path, checksummed_json(content, indent))
 
 
 def checksummed_json(content: Any, indent: int | None = None) -> bytearray:
-    """Write a JSON value as the bytes of a sealed file; indented where people read it."""
+    """Return the bytes of a JSON file with its digest."""
     text = json.dumps(NO_CHECKSUM | {"content": content}, indent=indent, separators=(",", ":"), allow_nan=False)
     return checksummed(text.encode())
 
 
 def read_checksummed_json(path: Path) -> Any:
-    """Read what `write_checksummed_json` has written, or None where there is none that is `intact`."""
+    """Return what `write_checksummed_json` wrote; None if the file is missing or corrupt."""
     return json.loads(path.read_bytes())["content"] if verified(path) else None
 
 
 def checksummed(content: bytes) -> bytearray:
-    """Put the sha256 of all bytes of `content` but its own 64 in the place that is left for it."""
-    sealed = bytearray(content)
-    start = sealed.index(_SEAL) + len(_SEAL)
-    sealed[start : start + 64] = _digest_without(sealed, start)
-    return sealed
+    """Replace the placeholder in `content` with the SHA-256 of all other bytes."""
+    file = bytearray(content)
+    start = file.index(_KEY) + len(_KEY)
+    file[start : start + 64] = _digest_without(file, start)
+    return file
 
 
 def verified(path: Path) -> bool:
-    """Whether a sealed file is there and checks against its digest, which is computed once a process.
-
-    One that does not check is renamed to `*.damaged` and reported, and counts as not there.
-    """
+    """Return whether the file exists and matches its digest; quarantine it if it does not match."""
     if not path.exists():
         return False
     if has_valid_checksum(path):
         return True
-    quarantine(path, "does not check against its digest")
+    quarantine(path, "does not match its digest")
     return False
 
 
-def quarantine(path: Path, found: str) -> None:
-    """Rename a damaged file to `*.damaged` and say what was found; it need not be there any more."""
-    damaged = path.with_suffix(QUARANTINED)
-    log.warning("%s %s; it is set aside as %s and made again", path, found, damaged.name)
-    with committing(damaged), suppress(FileNotFoundError):  # another process has done so
-        os.replace(path, damaged)
+def quarantine(path: Path, fault: str) -> None:
+    """Rename a corrupt file to `*.damaged` and log the fault."""
+    target = path.with_suffix(QUARANTINED)
+    log.warning("%s %s; it is quarantined as %s and made again", path, fault, target.name)
+    with committing(target), suppress(FileNotFoundError):  # another process was faster
+        os.replace(path, target)
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Whether a sealed file is there and checks against its digest; changes nothing."""
+    """Return whether the file exists and matches its digest."""
     try:
         status = path.stat()
     except FileNotFoundError:
         return False
-    return _checks(path, status.st_size, status.st_mtime_ns)
+    return _matches(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)
-def _checks(path: Path, size: int, modified_ns: int) -> bool:
-    """Whether the file is sealed and whole; size and time tell a file that was written again from the one checked."""
+def _matches(path: Path, size: int, modified_ns: int) -> bool:
+    """Compare the file with its digest, once for each size and time of modification."""
     if size == 0 or not path.is_file():
-        return False  # nothing to map
+        return False  # mmap rejects an empty file
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        start = content.find(_SEAL) + len(_SEAL)
+        start = content.find(_KEY) + len(_KEY)
         return content[start : start + 64] == _digest_without(content, start)
 
 
 def _digest_without(content: bytearray | mmap.mmap, start: int) -> bytes:
-    """Compute the sha256 of all bytes but the 64 from `start`, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of all bytes except the 64 from `start`."""
     digest = hashlib.sha256(content[:start])
     with memoryview(content) as view, view[start + 64 :] as rest:
         digest.update(rest)

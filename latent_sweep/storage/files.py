@@ -1,6 +1,4 @@
-"""Paths as users name them, files that can be read to their end, and writing one so that a reader sees the old one or
-the whole new one; each says what to do when it fails.
-"""
+"""File helpers: atomic writes, reads of regular files, states, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from latent_sweep.settings import local_path, read_regular
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that is its owner's alone; one that is there already stays as it is.
+    """Make a folder that only its owner can read, unless it exists.
 
     Raises:
         StorageError: it cannot be made.
@@ -29,7 +27,7 @@ def private_folder(folder: Path) -> None:
 
 
 def private_file(path: Path) -> None:
-    """Make an empty file that is its owner's alone; one that is there already stays as it is.
+    """Make an empty file that only its owner can read, unless it exists.
 
     Raises:
         StorageError: it cannot be made.
@@ -41,16 +39,16 @@ def private_file(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None = None, *, durable: bool = True) -> None:
-    """Write under a temporary name, flush to disk, rename.
+    """Write a file atomically: temporary name, flush to disk, rename.
 
     Args:
-        durable: whether the file has to survive a power cut; what is for display only is not flushed.
-        modified_ns: the time that the file gets, in nanoseconds since 1970; None is now, and later than the old file's.
+        modified_ns: its modification time, in nanoseconds since 1970; None is now, and later than the old file's.
+        durable: whether the file must survive a power cut.
 
     Raises:
         StorageError: it cannot be written; the old file stays.
     """
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nodes may share a folder and a process id
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # process ids may repeat across nodes
     with committing(path):
         try:
             with _created(partial) as file:
@@ -65,13 +63,13 @@ def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None =
                 stamp(partial, modified_ns)
             os.replace(partial, path)
         except BaseException:
-            with suppress(OSError):  # the folder itself may be what is missing
+            with suppress(OSError):  # the folder may be missing
                 partial.unlink()
             raise
 
 
 def _created(path: Path) -> BinaryIO:
-    """Open a new file, in a folder that is made where it is missing."""
+    """Open a new file; make its folder if it is missing."""
     try:
         return path.open("wb")
     except FileNotFoundError:
@@ -81,7 +79,7 @@ def _created(path: Path) -> BinaryIO:
 
 @contextmanager
 def committing(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses within the block into an error that says what to do.
+    """Turn an OSError in the block into an error that says what to do.
 
     Raises:
         StorageError: `path` cannot be written.
@@ -89,28 +87,28 @@ def committing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = _WHAT_TO_DO.get(error.errno or 0, "Expected a folder that can be written. Correct that")
+        advice = _WHAT_TO_DO.get(error.errno or 0, "Expected a writable folder. Correct that")
         raise StorageError(
             f"{path}: cannot be written: {error.strerror or error}. {advice}, and run the same command again."
         ) from error
 
 
-_FULL = "Free some space (`latent-sweep gc` deletes what no sweep refers to), or use another disk"
+_FULL = "Free some space (`latent-sweep gc` deletes files that no sweep needs), or use another disk"
 _WHAT_TO_DO = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
     errno.EFBIG: "Expected a file system and a limit (`ulimit -f`) that allow files of this size. Raise it",
-    errno.EROFS: "Expected a disk that can be written. Use another folder as run.storage",
-    errno.EACCES: "Expected a folder that this user may write to. Change its permissions, or run.storage",
+    errno.EROFS: "Expected a writable disk. Use another folder as run.storage",
+    errno.EACCES: "Expected a folder that this user may write to. Change its permissions or run.storage",
 }
-"""By what the operating system says."""
+"""By error number."""
 
 
 def read_file(path: Path, offset: int = 0) -> bytes:
-    """Read the file from a byte on; nothing where there is none.
+    """Return a file's bytes from `offset` on; empty if there is no file.
 
     Raises:
-        StorageError: something else lies there, or it cannot be read.
+        StorageError: it is not a regular file, or cannot be read.
     """
     try:
         return read_regular(path, offset=offset)
@@ -118,13 +116,12 @@ def read_file(path: Path, offset: int = 0) -> bytes:
         return b""
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be read: {error.strerror or error}. Move away what is there, or mend it, and run the same "
-            "command again."
+            f"{path}: cannot be read: {error.strerror or error}. Move or repair it, and run the same command again."
         ) from error
 
 
 def read_json_or_nothing(path: Path) -> Any:
-    """Read what is for display only; None where it cannot be read."""
+    """Return a JSON file that serves display only; None if it cannot be read."""
     try:
         return json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
@@ -132,29 +129,29 @@ def read_json_or_nothing(path: Path) -> Any:
 
 
 class FileState(NamedTuple):
-    """Tells a file from another in its place, and from itself once more has been written."""
+    """Identifies a version of a file."""
 
     inode: int
     size: int
     """In bytes."""
     mtime_ns: int
-    """When it was written, in nanoseconds since 1970."""
+    """Modification time, in nanoseconds since 1970."""
 
 
 NO_FILE = FileState(0, 0, 0)
 
 
 def state_of(path: Path) -> FileState:
-    """Look at a file without reading it; `NO_FILE` where there is none, or whoever reads it is told what is wrong."""
+    """Return a file's state without reading it; `NO_FILE` if it cannot be examined."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return NO_FILE
-    return FileState(found.st_ino, found.st_size, found.st_mtime_ns)
+    return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def modified(path: Path) -> int:
-    """Return when the file was written, in nanoseconds since 1970; 0 where there is none."""
+    """Return a file's modification time in nanoseconds since 1970; 0 if there is no file."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -162,7 +159,7 @@ def modified(path: Path) -> int:
 
 
 def stamp(path: Path, modified_ns: int) -> None:
-    """Give a file this time, in nanoseconds since 1970."""
+    """Set a file's modification time, in nanoseconds since 1970."""
     os.utime(path, ns=(modified_ns, modified_ns))
 
 

@@ -130,7 +130,7 @@ class SweepFolder:
             )
         if not has_valid_checksum(file):
             raise StorageError(
-                f"{file}: does not check against its digest: it is damaged, or was written by an earlier version. "
+                f"{file}: does not match its digest: it is damaged, or was written by an earlier version. "
                 "Run the sweep again: that writes it anew, and repeats nothing that is complete."
             )
         return _read_json(file)["content"]

@@ -1,8 +1,7 @@
-"""What a process tells of itself to whoever looks at a sweep: one small file for each process that works on it.
+"""Heartbeats: one small file per process and sweep, with the worker's status and its latest journal writes.
 
-It says what the process does, and which journals it has written lately, so that nobody has to look at every trial to
-see what is new. In an object store the same file shows that the process lives, and holds its leases (`leases.py`). It
-is about display and leases only: what counts is in journals.
+Observers read these files instead of all journals. In an object store the same file shows that the process is alive and
+holds its leases (`leases.py`). Heartbeats serve display and leases only; results come from journals.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from typing import Any, NamedTuple
 from latent_sweep.storage.objects import requests
 
 FOLDER = "progress"
-"""Where the files lie, in the sweep's folder."""
+"""Folder of the files, in the sweep's folder."""
 ADVERTISED_SECONDS = 300.0
-"""For so long it is told that a journal has been written: several times the pause between two looks."""
+"""How long a journal write stays advertised: several polling intervals."""
 
 
 class JournalWrite(NamedTuple):
-    """A journal that a process has written."""
+    """The latest write to a journal."""
 
     size: int
-    """In bytes, afterwards."""
+    """Size of the journal afterwards, in bytes."""
     event: str
-    """What was written last."""
+    """Name of the event."""
 
 
 class Heartbeat:
-    """What this process tells of one sweep. Safe to use from several threads.
+    """The status of this process for one sweep. Thread-safe.
 
     Args:
-        name: of its file; processes that tell of one sweep have different ones.
+        name: of its file, unique among the sweep's processes.
     """
 
     def __init__(self, name: str):
@@ -48,30 +47,28 @@ class Heartbeat:
         self._lock = threading.Lock()
 
     def report(self, part: str, content: Mapping[str, Any]) -> None:
-        """Replace a part of what is told, which is plain JSON."""
+        """Replace one part of the status with plain JSON."""
         with self._lock:
             self._parts[part] = content
 
     def record_write(self, trial_id: str, size: int, event: str) -> None:
-        """Tell for a while that the journal of a trial was written."""
+        """Advertise a journal write for `ADVERTISED_SECONDS`."""
         now = time.monotonic()
         with self._lock:
-            old = [trial for trial, (at, _) in self._journals.items() if now - at > ADVERTISED_SECONDS]
-            for trial in old:
-                del self._journals[trial]
-            self._journals[trial_id] = now, JournalWrite(size, event)
+            recent = {trial: write for trial, write in self._journals.items() if now - write[0] <= ADVERTISED_SECONDS}
+            self._journals = recent | {trial_id: (now, JournalWrite(size, event))}
 
     def recent_writes(self) -> dict[str, JournalWrite]:
-        """The journals that this process has written lately, by trial id."""
+        """Return the advertised journal writes by trial id."""
         with self._lock:
-            return {trial_id: written for trial_id, (_, written) in self._journals.items()}
+            return {trial_id: write for trial_id, (_, write) in self._journals.items()}
 
     def content(self) -> bytes:
-        """All of it, as the content of the file."""
+        """Return the content of the file."""
         with self._lock:
             parts = dict(self._parts)
         process = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        sent = {"requests": found} if (found := requests()) else {}
+        sent = {"requests": counts} if (counts := requests()) else {}
         return json.dumps(process | sent | {"journals": self.recent_writes()} | parts).encode()
 
 
@@ -80,20 +77,20 @@ _NAMES: dict[int, str] = {}
 
 
 def heartbeat_of(sweep_folder: Path) -> Heartbeat:
-    """What this process tells of the sweep in a folder."""
-    mine = pid, _ = os.getpid(), sweep_folder
-    if mine not in _HEARTBEATS:
+    """Return this process's heartbeat for the sweep in a folder."""
+    key = pid, _ = os.getpid(), sweep_folder
+    if key not in _HEARTBEATS:
         name = _NAMES.setdefault(pid, f"{socket.gethostname()}-{pid}-{uuid.uuid4().hex[:8]}.json")
-        _HEARTBEATS.setdefault(mine, Heartbeat(name))
-    return _HEARTBEATS[mine]
+        _HEARTBEATS.setdefault(key, Heartbeat(name))
+    return _HEARTBEATS[key]
 
 
 def journal_writes(content: Mapping[str, Any]) -> dict[str, JournalWrite]:
-    """The journals that a process tells of in the content of its file; what is not as we write it is left out."""
-    found = content.get("journals")
-    if not isinstance(found, dict):
+    """Return the journal writes in the content of a heartbeat file, without malformed entries."""
+    journals = content.get("journals")
+    if not isinstance(journals, dict):
         return {}
-    pairs = {trial_id: one for trial_id, one in found.items() if isinstance(one, list) and len(one) == 2}
+    pairs = {trial_id: pair for trial_id, pair in journals.items() if isinstance(pair, list) and len(pair) == 2}
     return {
         trial_id: JournalWrite(size, event)
         for trial_id, (size, event) in pairs.items()

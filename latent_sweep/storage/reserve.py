@@ -1,4 +1,4 @@
-"""Bytes of a sweep's folder that its driver keeps, so that a full disk leaves room to record what it has stopped."""
+"""A few kilobytes in a sweep's folder that are freed on a full disk, so that journals can record why trials stopped."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from contextlib import suppress
 from pathlib import Path
 
 NAME = ".reserve"
-"""In the sweep's folder; a name that begins with a dot is neither copied nor uploaded."""
+"""File in the sweep's folder; files with a leading dot are neither copied nor uploaded."""
 BYTES = 1 << 16
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the operating system says where a disk, or what a user may have of it, is full."""
+"""Error numbers of a full disk or an exhausted quota."""
 
 
 def write_reserve(sweep_folder: Path) -> None:
-    """Write the bytes, as far as the disk has room for them."""
+    """Write the reserve if the disk has space."""
     with suppress(OSError):
         (sweep_folder / NAME).write_bytes(b"\1" * BYTES)
 
 
 def free_reserve(sweep_folder: Path) -> bool:
-    """Delete them; return whether there were some."""
+    """Delete the reserve; return whether there was one."""
     try:
         (sweep_folder / NAME).unlink()
     except OSError:
@@ -30,6 +30,6 @@ def free_reserve(sweep_folder: Path) -> bool:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk is full, or was raised because of one that does."""
+    """Return whether an error, or its cause, reports a full disk."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in FULL

@@ -114,10 +114,10 @@ class SnapshotStorage:
         files = self.path(lineage), self._facts_path(lineage)
         if not all(map(self._storage.share, files)):
             return "is missing"
-        return None if self._facts(lineage, files[0].read_bytes()) is not None else "does not check against its digest"
+        return None if self._facts(lineage, files[0].read_bytes()) is not None else "does not match its digest"
 
     def _read(self, lineage: str) -> Snapshot | None:
-        """The snapshot as it lies here, or None where it does not check against its digest."""
+        """The snapshot as it lies here, or None where it does not match its digest."""
         from safetensors.torch import load
 
         content = self.path(lineage).read_bytes()
@@ -138,7 +138,7 @@ class SnapshotStorage:
 
     def _set_aside(self, lineage: str) -> None:
         damaged = self.folder / "damaged"
-        log.warning("snapshot %s does not check against its digest; it is moved to %s and made again", lineage, damaged)
+        log.warning("snapshot %s does not match its digest; it is moved to %s and made again", lineage, damaged)
         with committing(damaged):
             damaged.mkdir(exist_ok=True)
             for path in (self._facts_path(lineage), self.path(lineage)):

@@ -82,7 +82,7 @@ def _fault(path: Path, digest: str) -> str | None:
     if not path.exists():
         return "is missing"
     same = path.is_file() and _digest(path.read_bytes()) == digest
-    return None if same else "does not check against its digest in the journal"
+    return None if same else "does not match its digest in the journal"
 
 
 def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:

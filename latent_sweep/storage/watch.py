@@ -1,6 +1,6 @@
-"""Has what other nodes push of a sweep arrive here while it runs, by what their processes tell of it.
+"""Fetches what other nodes push of a sweep while it runs, guided by their heartbeats.
 
-An object store is not asked what is new of thousands of trials: processes tell which journals they have written.
+Heartbeats name the journals that processes have written, so an object store need not be asked about every trial.
 """
 
 from __future__ import annotations
@@ -23,94 +23,95 @@ from latent_sweep.storage.storage import CONNECTIONS, JOURNAL, Storage
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 30.0
-"""How often to look for what other nodes have pushed."""
+"""Interval between two polls of the object store."""
 ENDS = ("finished", "stopped", "failed")
-"""Events after which all files of a trial are wanted."""
-OLD_SECONDS = 3600.0
-"""Processes that have told nothing for so long have ended."""
+"""Events after which all files of a trial are fetched."""
+STALE_SECONDS = 3600.0
+"""A process without a heartbeat for this long has ended."""
 
 
 class Watcher:
-    """Brings what is new of a sweep from an object store; from a folder there is nothing to bring.
+    """Fetches what is new of a sweep from an object store.
 
-    Journals come as they are written, and the files of a trial when it has ended. A journal whose process was lost
-    before it could tell of it comes when another process takes the trial up.
+    Journals are fetched as they are written, and a trial's other files when it has ended. If a process dies before its
+    heartbeat names a write, the journal arrives with the next process that takes up the trial.
 
     Args:
-        folder: the sweep's, all of which is here as it was when this is made.
+        folder: the sweep's, already fetched.
     """
 
     def __init__(self, storage: Storage, folder: Path):
         self._storage, self._folder = storage, folder
-        self._followed = time.monotonic()
+        self._polled = time.monotonic()
 
     def poll(self) -> None:
-        """Bring what is new since the last time.
+        """Fetch what is new since the last poll.
 
         Raises:
             StorageError: the object store cannot be reached or refuses.
         """
         began = time.monotonic()
-        if began - self._followed > ADVERTISED_SECONDS / 2:  # what was told meanwhile may not be told any more
+        if began - self._polled > ADVERTISED_SECONDS / 2:  # some writes may no longer be advertised
             self._storage.pull(self._folder)
         else:
             self._storage.pull_heartbeats(self._folder)
-            moved = [pair for told in read_heartbeats(self._folder).values() for pair in journal_writes(told).items()]
+            heartbeats = read_heartbeats(self._folder).values()
+            writes = [pair for heartbeat in heartbeats for pair in journal_writes(heartbeat).items()]
             with ThreadPoolExecutor(CONNECTIONS) as pool:
-                list(pool.map(lambda pair: self._bring(*pair), moved))
-        self._followed = began
+                list(pool.map(lambda pair: self._fetch(*pair), writes))
+        self._polled = began
 
-    def _bring(self, trial_id: str, written: JournalWrite) -> None:
+    def _fetch(self, trial_id: str, write: JournalWrite) -> None:
         journal = self._folder / "trials" / trial_id / JOURNAL
-        if journal.is_file() and journal.stat().st_size >= written.size:
+        if journal.is_file() and journal.stat().st_size >= write.size:
             return
-        if written.event in ENDS:
+        if write.event in ENDS:
             self._storage.pull(journal.parent)
         else:
             self._storage.pull_journal(journal)
 
 
 def read_heartbeats(sweep_folder: Path) -> dict[Path, dict[str, Any]]:
-    """Read what processes tell of a sweep, as far as it is here and can be read."""
-    found = {path: read_json_or_nothing(path) for path in sorted((sweep_folder / FOLDER).glob("*.json"))}
-    return {path: content for path, content in found.items() if isinstance(content, dict)}
+    """Return the readable heartbeats of a sweep that are on this node, by path."""
+    contents = {path: read_json_or_nothing(path) for path in sorted((sweep_folder / FOLDER).glob("*.json"))}
+    return {path: content for path, content in contents.items() if isinstance(content, dict)}
 
 
 def remove_stale_heartbeats(storage: Storage, folder: Path) -> None:
-    """Remove what processes have told of a sweep that have told nothing for `OLD_SECONDS`.
+    """Remove the heartbeats of a sweep that are older than `STALE_SECONDS`.
 
     Raises:
         StorageError: the object store cannot be reached or refuses.
     """
     now = storage.now()
     for path, facts in storage.files(folder / FOLDER).items():
-        if now - facts.modified > OLD_SECONDS:
+        if now - facts.modified > STALE_SECONDS:
             storage.remove(path)
 
 
 def reported_requests(folder: Path, since: float) -> Counter[str]:
-    """Add up the requests to object stores that other processes tell of, by kind.
+    """Add up the object-store requests that other processes report, by kind.
 
     Args:
         folder: the sweep's.
-        since: leave out processes that have told nothing since then, in Unix seconds.
+        since: ignore heartbeats older than this, in Unix seconds.
     """
-    found: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for path, content in read_heartbeats(folder).items():
-        sent, told_at = content.get("requests"), content.get("time")
-        if path.name == heartbeat_of(folder).name or not isinstance(sent, dict) or not isinstance(told_at, float):
+        sent, reported = content.get("requests"), content.get("time")
+        if path.name == heartbeat_of(folder).name or not isinstance(sent, dict) or not isinstance(reported, float):
             continue
-        if told_at >= since:
-            found.update({kind: count for kind, count in sent.items() if type(count) is int})
-    return found
+        if reported >= since:
+            total.update({kind: count for kind, count in sent.items() if type(count) is int})
+    return total
 
 
 @contextmanager
 def watching(storage: Storage, folder: Path) -> Iterator[None]:
-    """Have what other nodes push of a sweep arrive here within the block; the rest at its end.
+    """Fetch what other nodes push of a sweep during the block, and the rest at its end.
 
     Raises:
-        StorageError: at its end the object store cannot be reached. Before that it is logged and tried again.
+        StorageError: the object store cannot be reached at the end. Earlier failures are logged and retried.
     """
     if not storage.is_remote:
         yield
@@ -122,7 +123,7 @@ def watching(storage: Storage, folder: Path) -> Iterator[None]:
             try:
                 watcher.poll()
             except StorageError as error:
-                log.warning("what workers have done could not be fetched and is tried again: %s", error)
+                log.warning("cannot fetch what workers pushed; trying again: %s", error)
 
     thread = threading.Thread(target=poll, name="watching", daemon=True)
     thread.start()

@@ -260,7 +260,7 @@ def test_a_damaged_file_is_set_aside_and_computed_again(targets, tmp_path, caplo
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert files(tmp_path) == ["digest-exact-v1-r8.damaged", "digest-exact-v1-r8.safetensors"]
     assert path.read_bytes() == content
-    assert "it is set aside as digest-exact-v1-r8.damaged and made again" in caplog.text
+    assert "it is quarantined as digest-exact-v1-r8.damaged and made again" in caplog.text
 
 
 def test_a_damaged_file_of_another_rank_is_left_alone(targets, tmp_path):

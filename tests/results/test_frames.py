@@ -330,14 +330,14 @@ def test_only_what_is_asked_for_is_read(copy):
     assert len(results.answers("mood", first.trial_id)) == 24
     (first.path / "answers" / "2.jsonl").write_text("damaged\n")
     assert len(results.answers("mood", first.trial_id, tasks_seen=1)) == 12
-    with pytest.raises(StorageError, match=r"answers/2\.jsonl: does not check against its digest"):
+    with pytest.raises(StorageError, match=r"answers/2\.jsonl: does not match its digest"):
         results.answers("mood", first.trial_id)
     with pytest.raises(StorageError, match=r"ticket\.jsonl: is missing, or does not check.*verify --repair"):
         results.answers(trial=first.trial_id)
     with pytest.raises(StorageError, match=r"mood\.jsonl: is missing"):
         results.answers("mood", second.trial_id)
     (first.path / "answers" / "1.jsonl").write_text("damaged\n")
-    with pytest.raises(StorageError, match=r"answers/1\.jsonl: does not check against its digest.*verify --repair"):
+    with pytest.raises(StorageError, match=r"answers/1\.jsonl: does not match its digest.*verify --repair"):
         results.answers("mood", first.trial_id)
 
 

@@ -183,7 +183,7 @@ def test_what_is_missing_is_said(folder, tmp_path):
     assert second.startswith("interference of lambda=1e-05")
     last = stages(compared_trials(finished_trials(sweep))[0].events)[-1].lineage
     sweep.snapshots.path(last).write_bytes(b"spoilt")
-    assert interference(sweep)[1][0].endswith(f"snapshot {last} does not check against its digest")
+    assert interference(sweep)[1][0].endswith(f"snapshot {last} does not match its digest")
     assert sweep.snapshots.path(last).read_bytes() == b"spoilt"  # looking changes nothing
 
 

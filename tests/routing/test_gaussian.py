@@ -633,10 +633,10 @@ def test_every_flipped_bit_of_a_record_is_seen(tmp_path: Path, caplog: pytest.Lo
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         path.write_bytes(changed)
-        checksummed._checks.cache_clear()  # the clock of a file system may be too coarse for a test
+        checksummed._matches.cache_clear()  # the clock of a file system may be too coarse for a test
         assert TaskGmm.load(path) is None, f"byte {position}"
         assert [file.name for file in tmp_path.iterdir()] == ["task.damaged"]
-    assert "task.safetensors does not check against its digest; it is set aside as task.damaged" in caplog.text
+    assert "task.safetensors does not match its digest; it is quarantined as task.damaged" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"cut short", b'{"sha256":"'])

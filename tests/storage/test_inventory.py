@@ -105,7 +105,7 @@ def test_list_goes_on_where_a_sweep_is_damaged(place, capsys):
     (place / "one" / "sweep.json").write_text("{}")
     assert main(["list", str(place)]) == 0
     printed = capsys.readouterr().out
-    assert "damaged" in printed and "does not check against its digest" in printed
+    assert "damaged" in printed and "does not match its digest" in printed
     assert main(["list", str(place), "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
     assert "fault" in one and "fault" not in two, "the other one can be read"

@@ -169,7 +169,7 @@ def test_a_copy_that_is_damaged_here_is_fetched_again(node, caplog, bucket):
     there.get("abc")
     there.path("abc").write_bytes(b"spoiled")
     assert torch.equal(there.get("abc").tensors["R"], snapshot().tensors["R"])
-    assert "abc does not check against its digest" in caplog.text
+    assert "abc does not match its digest" in caplog.text
     assert len(bucket) == 2, "what was damaged is never pushed"
 
 

@@ -272,7 +272,7 @@ def _snapshot(sweep: Disturbed) -> str:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     printed = sweep.finish(sweep.start("--local"))
-    assert f"snapshot {path.stem} does not check against its digest" in printed, printed
+    assert f"snapshot {path.stem} does not match its digest" in printed, printed
     assert (path.parent / "damaged" / path.name).read_bytes() == content
     return "set aside in `snapshots/damaged`"
 

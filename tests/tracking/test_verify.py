@@ -96,7 +96,7 @@ def test_verify_reports_every_corruption_and_changes_nothing(copy, tmp_path, cap
     before = everything(tmp_path)
     assert main(["verify", str(copy.path), "--uri", "none"]) == 1
     printed = capsys.readouterr().out
-    found = "is missing" if not (first.path / name).exists() else "does not check against its digest in the journal"
+    found = "is missing" if not (first.path / name).exists() else "does not match its digest in the journal"
     assert f"{first.path / name} {found}\n1 differences" in printed
     assert "--repair" in printed
     planned = expand(load_sweep(write(tmp_path / "sweep", SMALL)))
@@ -120,7 +120,7 @@ def test_the_same_run_restores_corrupt_files(finished, copy, tmp_path, caplog, c
     assert damaged_files(second.path) == []
     for name in ("scores.json", "predictions/mood.jsonl", "result.json"):
         assert (
-            caplog.text.count(f"{first.path / name} does not check against its digest in the journal; it is set") == 1
+            caplog.text.count(f"{first.path / name} does not match its digest in the journal; it is quarantined") == 1
         )
     assert caplog.text.count(f"{second.path / 'scores.json'} is missing and is made again") == 1
     again = first.events()[len(journal) :]
@@ -191,7 +191,7 @@ def test_a_corrupt_snapshot_of_a_finished_trial_is_learned_again_after_a_repair(
         tensors.unlink()
     before = everything(tmp_path)
     arguments = ["verify", str(copy.path), "--uri", "none"]
-    found = "is missing" if harm == "missing" else "does not check against its digest"
+    found = "is missing" if harm == "missing" else "does not match its digest"
     assert main(arguments) == 1
     assert f"K=1 and 1 more: snapshot {lineage}, which the journal names, {found}" in capsys.readouterr().out
     assert everything(tmp_path) == before
