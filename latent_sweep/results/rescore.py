@@ -153,7 +153,7 @@ def _rescored(sweep: SweepFolder, trial: TrialFolder) -> Rescored:
     if result.status == "running":
         return replace(result, left_out=("the trial is running, and its files may be ahead of its journal",))
     if found := corrupt_files(trial.path, events):
-        faults = tuple(f"{damage.path} {damage.found}" for damage in found)
+        faults = tuple(f"{damage.path} {damage.fault}" for damage in found)
         return replace(result, faults=faults, left_out=("its files are damaged; see `latent-sweep verify --repair`",))
     notes = []
     if len(told) < trial.n_tasks:

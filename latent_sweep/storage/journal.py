@@ -176,7 +176,7 @@ def is_from_worker(event: Event) -> bool:
 
 
 class Journal:
-    """The append-only record of one trial's events; one writer at a time, any number of readers."""
+    """The append-only journal of one trial: one writer at a time, any number of readers."""
 
     def __init__(self, storage: Storage, path: Path):
         self.path, self._storage = path, storage
@@ -220,7 +220,7 @@ class Journal:
                 fcntl.flock(file, fcntl.LOCK_EX)  # the driver writes, too, when a worker is lost
                 last, end = _last_line(file)
                 seq = self._seq(last) + 1 if end else 0
-                line = _sealed(json.dumps({"seq": seq, **json.loads(content)}))
+                line = _with_digest(json.dumps({"seq": seq, **json.loads(content)}))
                 file.truncate(end)
                 try:
                     rest = memoryview(line + b"\n")
@@ -239,33 +239,33 @@ class Journal:
         return _event(json.loads(line))
 
     def read(self) -> list[Event]:
-        """Every event in order; empty where there is no journal yet.
+        """Return all events in order; empty if there is no journal yet.
 
-        A last line without its line end was cut by a kill and never acknowledged: it does not count.
+        A last line without a line break was torn by a kill and never acknowledged; it is ignored.
 
         Raises:
-            StorageError: any other line is not as it was written, or stands elsewhere; the message names file and line.
+            StorageError: another line is corrupt or misplaced; the message names file and line.
         """
         return self.read_on(START)[0]
 
-    def read_on(self, place: Position) -> tuple[list[Event], Position]:
-        """Return the events after a place where reading ended before, and where it ends now.
+    def read_on(self, position: Position) -> tuple[list[Event], Position]:
+        """Return the events after a position, and the new end position.
 
         Raises:
             StorageError: as `read`.
         """
-        content = self._whole_lines(place.offset)
-        events = [self._parse(place.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
-        return events, Position(place.offset + len(content), place.seq + len(events))
+        content = self._whole_lines(position.offset)
+        events = [self._parse(position.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
+        return events, Position(position.offset + len(content), position.seq + len(events))
 
     def _whole_lines(self, offset: int = 0) -> bytes:
         content = read_file(self.path, offset)
         return content[: content.rfind(b"\n") + 1]
 
     def _seq(self, last: bytes) -> int:
-        """The number of the last line, where that is as it was written."""
-        if last[-_SEAL_BYTES:] != _seal(last[:-_SEAL_BYTES]):
-            self.read()  # says which line is at fault
+        """Return the number of the last line if it matches its digest."""
+        if last[-_DIGEST_BYTES:] != _digest_field(last[:-_DIGEST_BYTES]):
+            self.read()  # raises, naming the corrupt line
         return json.loads(last)["seq"]
 
     def _parse(self, seq: int, line: bytes) -> Event:
@@ -273,7 +273,7 @@ class Journal:
             record = json.loads(line)
             if not _is_event(record):
                 fault = "an entry without seq, time and a known event"
-            elif line[-_SEAL_BYTES:] != _seal(line[:-_SEAL_BYTES]):
+            elif line[-_DIGEST_BYTES:] != _digest_field(line[:-_DIGEST_BYTES]):
                 fault = "does not match its digest"
             elif record["seq"] != seq:
                 fault = f"seq is {record['seq']} instead of {seq}: lines are missing or repeated"
@@ -287,25 +287,25 @@ class Journal:
         )
 
 
-def _sealed(text: str) -> bytes:
-    """Write a JSON object's text as a line that ends with the digest of what stands before it."""
+def _with_digest(text: str) -> bytes:
+    """Return a JSON object's text as a line that ends with its digest."""
     body = text[:-1].encode()
-    return body + _seal(body)
+    return body + _digest_field(body)
 
 
-def _seal(body: bytes) -> bytes:
+def _digest_field(body: bytes) -> bytes:
     return b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
-_SEAL_BYTES = len(_seal(b""))
+_DIGEST_BYTES = len(_digest_field(b""))
 _BLOCK = 2**16
-"""Bytes that are read at once of a journal's end."""
+"""Bytes to read at once from the journal's end."""
 
 
 def _last_line(file: BinaryIO) -> tuple[bytes, int]:
-    """Find the last line that has its line end; return it without that, and where it ends: nothing, and 0, if none."""
+    """Return the last complete line, without its line break, and its end position; empty and 0 if there is none."""
     tail, start = b"", file.seek(0, os.SEEK_END)
-    while start and tail.count(b"\n") < 2:  # that of the line before is where it begins
+    while start and tail.count(b"\n") < 2:  # the line starts after the previous line break
         length = min(_BLOCK, start)
         start = file.seek(start - length)
         tail = file.read(length) + tail

@@ -1,7 +1,7 @@
-"""What one trial leaves in its folder, and whether it is as its journal says.
+"""The files of one trial, and whether they match its journal.
 
-The journal is the truth: a row of the score matrix is what a stage told, and every file beside it that holds results
-has its digest there. A file that is missing, or that is another, is set aside and made again.
+The journal is the source of truth: it holds every row of the score matrix and the digests of all result files. A
+missing or different file is quarantined and made again.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ _ROW_FIELDS = ("tasks_seen", "task", "lineage", "scores", "key", "files")
 
 @dataclass(frozen=True)
 class CorruptFile:
-    """A file that is not what its trial's journal says."""
+    """A file that does not match its trial's journal."""
 
     path: Path
-    found: str
+    fault: str
 
 
 def corrupt_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
-    """The files in a trial's folder that are missing, or others than those that its journal tells."""
-    found = {folder / name: _fault(folder / name, digest) for name, digest in recorded_files(events).items()}
-    return [CorruptFile(path, fault) for path, fault in found.items() if fault is not None]
+    """Return the files of a trial that are missing or do not match their digests in the journal."""
+    faults = {folder / name: _fault(folder / name, digest) for name, digest in recorded_files(events).items()}
+    return [CorruptFile(path, fault) for path, fault in faults.items() if fault is not None]
 
 
 def recorded_files(events: Sequence[Event]) -> dict[str, str]:
-    """The digests of the files that a trial's journal tells of, by name."""
-    told: dict[str, str] = {}
+    """Return the digests in a trial's journal by file name."""
+    digests: dict[str, str] = {}
     for event in events:
         if isinstance(event, Started):
-            told.pop(RESULT, None)  # it is written again at the end
+            digests.pop(RESULT, None)  # rewritten at the end
         elif isinstance(event, Stage):
-            told.pop(answers_file(event.tasks_seen), None)  # kept before, and not any more
+            digests.pop(answers_file(event.tasks_seen), None)  # a repeated stage may save no answers
         if isinstance(event, (Stage, Finished)):
-            told |= event.files
-    return told
+            digests |= event.files
+    return digests
 
 
 def _fault(path: Path, digest: str) -> str | None:
@@ -86,141 +86,145 @@ def _fault(path: Path, digest: str) -> str | None:
 
 
 def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
-    """The files whose content does not follow from the rows that the journal tells, whatever their digests say.
+    """Return the files whose content contradicts the rows in the journal, whatever their digests say.
 
-    The score matrix holds these rows; AP, FM and BWT, there and in the result, are theirs; the scores of the kept
-    answers of each stage average to its row, and the newest answers are the predictions.
+    The score matrix must hold these rows. AP, FM and BWT, there and in the result, must follow from them. The saved
+    answers of each stage must average to its row, and the newest answers must be the predictions.
     """
-    told = stages(events)
-    if not told:
+    recorded = stages(events)
+    if not recorded:
         return []
-    tasks = tuple(told[-1].scores)
+    tasks = tuple(recorded[-1].scores)
     try:
-        matrix = recorded_matrix(told)
+        matrix = recorded_matrix(recorded)
     except ValueError as error:
-        return [CorruptFile(folder / JOURNAL, f"tells no {error}")]
+        return [CorruptFile(folder / JOURNAL, f"holds no {error}")]
     row = dict(zip(tasks, matrix.rows[-1], strict=True))
     end = final_event(events)
-    metrics = [event.metrics for event in (told[-1], end) if isinstance(event, (Stage, Finished))]
+    metrics = [event.metrics for event in (recorded[-1], end) if isinstance(event, (Stage, Finished))]
     answers: dict[int, Answers] = {}
-    """Of each stage that keeps its own, as far as they agree."""
+    """Verified answers by stage."""
 
     def scores_agree(content: bytes) -> bool:
-        found = json.loads(content)
-        same = tuple(map(tuple, found["scores"])) == matrix.rows
-        return same and tuple(found["tasks"][: len(tasks)]) == tasks
+        stored = json.loads(content)
+        same = tuple(map(tuple, stored["scores"])) == matrix.rows
+        return same and tuple(stored["tasks"][: len(tasks)]) == tasks
 
     def result_agrees(content: bytes) -> bool:
-        found = json.loads(content)
-        return found["scores"] == row and _are_measures(found["metrics"], matrix)
+        result = json.loads(content)
+        return result["scores"] == row and _are_measures(result["metrics"], matrix)
 
     def answers_agree(content: bytes, event: Stage) -> bool:
         seen = event.tasks_seen
-        if seen > 1 and saves_answers(told[seen - 2]) and seen - 1 not in answers:
-            return True  # the stage before is at fault; without it nothing can be said of this one
-        found = changed(answers.get(seen - 1, {}), content)
-        scores = {task: [answer.score for answer in rows] for task, rows in found.items()}
+        if seen > 1 and saves_answers(recorded[seen - 2]) and seen - 1 not in answers:
+            return True  # cannot be checked: the stage before is corrupt
+        rebuilt = changed(answers.get(seen - 1, {}), content)
+        scores = {task: [answer.score for answer in rows] for task, rows in rebuilt.items()}
         if scores.keys() != event.scores.keys() or not all(
             _average_to(scores[task], score) for task, score in event.scores.items()
         ):
             return False
-        answers[seen] = found
+        answers[seen] = rebuilt
         return True
 
     def predictions_agree(content: bytes, task: str) -> bool:
         lines = [json.loads(line) for line in content.splitlines()]
-        found = [Answer(line["prediction"], line["score"]) for line in lines]
-        kept = answers.get(len(told))
-        return _average_to([line["score"] for line in lines], row[task]) and (kept is None or kept[task] == found)
+        predicted = [Answer(line["prediction"], line["score"]) for line in lines]
+        saved = answers.get(len(recorded))
+        return _average_to([line["score"] for line in lines], row[task]) and (saved is None or saved[task] == predicted)
 
     checks: dict[str, Callable[[bytes], bool]] = {SCORES: scores_agree}
     checks |= {
-        answers_file(event.tasks_seen): partial(answers_agree, event=event) for event in told if saves_answers(event)
+        answers_file(event.tasks_seen): partial(answers_agree, event=event)
+        for event in recorded
+        if saves_answers(event)
     }
     checks |= {f"{PREDICTIONS}/{task}.jsonl": partial(predictions_agree, task=task) for task in tasks}
     if isinstance(end, Finished):
         checks[RESULT] = result_agrees
-    agree = all(_are_measures(found, matrix) for found in metrics)
-    found = [] if agree else [CorruptFile(folder / JOURNAL, "tells measures that do not follow from its rows")]
+    agree = all(_are_measures(values, matrix) for values in metrics)
+    faults = [] if agree else [CorruptFile(folder / JOURNAL, "holds measures that do not follow from its rows")]
     for name, agrees in checks.items():
         try:
             if agrees((folder / name).read_bytes()):
                 continue
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            pass  # it holds something else altogether
-        found.append(CorruptFile(folder / name, "does not follow from the rows that the journal tells"))
-    return found
+            pass  # malformed
+        faults.append(CorruptFile(folder / name, "does not follow from the rows in the journal"))
+    return faults
 
 
 def _average_to(scores: Sequence[float], mean: float) -> bool:
-    """Whether scores have this mean, but for the order in which a machine has summed them."""
+    """Return whether the scores have this mean, up to the order of summation."""
     return abs(statistics.fmean(scores) - mean) <= len(scores) * EPSILON
 
 
-def _are_measures(found: Mapping[str, float], matrix: ScoreMatrix) -> bool:
-    """Whether these are the measures of the matrix, but for the order in which a machine has summed its rows."""
+def _are_measures(metrics: Mapping[str, float], matrix: ScoreMatrix) -> bool:
+    """Return whether the metrics are the matrix's measures, up to the order of summation."""
     rounding = 4 * len(matrix.rows) * EPSILON
-    return all(abs(found.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
+    return all(abs(metrics.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
 
 
 @dataclass(frozen=True)
 class RowScores:
-    """The scores of one task's test rows."""
+    """The scores of one task's test examples."""
 
     ids: tuple[str, ...]
     scores: npt.NDArray[np.float64]
-    """(rows,), fractions."""
+    """(examples,), fractions."""
 
 
 def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | None:
-    """Each task's scores by row, as the newest stage has left them; None where they are not as the journal says."""
-    told = stages(events)[-1]
-    found = {}
-    for task in told.scores:
-        rows = prediction_lines(folder, told, task)
+    """Return each task's scores by example after the newest stage; None if a file does not match the journal."""
+    stage = stages(events)[-1]
+    scores = {}
+    for task in stage.scores:
+        rows = prediction_lines(folder, stage, task)
         if rows is None:
             return None
-        found[task] = RowScores(tuple(row["id"] for row in rows), np.array([row["score"] for row in rows], dtype=float))
-    return found
+        scores[task] = RowScores(
+            tuple(row["id"] for row in rows), np.array([row["score"] for row in rows], dtype=float)
+        )
+    return scores
 
 
-def prediction_lines(folder: Path, told: Stage, task: str) -> list[dict[str, Any]] | None:
-    """A task's predictions as the newest stage, of which `told` tells, has left them; None where they are others."""
+def prediction_lines(folder: Path, stage: Stage, task: str) -> list[dict[str, Any]] | None:
+    """Return a task's predictions after the newest stage; None if they do not match the journal."""
     name = f"{PREDICTIONS}/{task}.jsonl"
-    digest = told.files.get(name)
+    digest = stage.files.get(name)
     if digest is None or _fault(folder / name, digest) is not None:
         return None
     return [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
 
 
-def checked_answers(folder: Path, told: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
-    """Yield the stages whose answers are kept as `saved_answers` does, from files that are as the journal says.
+def checked_answers(folder: Path, recorded: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
+    """Yield the stages with saved answers as `saved_answers` does, after checking the files' digests.
 
     Raises:
-        StorageError: one of them is missing or damaged.
+        StorageError: a file is missing or corrupt.
     """
-    for event in filter(saves_answers, told):
+    for event in filter(saves_answers, recorded):
         name = answers_file(event.tasks_seen)
         if (fault := _fault(folder / name, event.files[name])) is not None:
             raise StorageError(f"{folder / name}: {fault}. {repair_advice(folder.parent.parent)}.")
-    yield from saved_answers(folder, told)
+    yield from saved_answers(folder, recorded)
 
 
-def recorded_matrix(told: Sequence[Stage]) -> ScoreMatrix:
-    """The score matrix that a journal's stages tell, of the tasks learned so far.
+def recorded_matrix(recorded: Sequence[Stage]) -> ScoreMatrix:
+    """Return the score matrix of a journal's stages, over the tasks learned so far.
 
     Raises:
-        ValueError: their rows are none of a score matrix.
+        ValueError: the rows do not form a score matrix.
     """
-    tasks = tuple(told[-1].scores) if told else ()
-    return ScoreMatrix(tasks, tuple(tuple(event.scores.values()) for event in told))
+    tasks = tuple(recorded[-1].scores) if recorded else ()
+    return ScoreMatrix(tasks, tuple(tuple(stage.scores.values()) for stage in recorded))
 
 
 def recorded_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
-    """The rows that a journal tells and that were computed from the same snapshots, data and settings as now.
+    """Return the journal's leading rows that were computed from the current snapshots, data and settings.
 
     Args:
-        keys: what identifies each row now.
+        keys: identify each row now.
     """
     rows: list[Row] = []
     for key, event in zip(keys, stages(events), strict=False):
@@ -231,9 +235,9 @@ def recorded_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
 
 
 def final_event(events: Sequence[Event]) -> Finished | Stopped | None:
-    """The event that says for good how far the trial goes: a scheduler has stopped it, or it has finished.
+    """Return the event that ended the trial for good: a finish or an early stop.
 
-    What was decided on rows that are outdated is so no more.
+    An end before an `outdated` loss no longer counts.
     """
     for event in reversed(events):
         if isinstance(event, (Finished, Stopped)):
@@ -244,25 +248,25 @@ def final_event(events: Sequence[Event]) -> Finished | Stopped | None:
 
 
 class NewRow:
-    """A row of the score matrix while its tasks are scored; of what was answered it holds what has to be written.
+    """A row of the score matrix while its tasks are scored, with the answers still to be written.
 
     Args:
-        written: digests of the files that are there, by name.
+        written: digests of the files on disk, by name.
     """
 
     def __init__(self, written: Mapping[str, str]):
         self._written = written
         self.scores: list[float] = []
-        """Of each task, in order."""
+        """Of each task so far."""
         self.answers: dict[str, list[Answer]] = {}
         """By task."""
         self.digests: dict[str, str] = {}
-        """Of its files of predictions, by name."""
+        """Digests of its prediction files, by name."""
         self.contents: dict[str, bytes] = {}
-        """Of those that are others than what is there."""
+        """The prediction files that changed, by name."""
 
     def add(self, task: str, score: float, predictions: Sequence[Mapping[str, Any]]) -> None:
-        """Add the next task: its score, and its predictions, each of which becomes a line with one JSON object."""
+        """Add the next task's score, and its predictions, one JSON object each."""
         self.scores.append(score)
         self.answers[task] = [Answer(line["prediction"], line["score"]) for line in predictions]
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
@@ -273,13 +277,13 @@ class NewRow:
 
 
 class TrialFiles:
-    """One trial's journal, and what it leaves beside it: settings, score rows, predictions, answers, result.
+    """One trial's journal and result files: score rows, predictions, answers, result.
 
     Args:
         sweep: the trial's sweep.
         trial_id: names its folder.
-        tasks: names of its tasks, in the order they are learned.
-        keys: what identifies each row of its score matrix now.
+        tasks: its tasks, in learning order.
+        keys: identify each row of its score matrix now.
     """
 
     def __init__(self, sweep: SweepFolder, trial_id: str, tasks: Sequence[str], keys: Sequence[str]):
@@ -290,27 +294,27 @@ class TrialFiles:
         events = self.journal.read()
         end = final_event(events)
         self.stop = end if isinstance(end, Stopped) else None
-        """The event with which a scheduler has stopped the trial for good; None where it goes to its last task."""
+        """The event by which a scheduler stopped the trial; None if it runs to its last task."""
         self.wanted = self.stop.tasks_seen if self.stop else len(self._tasks)
-        """How many rows it is to have."""
+        """Number of rows of the complete trial."""
         self.rows = recorded_rows(events, self.keys)
-        """The rows of the score matrix so far."""
+        """The valid rows of the score matrix."""
         self.corrupt = corrupt_files(self.folder, events)
         self._recorded = {
             stage.tasks_seen: content_hash({name: getattr(stage, name) for name in _ROW_FIELDS})
             for stage in stages(events)
         }
         """Hash of what the journal holds of each row, by tasks seen."""
-        damaged = {damage.path for damage in self.corrupt}
-        self._written = {n: digest for n, digest in recorded_files(events).items() if self.folder / n not in damaged}
-        """Digests of the files that are there, by name, as far as they are known."""
+        corrupt = {file.path for file in self.corrupt}
+        self._written = {n: digest for n, digest in recorded_files(events).items() if self.folder / n not in corrupt}
+        """Known digests of the files on disk, by name."""
         self._answers: Answers | None = None
-        """Those of the newest row, once they have been read or given."""
+        """Of the newest row; None until they are read."""
         if len(self.rows) < self.wanted:
-            # files may be ahead of the journal, and are written again with the next row; the answers of told rows stay
-            self.corrupt = [damage for damage in self.corrupt if 0 < self._stage_of(damage) <= len(self.rows)]
+            # files may be ahead of the journal; the next row rewrites all but the answers of recorded rows
+            self.corrupt = [file for file in self.corrupt if 0 < self._stage_of(file) <= len(self.rows)]
         self.complete = status(events) in ("finished", "stopped") and len(self.rows) >= self.wanted and not self.corrupt
-        """Whether every row is there, and every file, and the trial has come to its end."""
+        """Whether the trial ended and all rows and files are intact."""
         self._files: dict[str, str] = {}
         """Digests of the newest row's files, by name."""
 
@@ -320,18 +324,19 @@ class TrialFiles:
         return self.matrix_after(len(self.rows))
 
     def matrix_after(self, tasks_seen: int) -> ScoreMatrix:
-        """Return the rows as they were after so many tasks."""
+        """Return the rows after this number of tasks."""
         return ScoreMatrix(self._tasks, tuple(self.rows[:tasks_seen]))
 
     def repair(self) -> None:
-        """Set aside what is damaged; write again what the journal tells, and forget the rows whose answers are lost."""
-        for damage in self.corrupt:
-            if damage.path.exists():
-                quarantine(damage.path, damage.found)
+        """Quarantine corrupt files, rewrite those that follow from the journal, and drop the rows whose answers are
+        lost."""
+        for file in self.corrupt:
+            if file.path.exists():
+                quarantine(file.path, file.fault)
             else:
-                log.warning("%s is missing and is made again", damage.path)
-        names = {damage.path.relative_to(self.folder).parts[0] for damage in self.corrupt}
-        lost = [stage for damage in self.corrupt if (stage := self._stage_of(damage))]
+                log.warning("%s is missing and is made again", file.path)
+        names = {file.path.relative_to(self.folder).parts[0] for file in self.corrupt}
+        lost = [stage for file in self.corrupt if (stage := self._stage_of(file))]
         if PREDICTIONS in names:
             lost.append(len(self.rows))
         if lost:
@@ -339,19 +344,19 @@ class TrialFiles:
         elif SCORES in names:
             self._write({SCORES: self._scores()})
 
-    def _stage_of(self, damage: CorruptFile) -> int:
-        """Return the tasks seen at the stage whose answers are damaged; 0 for any other file."""
-        return stage_of(damage.path.relative_to(self.folder).as_posix()) or 0
+    def _stage_of(self, file: CorruptFile) -> int:
+        """Return the tasks seen at the stage whose answers are in the file; 0 for any other file."""
+        return stage_of(file.path.relative_to(self.folder).as_posix()) or 0
 
     def new_row(self) -> NewRow:
         """Begin the next row of the score matrix."""
         return NewRow(self._written)
 
     def record(self, row: NewRow, keep_answers: KeepAnswers = "all") -> None:
-        """Add one row of the score matrix, durably, with the answers that were scored; they replace those before.
+        """Add a row to the score matrix, durably, with its answers.
 
         Args:
-            keep_answers: `all` also writes a file of this row's own, with the answers that the row before did not give.
+            keep_answers: `all` also writes a file of this stage, with the answers that differ from the stage before.
         """
         files = {}
         if keep_answers == "all":
@@ -385,11 +390,11 @@ class TrialFiles:
             self._recorded[seen] = digest
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the result, and close the journal."""
+        """Write the result and append `finished`."""
         self.journal.append("finished", metrics=result["metrics"], files=self._write({RESULT: json_bytes(result)}))
 
     def stop_again(self) -> None:
-        """Close the journal of a trial that was stopped for good, and of which something was made again."""
+        """Append `stopped` again, after files of a stopped trial were made again."""
         assert self.stop is not None
         self.journal.append("stopped", tasks_seen=self.stop.tasks_seen, reason=self.stop.reason)
 
@@ -398,9 +403,9 @@ class TrialFiles:
         return json_bytes({"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys})
 
     def _write(self, files: Mapping[str, bytes]) -> dict[str, str]:
-        """Write files, and return their digests."""
+        """Write files and return their digests."""
         for name in files:
-            self._written.pop(name, None)  # should writing fail, nobody knows what is there
+            self._written.pop(name, None)  # unknown if the write fails
         self._storage.write_together({self.folder / name: content for name, content in files.items()})
         digests = {name: _digest(content) for name, content in files.items()}
         self._written |= digests

@@ -179,7 +179,7 @@ def _file_faults(
     }
     for damage in corrupt_files(trial.path, events) or contradicting_files(trial.path, events):
         remedy = remedies[damage.path.relative_to(trial.path).parts[0]]
-        yield _fault(sweep, trial, damage.path, f"{damage.path} {damage.found}", remedy)
+        yield _fault(sweep, trial, damage.path, f"{damage.path} {damage.fault}", remedy)
 
 
 def _fault(sweep: SweepFolder, trial: TrialFolder, path: Path, text: str, remedy: str) -> _Fault:
