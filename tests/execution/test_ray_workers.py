@@ -116,7 +116,7 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, one_
     assert together.read_json("result.json")["hardware"]["workers"] == 2
     for stage, same in zip(stages(together.events()), stages(alone.events()), strict=True):
         learned, expected = (
-            load_file(tmp_path / place / "runs/snapshots" / f"{same['lineage']}.safetensors")["R"]
+            load_file(tmp_path / place / "runs/snapshots" / f"{same.lineage}.safetensors")["R"]
             for place in ("two", "one")
         )
         assert stage.lineage == same.lineage
