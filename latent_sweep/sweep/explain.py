@@ -1,8 +1,8 @@
-"""Why a sweep learns what it learns: for every stage, who shares it, and which setting keeps it apart from the others.
+"""The text of `latent-sweep plan --explain`: for every stage, who shares it, and which settings prevent sharing.
 
-A stage is compared with those of the trials that differ from its own in one axis of the search alone: either the axis
-is no part of what names the snapshot, and the stage is shared, or a field of it differs. A stage that is not in the
-store is also compared with the nearest one there. Stages of which the same can be said stand together.
+A stage is compared with those of the trials that differ from its own in a single axis of the search: either the axis is
+no part of the snapshot's identity, and the stage is shared, or a field of it differs. A stage that is not stored is
+also compared with the most similar one in the storage. Stages with equal explanations are grouped.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from latent_sweep.sweep.plan import Trial
 from latent_sweep.sweep.plan_text import common_values
 
 SHOWN = 6
-"""Values, or fields, that a line lists at most."""
+"""Maximum number of values or fields in a line."""
 
 EARLIER = "the tasks before it"
-"""What a difference is called that lies in the earlier snapshots alone."""
+"""Names a difference in the earlier snapshots alone."""
 
 ROWS = "training rows"
-STORE = "the store"
+STORE = "the storage"
 
 _NAMES = {
     "engine": "version of the training loop",
     "data": ROWS,
-    "settings": "method",  # beside its name, version and, of one from outside, the digest of its source
+    "settings": "method",  # next to its name, version and a plugin's digest
     **{name: f"benchmark.{name}" for name in ("max_source_length", "max_target_length", "truncation", "bos")},
 }
-"""Parts of a stage's content that have another path in a sweep file, or none."""
+"""Parts of a stage's content whose path differs from that in a sweep file."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The identity of one snapshot, and what it is made of."""
+    """The identity of one snapshot, and its parts."""
 
     lineage: str
     tasks: tuple[str, ...]
-    """The tasks that it learns from."""
+    """Tasks that it learns from."""
     fields: Mapping[str, str]
-    """JSON of everything else that it reads, by dotted path, as in a sweep file where it has one there."""
+    """JSON of everything else that it reads, by dotted path, as in a sweep file if possible."""
     parents: tuple[str, ...]
-    """Lineages of the earlier snapshots that it reads."""
+    """Lineages of earlier snapshots that it reads."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Stage:
-        """The stage with this content, see `Trial.stage_contents`."""
+        """Return the stage with this content; see `Trial.stage_contents`."""
         named = [(_NAMES.get(key, key), part) for key, part in content.items() if key not in ("tasks", "parents")]
         leaves = chain.from_iterable(flatten(name, part).items() for name, part in named)
         fields = {path: canonical_json(value) for path, value in leaves}
@@ -61,41 +61,41 @@ class Stage:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A stage beside the other points of one axis that learn the same tasks, or beside the nearest one in the store."""
+    """A stage and the stages of other points of one axis that learn the same tasks, or the most similar one stored."""
 
-    beside: str
-    """The axis, or the store."""
+    axis: str
+    """Or `STORE`."""
     stage: Stage
     others: tuple[Stage, ...]
-    """One for each other point, all else equal."""
+    """One for each other point of the axis, with all else equal."""
     causes: tuple[str, ...]
-    """What keeps those apart that are not the same stage."""
+    """Fields that differ between stages that are not equal."""
 
     @property
     def points(self) -> int:
-        """Points of the axis, the stage's own included."""
+        """Number of points of the axis, including the stage's own."""
         return 1 + len(self.others)
 
     @property
     def shared(self) -> int:
-        """Count the points that have this very stage."""
+        """Number of points that have this stage."""
         return 1 + sum(other.lineage == self.stage.lineage for other in self.others)
 
     @property
     def reason(self) -> tuple[Any, ...]:
-        """Return a key that is equal where the same is to be said."""
-        return self.beside, self.shared, self.points, self.causes
+        """A key that is equal for equal explanations."""
+        return self.axis, self.shared, self.points, self.causes
 
 
 class Stages:
-    """The distinct stages of a sweep, and for each the stages it is compared with.
+    """The distinct stages of a sweep, and the stages each is compared with.
 
     Raises:
-        MissingData: the benchmark's training data is not at hand.
+        MissingData: the benchmark's training data is not on this machine.
     """
 
     def __init__(self, sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage):
-        # every axis with the settings that it sets; random draws vary all at once, so they are one axis
+        # the settings of each axis; random draws vary together, so they are one axis
         self.axes = {axis: _paths(axis, values) for axis, values in sweep.grid.items()}
         if sweep.draws:
             drawn = [_paths(axis, draw.values) for axis, draw in sweep.draws.items()]
@@ -103,7 +103,7 @@ class Stages:
         trainings = {trial.training_id: trial for trial in trials}
         self._histories = {key: [Stage.of(c) for c in trial.stage_contents()] for key, trial in trainings.items()}
         self.users: dict[str, list[tuple[Trial, int]]] = {}
-        """By lineage, the trials that learn or share the stage, and where in their sequence."""
+        """By lineage, the trials that learn or share the stage, with its position."""
         self._points: dict[tuple[str, str], list[Trial]] = {}
         for trial in trials:
             for position, stage in enumerate(self._histories[trial.training_id]):
@@ -115,20 +115,20 @@ class Stages:
         self._known = {s.lineage: s for s in chain(self._remembered, *self._histories.values())}
 
     def compare(self, lineage: str) -> list[Comparison]:
-        """Compare a stage along every axis that has other points for it, and with the store if it is not there."""
+        """Compare a stage along every axis that has other points for it, and with the storage if it is not there."""
         stage, (trial, _) = self._known[lineage], self.users[lineage][0]
-        found = []
+        comparisons = []
         for axis, paths in self.axes.items():
             if others := self._others(stage, axis, trial):
-                found.append(Comparison(axis, stage, others, self._causes(stage, others, paths)))
+                comparisons.append(Comparison(axis, stage, others, self._causes(stage, others, paths)))
         alike = [other for other in self._remembered if other.tasks == stage.tasks]
         if lineage not in self.stored and alike:
             nearest = min(alike, key=lambda other: len(self._causes(stage, [other])))
-            found.append(Comparison(STORE, stage, (nearest,), self._causes(stage, [nearest])))
-        return found
+            comparisons.append(Comparison(STORE, stage, (nearest,), self._causes(stage, [nearest])))
+        return comparisons
 
     def reads_earlier(self, lineage: str) -> bool:
-        """Whether the stage reads snapshots of the tasks before it."""
+        """Return whether the stage reads snapshots of earlier tasks."""
         return bool(self._known[lineage].parents)
 
     def _others(self, stage: Stage, axis: str, trial: Trial) -> tuple[Stage, ...]:
@@ -137,7 +137,7 @@ class Stages:
         return tuple(found[0] for found in alike if found)
 
     def _all_else(self, axis: str, trial: Trial) -> str:
-        """Return a key that is equal for the trials that differ in this axis alone."""
+        """Return a key that is equal for trials that differ only in this axis."""
         paths = self.axes[axis]
         return canonical_json({path: value for path, value in trial.values.items() if path not in paths})
 
@@ -146,10 +146,10 @@ class Stages:
         return tuple(dict.fromkeys(chain.from_iterable(self._differing(stage, other, paths) for other in apart)))
 
     def _differing(self, stage: Stage, other: Stage, paths: Sequence[str]) -> list[str]:
-        """Return the fields that differ; where none does, those of the first earlier stage that does.
+        """Return the fields that differ, or else those of the first earlier stage that differs.
 
-        Fields that one of the two does not read at all are named only if the axis sets them, or nothing else differs:
-        with lambda = 0 nothing of how a penalty is measured is read, but lambda is what to look at.
+        Fields that only one of the two reads are named only if the axis sets them, or nothing else differs: lambda = 0
+        reads none of the penalty's settings, but the cause is lambda.
         """
         differing = [p for p in {**stage.fields, **other.fields} if stage.fields.get(p) != other.fields.get(p)]
         if paths and bool(stage.parents) != bool(other.parents) and not set(paths) & set(differing):
@@ -171,12 +171,12 @@ class Stages:
 
 
 def _paths(axis: str, values: Iterable[Any]) -> tuple[str, ...]:
-    """The settings that an axis sets."""
+    """Return the settings that an axis sets."""
     return tuple(dict.fromkeys(path for value in values for path in flatten(axis, value)))
 
 
 def _remembered(store: SnapshotStorage) -> list[Stage]:
-    """The stages of the store's snapshots, of those that say what they are made from."""
+    """Return the stages of stored snapshots that record their content."""
     found = []
     for path in sorted(store.folder.glob("*.json")):
         try:
@@ -188,7 +188,7 @@ def _remembered(store: SnapshotStorage) -> list[Stage]:
             TypeError,
             AttributeError,
             RecursionError,
-        ):  # a run sets damaged ones aside, and says so
+        ):  # a run quarantines and reports corrupt ones
             continue
     return found
 
@@ -197,29 +197,29 @@ def _remembered(store: SnapshotStorage) -> list[Stage]:
 
 
 def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage) -> str:
-    """Write the text of `latent-sweep plan --explain`: a few lines for each group of stages that can be told of alike.
+    """Write the explanation, a few lines for each group of stages.
 
     Raises:
-        MissingData: the benchmark's training data is not at hand.
+        MissingData: the benchmark's training data is not on this machine.
     """
     stages = Stages(sweep, trials, store)
     compared = {lineage: stages.compare(lineage) for lineage in stages.users}
-    beside = {axis: [c for found in compared.values() for c in found if c.beside == axis] for axis in stages.axes}
-    free = [axis for axis, found in beside.items() if found and all(c.shared == c.points for c in found)]
+    by_axis = {axis: [c for each in compared.values() for c in each if c.axis == axis] for axis in stages.axes}
+    free = [axis for axis, each in by_axis.items() if each and all(c.shared == c.points for c in each)]
     groups: dict[Any, list[str]] = {}
-    for lineage, found in compared.items():
-        compared[lineage] = [c for c in found if c.beside not in free]
+    for lineage, comparisons in compared.items():
+        compared[lineage] = [c for c in comparisons if c.axis not in free]
         group = _state(stages, lineage), *(c.reason for c in compared[lineage])
         groups.setdefault(group, []).append(lineage)
 
     width = max(map(len, [*stages.axes, STORE]))
-    lines = ["why stages are learned, and shared"]
+    lines = ["which stages are shared"]
     for axis in free:
-        lines.append(f"  {axis:<{width}}  {max(c.points for c in beside[axis])} values cost no training")
+        lines.append(f"  {axis:<{width}}  {max(c.points for c in by_axis[axis])} values cost no training")
     for lineages in groups.values():
         lines += ["", f"  {_title(stages, lineages, trials)}, {_state(stages, lineages[0])}"]
         columns = zip(*(compared[lineage] for lineage in lineages), strict=True)
-        lines += [f"    {column[0].beside:<{width}}  {_verdict(column)}" for column in columns]
+        lines += [f"    {column[0].axis:<{width}}  {_verdict(column)}" for column in columns]
     return "\n".join(lines)
 
 
@@ -235,33 +235,33 @@ def _title(stages: Stages, lineages: Sequence[str], trials: Sequence[Trial]) -> 
 
 
 def _state(stages: Stages, lineage: str) -> str:
-    state = "in the store" if lineage in stages.stored else "to learn"
+    state = "stored" if lineage in stages.stored else "to train"
     if all(position == 0 for _, position in stages.users[lineage]):
         return state
-    return f"{state}, reading {'' if stages.reads_earlier(lineage) else 'none of '}the tasks before"
+    return f"{state}, reads {'the' if stages.reads_earlier(lineage) else 'no'} earlier tasks"
 
 
 def _verdict(column: Sequence[Comparison]) -> str:
-    """Tell what one axis, or the store, has to do with a group's stages: the same for all of them but the values."""
+    """Write how one axis, or the storage, relates to a group's stages, which differ only in values."""
     first = column[0]
     if first.shared == first.points:
-        return f"shared by {first.points} values, not read here"
+        return f"shared by all {first.points} values, not read"
     causes = _listed([_cause(cause, column) for cause in first.causes], "; ")
-    if first.beside == STORE:
+    if first.axis == STORE:
         return f"has the task with other settings: {causes}"
     shared = f"shared by {first.shared} of {first.points} values, " if first.shared > 1 else ""
-    return f"{shared}apart: {causes}"
+    return f"{shared}not shared: {causes}"
 
 
 def _cause(cause: str, column: Sequence[Comparison]) -> str:
-    """Name a field with the values that a group's stages have, and the values that others have."""
-    name = "" if cause == column[0].beside else cause
+    """Name a field with the values of a group's stages, and those of others."""
+    name = "" if cause == column[0].axis else cause
     if cause == ROWS or not any(cause in stage.fields for c in column for stage in (c.stage, *c.others)):
-        return name  # digests say nothing to a reader
+        return name  # a digest means nothing to a reader
     mine = list(dict.fromkeys(_value(c.stage, cause) for c in column))
     others = dict.fromkeys(_value(other, cause) for c in column for other in c.others)
     elsewhere = _listed([value for value in others if value not in mine])
-    return f"{name} {_listed(mine)}{f' (elsewhere {elsewhere})' if elsewhere else ''}".strip()
+    return f"{name} {_listed(mine)}{f' (others {elsewhere})' if elsewhere else ''}".strip()
 
 
 def _value(stage: Stage, path: str) -> str:
@@ -274,7 +274,7 @@ def _listed(texts: Sequence[str], separator: str = ", ") -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write growing positions as people do: `task 1`, `tasks 2-4, 7`."""
+    """Write increasing positions as `task 1` or `tasks 2-4, 7`."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]

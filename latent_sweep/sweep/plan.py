@@ -1,14 +1,14 @@
-"""A sweep becomes trials, and trials become packs: pure, without torch, in well under two seconds.
+"""Expand a sweep into trials, and group trials into packs: without torch, in well under two seconds.
 
-Three identities, all hashes of content and none of position in a file:
+Identities are hashes of content, never of a position in a file:
 
-    trial id      every setting that can change a trial's scores, of the sweep file and of the benchmark's own
-    training id   the part that training reads: trials that share it form one pack and train once
-    lineage       one snapshot: the settings, data and seed of its stage, and its ancestors where it reads them
+    trial id      every setting, of the sweep file and of the benchmark's file, that can change a trial's scores
+    training id   the part that training reads: trials that share it train once
+    lineage       one snapshot: the settings, data and seed of its stage, and the earlier snapshots that it reads
+    row key       one row of scores: its snapshots, the test data, and all that answering and scoring read
 
-and a key for every row of scores, which adds the test data and all that answering and scoring read. What lies outside
-the settings (data files, a backbone's folder, a hub's newest commit) is looked at once, when a trial is planned;
-whoever reads it later holds it against that.
+Data files, backbone folders and hub commits are looked up once, when a trial is planned, and compared with that when
+they are read later.
 """
 
 from __future__ import annotations
@@ -79,45 +79,45 @@ PROTOCOL: Mapping[str, Mapping[str, Any]] = {
     # the paper has no backbone of this size; a few dozen steps at this rate learn a task on a CPU
     EMBEDDED: dict(learning_rate=4e-3, batch_size=8, epochs=2),
 }
-"""What a sweep file may leave out of `training`: the paper's appendix "Training", by backbone family (A29, A30)."""
+"""Defaults of `training:` by backbone family, from the paper's appendix "Training" (A29, A30)."""
 
 SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, EMBEDDED: 512}
-"""The longest prompt that it says (A27)."""
+"""Its longest prompt (A27)."""
 
 SPLITS: tuple[Split, ...] = ("train", "test")
-"""What data files there are; validation rows are taken out of the training rows."""
+"""Splits with data files; validation examples are held out of the training examples."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the search space with every setting resolved: complete, it looks nothing up."""
+    """One point of the search space with every setting resolved; nothing is looked up later."""
 
     trial_id: str
     training_id: str
     settings: TrialSettings
     values: Mapping[str, Any]
-    """The settings that vary in this sweep and matter to this trial, by dotted path."""
+    """The settings that vary in the sweep and that this trial reads, by dotted path."""
     tasks: tuple[TaskSpec, ...]
     """In the order they are learned."""
     spec: BenchmarkSpec
-    """The benchmark, as its file was when the trial was planned."""
+    """The benchmark, as at planning time, like all below."""
     backbone: Mapping[str, Any]
-    """What the backbone was then, see `backbone_identity`."""
+    """See `backbone_identity`."""
     method_source: str | None
-    """What the code of a method from outside was then, see `source_of`."""
+    """Digest of a plugin method's code; see `source_of`."""
     metric_sources: Mapping[str, str]
-    """What the code of each metric from outside was then, see `metric_source`."""
+    """Digest of each plugin metric's code; see `metric_source`."""
     sources: Mapping[tuple[str, str], str | None]
-    """`source_digest` of the data then, by task and split (`train` or `test`); None where it was not at hand."""
+    """`source_digest` of the data by task and split (`train` or `test`); None if it is not on this machine."""
 
     @property
     def name(self) -> str:
-        """Return the trial's name in messages: the values that vary, and the id."""
+        """The trial's name in messages: the values that vary, and the id."""
         values = label_paths(self.values)
         return f"{values} [{self.trial_id}]" if values else self.trial_id
 
     def method(self) -> Method:
-        """Make the method, for asking what it reads; it cannot train."""
+        """Return the method without a backbone: it answers what it reads but cannot train."""
         return method_class(self.settings.method.name)(self.settings.method)
 
     @property
@@ -125,7 +125,7 @@ class Trial:
         return {} if self.method_source is None else {"source": self.method_source}
 
     def rows_learned(self, position: int) -> dict[int, int]:
-        """Count the training rows of each task that a stage learns from, by the task's position."""
+        """Count the training examples of each task that a stage learns from, by the task's position."""
         b, carve = self.settings.benchmark, self.settings.training.select == "best_validation"
 
         def count() -> dict[int, int]:
@@ -135,7 +135,7 @@ class Trial:
         return memoized(("rows learned", position, carve), (self.settings.method, b, self.tasks, self.spec), count)
 
     def steps(self, position: int) -> int:
-        """Count the optimizer steps of a stage; 0 where it learns nothing."""
+        """Count the optimizer steps of a stage; 0 if it learns nothing."""
         rows = self.rows_learned(position)
         return self.settings.training.step_count(sum(rows.values()), len(rows))
 
@@ -150,10 +150,10 @@ class Trial:
         return memoized(("learned", len(self.tasks)), (self.settings.method,), find)
 
     def lineages(self) -> tuple[str, ...]:
-        """Return the snapshot each task will leave behind, by hash chain.
+        """Return the lineage of each task's snapshot.
 
         Raises:
-            MissingData: the benchmark's training data is not at hand.
+            MissingData: the benchmark's training data is not on this machine.
         """
         return self._lineages
 
@@ -168,15 +168,15 @@ class Trial:
         )
 
     def stage_contents(self) -> list[dict[str, Any]]:
-        """Return all that can change each task's snapshot; the parents among it are named by their own hashes.
+        """Return all that can change each task's snapshot, with the lineages of its parents.
 
         Raises:
-            MissingData: the benchmark's training data is not at hand.
+            MissingData: the benchmark's training data is not on this machine.
         """
         return [{name: json.loads(text) for name, text in content.items()} for content in self._stage_contents()]
 
     def _stage_contents(self) -> list[dict[str, str]]:
-        """Return the stages' contents, each part of one as JSON: what trials have in common is written once."""
+        """Return the contents of the stages, each part as JSON, so that equal parts of trials are written once."""
         s, method = self.settings, self.method()
         carve = s.training.select == "best_validation"
         names = [canonical_json(task.name) for task in self.tasks]
@@ -193,7 +193,7 @@ class Trial:
                 "max_target_length": s.benchmark.max_target_length,
                 "truncation": truncation_identity(s.benchmark),
                 "bos": s.benchmark.bos,
-                **({"chat": True} if s.benchmark.chat else {}),  # which template: the tokenizer's: `backbone` names it
+                **({"chat": True} if s.benchmark.chat else {}),  # the template is the tokenizer's
             }
             return {name: canonical_json(part) for name, part in common.items()}
 
@@ -218,20 +218,18 @@ class Trial:
                 "data": json_list(data[i] for i in learned),
                 "settings": settings[position],
                 "parents": json_list(lineages[:position] if method.reads_history(position) else []),
-                # ours read the position where `stage_identity` says so; one from outside is told of it, and may
+                # built-in methods report it in `stage_identity` if they read it; a plugin method may read it too
                 **({} if self.method_source is None else {"position": str(position)}),
-                # which once was the limit of all of them together
                 **({"max_steps": '"for each task"'} if len(learned) > 1 and s.training.max_steps else {}),
-                # which once were rows to learn from, too
                 **({"held_out": '"as they are asked"'} if changes_rows and carve else {}),
             }
-            # a stage that learns nothing leaves behind what was there before it
+            # a stage that learns nothing keeps the snapshot before it
             contents.append(common | stage if learned or not contents else contents[-1])
             lineages.append(f'"{text_hash(json_object(contents[-1]))}"')
         return contents
 
     def row_keys(self) -> tuple[str, ...]:
-        """Return what identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
+        """Return a key for each row of the score matrix: its snapshots, how they answer, and how answers are scored."""
         return self._row_keys
 
     @cached_property
@@ -241,13 +239,13 @@ class Trial:
         return self._keys(memoized("tests", parts, self._write_tests), {"scoring": canonical_json(versions.SCORING)})
 
     def answer_keys(self) -> tuple[str, ...]:
-        """Return what identifies the answers behind each row of the score matrix, however they are scored."""
+        """Return a key for the answers of each row of the score matrix, whatever scores them."""
         parts = self.settings.benchmark, self.spec, self.tasks, self.sources
         digests = memoized("rows answered", parts, lambda: [self.data_digest_of(task, "test") for task in self.tasks])
         return self._keys([canonical_json(digest) for digest in digests], {})
 
     def _keys(self, tests: Sequence[str], scoring: Mapping[str, str]) -> tuple[str, ...]:
-        """Return a key for each stage: its snapshots, how they answer, and the tests of the tasks seen."""
+        """Return a key for each stage, of its snapshots, how they answer, and the tests of the tasks seen."""
         s = self.settings
         lineages = [f'"{lineage}"' for lineage in self.lineages()]
 
@@ -267,14 +265,14 @@ class Trial:
             "seed": canonical_json(s.seed),
             **scoring,
         }
-        # a covariance of all tasks reads those that are still to come (A16)
+        # a covariance of all tasks reads later snapshots too (A16)
         of_all = s.router.combine in ROUTED and s.router.cov.refresh == "final"
         common["tasks"] = json_list(lineages) if of_all else "null"
         seen = [(json_list(lineages[:n]), json_list(tests[:n])) for n in range(1, len(tests) + 1)]
         return tuple(text_hash(json_object(common | {"snapshots": s, "tests": t})) for s, t in seen)
 
     def _write_tests(self) -> list[str]:
-        """Write what scores depend on beside the answers, for each task."""
+        """Return, for each task, all that scores depend on besides the answers, as JSON."""
         b, tests = self.settings.benchmark, []
         for task in self.tasks:
             metric = scoring_metric(b, task)
@@ -284,16 +282,16 @@ class Trial:
         return tests
 
     def files(self, sweep: SweepFolder) -> TrialFiles:
-        """Return the files that it has left behind so far as a trial of this sweep."""
+        """Return the trial's files in a sweep."""
         return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
 
     def source(self, task: TaskSpec, split: Split) -> str | None:
-        """`source_digest` of a split when the trial was planned; validation rows are taken out of the training rows."""
+        """Return the `source_digest` of a split at planning time."""
         of_test = split == "test" and self.settings.benchmark.score_on == "test"
         return self.sources[task.name, "test" if of_test else "train"]
 
     def data_digest_of(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
-        """`data_digest` of a split when the trial was planned."""
+        """Return the `data_digest` of a split at planning time."""
         s = self.settings.benchmark
         source = self.source(task, split)
         return memoized(
@@ -305,29 +303,29 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """Trials that share their training and differ in what inference reads: its variants."""
+    """A training: trials that share it and differ only in inference settings."""
 
     trials: tuple[Trial, ...]
     largest_rank: int
-    """The largest rank of the sweep on this backbone: factors computed for it serve all trials."""
+    """Of the sweep on this backbone: factors computed for it serve all trials."""
 
     @property
     def training_id(self) -> str:
-        """Return the id of the training that its trials have in common."""
+        """The training id of its trials."""
         return self.trials[0].training_id
 
 
 @dataclass(frozen=True)
 class Pack:
-    """The work of one worker: runs learn side by side, in one forward pass of the backbone they share."""
+    """The work of one worker: runs that learn side by side, in one forward pass of a shared backbone."""
 
     runs: tuple[Run, ...]
     halved: frozenset[Phase] = frozenset()
-    """What is done with half the rows in a pass, because memory has not sufficed for more."""
+    """Phases that use half the examples per pass after running out of memory."""
 
     @property
     def pack_id(self) -> str:
-        """Names the pack: its run's training id where there is one."""
+        """A hash of its training ids; the training id itself if there is one."""
         ids = [run.training_id for run in self.runs]
         return ids[0] if len(ids) == 1 else content_hash(ids)
 
@@ -343,7 +341,7 @@ class Pack:
 
 
 def router_identity(settings: TrialSettings) -> dict[str, Any]:
-    """Return what inference reads of the router: nothing but the mode where no posterior is asked for."""
+    """Return the router settings that inference reads: only `combine` unless it uses the posterior."""
     if settings.router.combine in ROUTED:
         return settings.router.identity()
     return {"combine": settings.router.combine}
@@ -356,11 +354,11 @@ def _routing_versions(mode: str) -> list[int] | None:
 
 
 @memo_scope()
-def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | None = None) -> list[Trial]:
-    """Every trial of a sweep: grid x random draws, defaults resolved, equal trials collapsed into one.
+def expand(sweep: Sweep, selected: Callable[[WrittenTrial], Mapping[str, Any]] | None = None) -> list[Trial]:
+    """Return the distinct trials of a sweep: grid x random draws, with defaults resolved.
 
     Args:
-        chosen: gives the settings that tuning has chosen for a trial, by dotted path; see `latent_sweep.sweep.tuning`.
+        selected: returns the settings that tuning selected for a trial, by dotted path; see `selected_values`.
 
     Raises:
         ConfigError: listing every fault of every combination.
@@ -368,13 +366,13 @@ def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | N
     trials: dict[str, Trial] = {}
     faults: list[str] = []
     places: dict[str, str] = {}
-    found = points(sweep)
-    numbers = {path for point in found for path, value in point.items() if type(value) in (int, float)}
-    for point in found:
+    all_points = points(sweep)
+    numbers = {path for point in all_points for path, value in point.items() if type(value) in (int, float)}
+    for point in all_points:
         try:
             written = trial_settings(sweep, point)
-            if chosen is not None:
-                point = {**point, **chosen(written)}
+            if selected is not None:
+                point = {**point, **selected(written)}
                 written = trial_settings(sweep, point)
             trial = plan_trial(written, point, sorted(numbers - point.keys()))
         except ConfigError as error:
@@ -384,12 +382,12 @@ def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | N
         if first is not trial and first.sources != trial.sources:
             folders = " and ".join(str(one.settings.benchmark.data_dir) for one in (first, trial))
             faults.append(
-                f"benchmark.data_dir: {folders} hold different data of one benchmark, {trial.spec.name!r}, and where "
-                "data lies makes no trial of its own; give each a benchmark with a name of its own, or another sweep"
+                f"benchmark.data_dir: {folders} have different data of one benchmark, {trial.spec.name!r}, but "
+                "trials do not differ by folder; give each benchmark its own name, or use another sweep"
             )
         name, place = trial.spec.name, trial.settings.benchmark.name
-        if places.setdefault(name, place) != place:  # by its name, wherever it lies, a benchmark is known
-            faults.append(f"benchmark.name: {places[name]} and {place} both call themselves {name!r}; rename one")
+        if places.setdefault(name, place) != place:  # benchmarks are identified by name
+            faults.append(f"benchmark.name: {places[name]} and {place} both have the name {name!r}; rename one")
         faults += trial_faults(trial)
     if faults:
         raise fault_report(sweep.source, faults)
@@ -397,16 +395,16 @@ def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | N
 
 
 def count_points(sweep: Sweep) -> int:
-    """Count the combinations of the search; those that differ in nothing that a result depends on are one trial."""
+    """Count the points of the search space; equal ones become one trial."""
     return len(points(sweep))
 
 
 def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"] = 1) -> list[Pack]:
-    """Group trials by training, and trainings into packs: inference-only axes cost no training.
+    """Group trials by training, and trainings into packs.
 
     Args:
         together: `run.pack`: a number of trainings, or the axes whose values learn side by side; with `auto`, all that
-            can, for `latent_sweep.training.packing` to split. Trainings that no forward pass can hold together (another
+            can, for `latent_sweep.training.packing` to split. Trainings that cannot share a forward pass (with another
             method, backbone or task sequence, or dropout) never share a pack.
     """
     ranks: dict[Any, int] = {}
@@ -425,15 +423,15 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
 
 
 def _adapted(trial: Trial) -> tuple[str, Any]:
-    """Return a key that is equal for trials that adapt the same projections of one backbone."""
+    """Return a key of the backbone's adapted projections."""
     return trial.settings.backbone.name, trial.settings.backbone.targets
 
 
 def _pack_key(run: Run, together: int | Sequence[str]) -> str:
-    """Return a key that is equal for runs that may learn side by side."""
+    """Return a key that is equal for runs that can learn side by side."""
     trial = run.trials[0]
     s = trial.settings
-    if not trial.method().packable or s.training.backbone_dropout:  # masks are drawn for a whole batch
+    if not trial.method().packable or s.training.backbone_dropout:  # dropout masks are drawn for a whole batch
         return trial.training_id
     shared = {
         "method": s.method.name,
@@ -450,7 +448,7 @@ def _pack_key(run: Run, together: int | Sequence[str]) -> str:
 
 
 def resolve(written: WrittenTrial) -> TrialSettings:
-    """Fill in what the sweep file left out, from the method's preset and the paper's protocol."""
+    """Fill in missing settings from the method's preset and the paper's protocol."""
     spec, name = load_benchmark(written.benchmark.name), written.backbone.name
     family = name if name in PROTOCOL else family_of(name)
     kind = method_class(written.method.name)
@@ -461,7 +459,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
         own = kind.training_defaults(method, name, spec.name)
         try:
             return filled(written.training, TrainingSettings, own, PROTOCOL[family])
-        except ValidationError as error:  # what is written does not go together with what was left out
+        except ValidationError as error:  # a written setting conflicts with a default
             faults = validation_faults(error, TrainingSettings)
             raise ConfigError("; ".join(f"training.{fault}" for fault in faults)) from error
 
@@ -492,13 +490,13 @@ def _resolved_benchmark(written: BenchmarkSettings, spec: BenchmarkSpec, family:
 def _resolved_method(written: MethodSettings, kind: type[Method], backbone: str, benchmark: str) -> MethodSettings:
     try:
         return kind.resolve(written, backbone, benchmark)
-    except ValidationError as error:  # what is written does not go together with what was left out
+    except ValidationError as error:  # a written setting conflicts with a default
         faults = validation_faults(error, kind.settings_class)
         raise ConfigError("; ".join(f"method.{fault}" for fault in faults)) from error
 
 
 def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]:
-    """Use one spelling of the order, and paths that a worker in another folder, or on another machine, can follow."""
+    """Normalize the order, and make paths absolute for workers in other folders."""
     data_dir = settings.data_dir or os.environ.get(DATA_VARIABLE)
     return {
         "order": order_key(settings, spec),
@@ -508,7 +506,7 @@ def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]
 
 
 def points(sweep: Sweep) -> list[dict[str, Any]]:
-    """The search space's points, each by dotted path: for each of `num_samples` draws, the whole grid."""
+    """Return the points of the search space, each by dotted path: the whole grid for each of `num_samples` draws."""
     source = random.Random(sweep.run.search_seed)
     axes = [[flatten(axis, value) for value in values] for axis, values in sweep.grid.items()]
     grid = [dict(itertools.chain.from_iterable(map(dict.items, point))) for point in itertools.product(*axes)]
@@ -534,11 +532,11 @@ def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
 
 
 def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[str] = ()) -> Trial:
-    """Plan one trial: defaults resolved, and what lies outside the settings looked at.
+    """Resolve the defaults of one trial, and look up its backbone, data and code.
 
     Args:
         point: paths of the settings that vary.
-        elsewhere: paths of numbers that vary among other trials; its own, where it has them, are points of their curve.
+        elsewhere: paths of numbers that vary among other trials; this trial's values of them are reported, too.
     """
     s = resolve(written)
     spec = load_benchmark(s.benchmark.name)
@@ -563,9 +561,9 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
             "evaluation": memoized("inference", (s.evaluation,), lambda: canonical_json(s.evaluation.identity())),
         }
     )
-    # the values as resolved; what the router would not read says nothing about the trial
-    told = [*point, *(path for path in elsewhere if has_setting(s, path) and setting(s, path) is not None)]
-    read = [path for path in told if is_read(path, s.router.combine)]
+    # settings that the router does not read are no values of the trial
+    reported = [*point, *(path for path in elsewhere if has_setting(s, path) and setting(s, path) is not None)]
+    read = [path for path in reported if is_read(path, s.router.combine)]
     return Trial(
         trial_id=text_hash(json_list([training, inference])),
         training_id=text_hash(training),
@@ -581,20 +579,20 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
 
 
 class _Stream(NamedTuple):
-    """What the `benchmark:` group of a trial says; see `Trial`."""
+    """The parts of a trial that follow from `benchmark:`; see `Trial`."""
 
     tasks: tuple[TaskSpec, ...]
     metric_sources: Mapping[str, str]
     sources: Mapping[tuple[str, str], str | None]
     training: str
-    """JSON of what training reads of it, and what the benchmark's file says of that."""
+    """JSON of the settings, also of the benchmark's file, that training reads."""
     inference: str
-    """The same of what answers and scores depend on."""
+    """JSON of those that answers and scores depend on."""
 
 
 def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
     tasks = task_sequence(settings, spec)
-    # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
+    # the benchmark's file is part of the identity, not the path of its folder
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
     if sources := {task.name: decides for task in tasks if task.source and (decides := task.source.decides())}:
@@ -624,26 +622,26 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
 
 
 def is_read(path: str, mode: str | None) -> bool:
-    """Whether a trial whose snapshots answer by this mode reads a setting: of a router nothing else without one."""
+    """Return whether a trial with this `router.combine` reads a setting: most router settings need a posterior."""
     return mode in ROUTED or not path.startswith("router.") or path == "router.combine"
 
 
 def values_read(trial: TrialFolder) -> dict[str, Any]:
-    """What a trial has of the settings that vary, by dotted path, also where its entry of a list leaves them out.
+    """Return a trial's values of the settings that vary, by dotted path, with defaults of those its entry leaves out.
 
-    None is what it does not read, and what is null. A number that it reads has stood there since it was planned.
+    None stands for a setting that it does not read, and for null. Numbers that it reads are recorded at planning.
     """
-    mode, found = trial.params.get("router.combine"), dict(trial.values)
+    mode, values = trial.params.get("router.combine"), dict(trial.values)
     for path, value in trial.values.items():
         resolved = trial.params.get(path)
-        # tasks that are null, all of the order, are not called by their names
+        # null tasks mean all of the order, and are not listed by name
         if value is None and type(resolved) not in (int, float) and path != "benchmark.tasks" and is_read(path, mode):
-            found[path] = resolved
-    return found
+            values[path] = resolved
+    return values
 
 
 def has_setting(settings: TrialSettings, path: str) -> bool:
-    """Whether a trial has a setting, or a group of settings, at a dotted path: methods have others."""
+    """Return whether a trial has a setting or group at a dotted path; methods differ in theirs."""
     try:
         setting(settings, path)
     except AttributeError:
@@ -652,14 +650,14 @@ def has_setting(settings: TrialSettings, path: str) -> bool:
 
 
 def setting(settings: Any, path: str) -> Any:
-    """Return the setting, or the group of settings, at a dotted path."""
+    """Return the setting or group at a dotted path."""
     for name in path.split("."):
         settings = getattr(settings, name)
     return list(settings) if isinstance(settings, tuple) else settings
 
 
 def trial_faults(trial: Trial) -> list[str]:
-    """List what is wrong with a resolved trial as a whole: ranks and counts that its backbone or data rule out."""
+    """List the faults of a resolved trial, such as a rank or a count that its backbone or data rule out."""
     s = trial.settings
     faults = memoized("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
     faults = faults + memoized("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
@@ -668,12 +666,12 @@ def trial_faults(trial: Trial) -> list[str]:
         faults.append(f"router.combine: found {s.router.combine!r}; snapshots of {s.method.name} answer as {possible}")
     if s.benchmark.score_on == "validation" and s.training.select == "best_validation":
         faults.append(
-            "training.select: found best_validation where rows held out are scored (benchmark.score_on: validation, as "
-            "tune: does), but it would choose among epochs by those very rows; use last"
+            "training.select: found best_validation, but benchmark.score_on: validation (as in tune:) scores the same "
+            "held-out examples that it would select epochs by; use last"
         )
     if s.router.combine in ROUTED:
         faults += memoized("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
-    # rows that cannot be scored are better found before anything is learned
+    # raises if test examples cannot be read
     memoized(
         "test rows", (s.benchmark,), lambda: [count_examples(trial.spec, t, "test", s.benchmark) for t in trial.tasks]
     )
@@ -681,7 +679,7 @@ def trial_faults(trial: Trial) -> list[str]:
 
 
 def _backbone_faults(trial: Trial) -> list[str]:
-    """List why the backbone cannot be adapted, or trained, as it is asked for."""
+    """List the faults of the backbone with this method and training."""
     s, faults = trial.settings, []
     known = describe(s.backbone)
     if known is None and "/" not in s.backbone.name:
@@ -699,13 +697,13 @@ def _backbone_faults(trial: Trial) -> list[str]:
         if s.training.backbone_dropout and not known.traits.dropout:
             faults.append(
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
-                "dropout of its own; leave it out"
+                "dropout; leave it out"
             )
     return faults
 
 
 def _router_faults(trial: Trial) -> list[str]:
-    """Say which task has too few rows for the router's components, or why there is no covariance."""
+    """List tasks with too few examples for the router's components, or for a covariance."""
     s = trial.settings
     counts = memoized(
         "training rows",
@@ -721,49 +719,49 @@ def _router_faults(trial: Trial) -> list[str]:
         whole = s.benchmark.model_copy(update={"train_per_task": None})
         enough = all(count_examples(trial.spec, task, "train", whole) >= wanted for task in trial.tasks)
         advice += f", or raise benchmark.train_per_task to {wanted:,}" if enough else ""
-    return [f"router.components: found {wanted:,}, but task {task.name} has {rows:,} training rows; {advice}"]
+    return [f"router.components: found {wanted:,}, but task {task.name} has {rows:,} training examples; {advice}"]
 
 
 def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
-    """List why the rows of the first stage give no covariance, whatever they are: a row is its own mean."""
+    """List why the examples of the first stage cannot give a covariance: each is its own mean."""
     pooled = counts[: router.cov.pooled_tasks(1, len(counts))]
-    alone = router.cov.center == "component" and not router.gmm.em_iters  # every row may be a component of its own
+    alone = router.cov.center == "component" and not router.gmm.em_iters  # every example may be its own component
     most = router.components if alone else 1
     if router.cov.ddof == "tasks" and sum(pooled) <= len(pooled):
         return [
-            f"router.cov.ddof: found tasks, but {len(pooled)} tasks with {sum(pooled)} training rows leave no degree "
-            "of freedom; use none, or raise benchmark.train_per_task"
+            f"router.cov.ddof: found tasks, but {len(pooled)} tasks with {sum(pooled)} training examples leave no "
+            "degree of freedom; use none, or raise benchmark.train_per_task"
         ]
     if router.epsilon_mode == "relative" and max(pooled) <= most:
-        rows = "1 training row a task" if most == 1 else f"router.components = {most} for as many training rows a task"
+        of = "" if most == 1 else f" and router.components = {most}"
         return [
-            f"router.epsilon_mode: found relative, with {rows}: each row is the mean that it is compared with, so the "
-            "covariance is zero, and so is any share of it; use absolute, or raise benchmark.train_per_task"
+            f"router.epsilon_mode: found relative, but with {most} training examples per task{of} each example is its "
+            "own mean, so the covariance is zero; use absolute, or raise benchmark.train_per_task"
         ]
     return []
 
 
 def _definition_faults(trial: Trial) -> list[str]:
-    """List why test prompts cannot have the definitions that are asked for."""
-    wanted, place = trial.settings.benchmark.prompts.definition, trial.settings.benchmark.name
-    told = [task for task in trial.tasks if task.instruction.strip()]
+    """List why test prompts cannot have the requested definitions."""
+    wanted, name = trial.settings.benchmark.prompts.definition, trial.settings.benchmark.name
+    instructed = [task for task in trial.tasks if task.instruction.strip()]
     if wanted == "verbatim":
         return []
     if trial.settings.benchmark.score_on == "validation":
         return [
-            f"benchmark.prompts.definition: found {wanted!r} with benchmark.score_on: validation, but rows held out of "
-            "the training rows keep the definition that is trained with; use verbatim, or score_on: test"
+            f"benchmark.prompts.definition: found {wanted!r} with benchmark.score_on: validation, but held-out "
+            "examples keep the definition that is trained with; use verbatim, or score_on: test"
         ]
-    if not told:
+    if not instructed:
         return [
             f"benchmark.prompts.definition: found {wanted!r}, but no task of {trial.spec.name} has an instruction; "
             "use verbatim"
         ]
-    lacking = [task.name for task in told if wanted == "paraphrase" and not task.paraphrases]
+    lacking = [task.name for task in instructed if wanted == "paraphrase" and not task.paraphrases]
     if not lacking:
         return []
     return [
-        f"benchmark.prompts.definition: found 'paraphrase', but {', '.join(lacking)} of benchmark {place} have none; "
-        "add `paraphrases: [...]` beside the `instruction` of each such task in the benchmark's file: three or more "
-        "texts that say the same in other words and name the same labels. Or use verbatim or none"
+        f"benchmark.prompts.definition: found 'paraphrase', but {', '.join(lacking)} of benchmark {name} have none. "
+        "Add `paraphrases: [...]` to each such task in the benchmark's file: three or more texts that rephrase its "
+        "`instruction` and name the same labels. Or use verbatim or none"
     ]

