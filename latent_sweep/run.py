@@ -43,7 +43,6 @@ class Parser(argparse.ArgumentParser):
         return "".join(f"\n{word}: did you mean {close[0]}?" for word, close in matches if close)
 
     def _options(self) -> list[str]:
-        """Return the options of this parser and of its commands."""
         options = [name for action in self._actions for name in action.option_strings]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):

@@ -39,7 +39,6 @@ def _completion(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _actions(parser: Parser) -> list[argparse.Action]:
-    """Return all arguments of a parser and its commands."""
     actions = list(parser._actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

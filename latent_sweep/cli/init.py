@@ -73,7 +73,7 @@ def _init(options: argparse.Namespace) -> int:
         raise ConfigError("--copy: found --own, too; a copied sweep has its benchmark, so leave one of the two out")
     for there in (path, own) if options.own else (path,):
         if there.exists():
-            raise ConfigError(f"{there}: is there already; remove it, or name another sweep")
+            raise ConfigError(f"{there}: already exists; remove it, or choose another name")
     if options.copy is not None:
         text = packaged[options.copy].read_text(encoding="utf-8")
     else:
@@ -83,7 +83,7 @@ def _init(options: argparse.Namespace) -> int:
             write_file(own / name, content.encode())
         text = sweep_text(str(path), options.backbone, str(own), options.purpose)
     write_file(path, text.encode())
-    told = [f"wrote {path}", *([f"wrote {own}: put your own tasks in their place"] if options.own else [])]
-    told += [f"{options.backbone} has {NOTHING_TO_EXPECT}"] if has_random_weights(options.backbone) else []
-    print(printable("\n".join([*told, f"next: latent-sweep plan {path}"])))
+    lines = [f"wrote {path}", *([f"wrote {own}: replace its tasks by your own"] if options.own else [])]
+    lines += [f"{options.backbone} has {NOTHING_TO_EXPECT}"] if has_random_weights(options.backbone) else []
+    print(printable("\n".join([*lines, f"next: latent-sweep plan {path}"])))
     return 0

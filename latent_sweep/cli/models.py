@@ -76,7 +76,6 @@ def _add_device(parser: Parser) -> None:
 
 
 def _opened(folder: str, trial: str, device: Device | None) -> ContinualModel:
-    """Open an exported model, or a trial's model."""
     from latent_sweep.deploy.folder import is_model
     from latent_sweep.deploy.model import ContinualModel
 
@@ -126,7 +125,6 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _into_folder(options: argparse.Namespace, kind: str, folder: str) -> list[str]:
-    """Write an export; return lines that name what was written."""
     from latent_sweep.deploy.merged import export_merged
     from latent_sweep.deploy.peft_folders import export_peft
 
@@ -149,7 +147,7 @@ def _into_mlflow(options: argparse.Namespace) -> list[str]:
     sweep = open_sweep(options.folder)
     tracker = tracker_for(options.uri or sweep.tracking_uri, sweep, options.allow_insecure)
     if not isinstance(tracker, MlflowTracker):
-        raise ConfigError(f"{options.folder}: its sweep file says tracking.uri: none; name a tracker with --uri")
+        raise ConfigError(f"{options.folder}: its sweep file has tracking.uri: none; name a tracker with --uri")
     write_mlflow_model(ContinualModel.from_sweep(options.folder, options.trial, options.device), sweep)
     tracker.close()
     return [tracker.model_uri()]

@@ -104,8 +104,8 @@ def _figures(options: argparse.Namespace) -> int:
     sweep = open_sweep(options.folder)
     folder = Path(options.output) if options.output else sweep.path / "figures"
     names, not_drawn = export_pictures(sweep, folder, options.over, options.baseline)
-    told = [f"{len(names)} pictures as PDF and PNG in {folder}", *(f"not drawn: {text}" for text in not_drawn)]
-    print(printable("\n".join(told)))
+    lines = [f"{len(names)} pictures as PDF and PNG in {folder}", *(f"not drawn: {text}" for text in not_drawn)]
+    print(printable("\n".join(lines)))
     return 0
 
 

@@ -118,7 +118,6 @@ def bytes_text(size: int) -> str:
 
 
 def _inventory(place: str | None) -> Inventory:
-    """Open the given or the default storage."""
     from latent_sweep.errors import ConfigError
     from latent_sweep.storage.inventory import Inventory
     from latent_sweep.storage.storage import default_location, open_storage
@@ -181,7 +180,6 @@ def _day(at: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
@@ -212,7 +210,6 @@ def _gc(options: argparse.Namespace) -> int:
 
 
 def _by_kind(garbage_files: Sequence[Garbage]) -> list[tuple[str, int, int]]:
-    """Count files and bytes of each kind."""
     counts, sizes = Counter[str](), Counter[str]()
     for one in garbage_files:
         counts[one.kind] += 1
@@ -237,7 +234,6 @@ def _delete(options: argparse.Namespace) -> int:
 
 
 def _deletion_lines(going: Deletion) -> list[str]:
-    """Describe what a deletion removes and keeps."""
     own, alone = (sum(facts.size for facts in files.values()) for files in (going.files, going.snapshots))
     lines = [f"{sweep.path}: {len(list(sweep))} trials" for sweep in going.sweeps]
     lines.append(f"{bytes_text(own)} of results, {bytes_text(alone)} of snapshots that no other sweep refers to")

@@ -203,7 +203,6 @@ def _forecast(trial: Trial) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress log messages of tiny trials."""
     logger = logging.getLogger("latent_sweep")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

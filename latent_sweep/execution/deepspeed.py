@@ -181,7 +181,6 @@ class DeepSpeedEngine(Engine):
         return self._backbone
 
     def _shard(self, model: Any, files: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Load the weights of the files into an empty model, sharding each."""
         names: dict[Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -265,15 +264,12 @@ class _Stored(Mapping[str, Tensor]):
 
 
 class _Holder(nn.Module):
-    """A module of one parameter, for DeepSpeed to shard."""
-
     def __init__(self, parameter: nn.Parameter):
         super().__init__()
         self.parameter = parameter
 
 
 def _whole_bytes(model: Any) -> int:
-    """Return the size in bytes of a sharded model's gathered weights."""
     return sum(p.ds_numel * p.element_size() for p in model.parameters())
 
 

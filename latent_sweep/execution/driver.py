@@ -80,8 +80,6 @@ def run_sweep(
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments of `run_sweep`."""
-
     local: bool
     fail_fast: bool
     only_failed: bool
@@ -284,8 +282,6 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
 
 
 class _DistinctGroups:
-    """Distinct groups of settings in order of first use."""
-
     def __init__(self) -> None:
         self.contents: list[dict[str, Any]] = []
         """The groups as plain values."""
@@ -313,8 +309,6 @@ def _lineages(trial: Trial) -> str | None:
 
 @memo_scope()
 def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
-    """Return the packs with those of their runs that are incomplete."""
-
     def is_incomplete(run: Run) -> bool:
         return not all(trial.files(folder).complete for trial in run.trials)
 
@@ -323,8 +317,6 @@ def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
 
 
 def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
-    """Return the packs with those of their trials that have failed."""
-
     def has_failed(trial: Trial) -> bool:
         return status(folder.journal(trial.trial_id).read()) == "failed"
 

@@ -191,7 +191,6 @@ def _fit(tuner: Any) -> None:
 
 
 def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, asked: str, run: RunSettings) -> None:
-    """Run one Tune trial: a pack, or what is left of it."""
     import ray
     from ray import tune
 
@@ -214,7 +213,6 @@ def _run_work(
     run: RunSettings,
     report: Callable[[dict[str, float]], None],
 ) -> None:
-    """Run what is left of a pack, in this process or in a worker group."""
     from latent_sweep.execution.ray_workers import limit_to_share, lost_errors, run_group, run_part
 
     log_without_secrets()
@@ -243,7 +241,6 @@ def _run_work(
 
 
 def _pull_journals(pack: Pack, sweep: SweepFolder) -> None:
-    """Fetch the journals of a pack's trials from the shared storage."""
     for trial in pack.trials:
         sweep.storage.pull_journal(sweep.journal(trial.trial_id).path)
 
@@ -275,7 +272,6 @@ def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list
 
 
 def _measure_on_node(pack: Pack, storage: Storage, run: RunSettings) -> Sequence[Any]:
-    """Run `packing.measure` in a Ray task."""
     from latent_sweep.execution.ray_workers import limit_to_share
 
     with loading_modules():
@@ -334,7 +330,7 @@ def _loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
                 raise cause  # it holds for every pack
             pack, launched = _work(trial)
             _pull_trials(pack, sweep)
-            record_loss(pack, sweep, _loss_kind(cause), str(cause or "it ended, and Ray does not say why"))
+            record_loss(pack, sweep, _loss_kind(cause), str(cause or "it ended without a reason from Ray"))
             if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # or Tune would restart a worker that cannot even start, without end
 
@@ -376,11 +372,10 @@ def _final_error(trial: Any) -> Exception | None:
     if trial.status != "ERROR":
         return None
     text = Path(trial.error_file) if trial.error_file else None
-    return _error_of(trial) or RuntimeError(text.read_text(encoding="utf-8") if text else "Ray Tune does not say why")
+    return _error_of(trial) or RuntimeError(text.read_text(encoding="utf-8") if text else "Ray Tune gives no reason")
 
 
 def _loss_kind(cause: Exception | None) -> LossKind:
-    """Classify the loss of a worker by Ray's error."""
     from ray.exceptions import ActorUnavailableError
 
     text = str(cause)
@@ -458,7 +453,6 @@ def _bundle(resources: ResourceSettings) -> dict[str, float]:
 
 
 def _check_fits(resources: ResourceSettings, started_cluster: bool) -> None:
-    """Refuse a pack that this cluster can never hold; warn if the cluster may still grow."""
     if fits(_nodes(), resources):
         return
     message = f"{request_text(resources)}; {_cluster_text()}"
@@ -468,7 +462,6 @@ def _check_fits(resources: ResourceSettings, started_cluster: bool) -> None:
 
 
 def _nodes() -> list[Mapping[str, float]]:
-    """Return the resources of each live node, by Ray's names."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -480,7 +473,6 @@ def fits(nodes: Sequence[Mapping[str, float]], resources: ResourceSettings) -> b
 
 
 def _workers_on(node: Mapping[str, float], resources: ResourceSettings) -> int:
-    """Count the workers that fit on an empty node."""
     if resources.accelerator and f"accelerator_type:{resources.accelerator}" not in node:
         return 0
     counts = [node.get("CPU", 0) / resources.cpus]
@@ -515,7 +507,6 @@ def advice_text(nodes: Sequence[Mapping[str, float]], resources: ResourceSetting
 
 
 def _cluster_text() -> str:
-    """Describe what the cluster has."""
     nodes = _nodes()
     total = {kind: sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
     types = sorted({key.partition(":")[2] for node in nodes for key in node if key.startswith("accelerator_type:")})

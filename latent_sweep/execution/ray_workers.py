@@ -154,8 +154,6 @@ def _is_broken_connection(error: Exception) -> bool:
 
 
 class _Worker:
-    """One worker of a group, a Ray actor."""
-
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
         self._reports: list[Measures] = []

@@ -129,7 +129,6 @@ def check_tracking_address(uri: str, allow_insecure: bool) -> None:
 
 
 def _split(address: str) -> SplitResult:
-    """Split an address; one without a scheme is HOST:PORT."""
     try:
         return urlsplit(address if "://" in address else f"//{address}")
     except ValueError as error:

@@ -140,8 +140,9 @@ class StoredRun:
 class MlflowTracker:
     """Uploads one sweep to MLflow and keeps it up to date.
 
-    Not thread-safe. Several processes may upload one sweep: they take turns. Every method that contacts the tracker
-    raises `TrackingError` if it cannot be reached or refuses; the next call continues from what has arrived.
+    Not thread-safe. Several processes may upload one sweep: they take turns. Methods that contact the tracker raise
+    `TrackingError` if it cannot be reached or refuses, and `StorageError` if `sweep.json` or a journal is corrupt. The
+    next call continues from what has arrived.
 
     Args:
         uri: None is MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`.
@@ -163,11 +164,7 @@ class MlflowTracker:
         self._view_key = ""
 
     def open(self) -> None:
-        """Create or update the experiment, the parent run and the saved view; call it once per launch of the sweep.
-
-        Raises:
-            TrackingError: the tracker cannot be reached or refuses.
-        """
+        """Create or update the experiment, the parent run and the saved view; call it once per launch of the sweep."""
         with self._connected():
             parent = self._parent()
             self._set_running(parent)
@@ -178,10 +175,6 @@ class MlflowTracker:
         """Upload everything in the journals that MLflow lacks; return the number of trial runs that changed.
 
         An error of a single trial (a corrupt file, a refused run) is raised after all others have been uploaded.
-
-        Raises:
-            TrackingError: the tracker cannot be reached or refuses a write.
-            StorageError: `sweep.json` or a journal is corrupt.
         """
         with self._connected():
             self._parent()
@@ -196,10 +189,6 @@ class MlflowTracker:
 
         Returns:
             The number of trial runs that changed.
-
-        Raises:
-            TrackingError: the tracker cannot be reached or refuses a write.
-            StorageError: `sweep.json` or a journal is corrupt.
         """
         changed = self.sync()
         with self._connected():
@@ -219,10 +208,6 @@ class MlflowTracker:
         """Replace these runs, which MLflow cannot correct, by new ones.
 
         The old ones are deleted once the new ones are complete. A run that should not exist gets no replacement.
-
-        Raises:
-            TrackingError: the tracker cannot be reached or refuses a write.
-            StorageError: `sweep.json` or a journal is corrupt.
         """
         self._client = None  # another process may have changed the runs since they were read
         with self._connected():
@@ -233,11 +218,7 @@ class MlflowTracker:
                 self._client.delete_run(run.run_id)
 
     def read(self) -> list[StoredRun]:
-        """Return all runs of this sweep as MLflow holds them; write nothing.
-
-        Raises:
-            TrackingError: the tracker cannot be reached or refuses.
-        """
+        """Return all runs of this sweep as MLflow holds them; write nothing."""
         database = sqlite_file(self.uri)
         if database is not None and not (database.exists() and database.stat().st_size):
             return []  # MLflow would create one
@@ -249,20 +230,12 @@ class MlflowTracker:
             return [_read_run(client, run, self.uri) for run in mine]
 
     def read_artifact(self, run: StoredRun, path: str) -> bytes:
-        """Return the content of one artifact.
-
-        Raises:
-            TrackingError: the tracker cannot be reached or refuses.
-        """
+        """Return the content of one artifact."""
         with self._translate_errors(), tempfile.TemporaryDirectory() as folder:
             return Path(_artifact_repository(run.artifact_uri, self.uri).download_artifacts(path, folder)).read_bytes()
 
     def model_uri(self) -> str:
-        """Return the address by which MLflow loads the model in the sweep's run.
-
-        Raises:
-            TrackingError: the tracker cannot be reached or refuses.
-        """
+        """Return the address by which MLflow loads the model in the sweep's run."""
         with self._connected():
             return f"runs:/{self._parent().run_id}/{MODEL_FOLDER}"
 
@@ -427,7 +400,6 @@ class MlflowTracker:
     # --- uploads ---
 
     def _sync_trials(self) -> tuple[set[str], list[Exception]]:
-        """Upload trials whose journal has changed; return the ids of those with news, and the errors."""
         changed: set[str] = set()
 
         def sync(trial: TrialFolder) -> None:
@@ -474,7 +446,6 @@ class MlflowTracker:
         return bool(runs) and all(run.status != "RUNNING" for run in runs)
 
     def _delete_other_summaries(self, keys: Collection[str]) -> None:
-        """Delete summary runs of configurations that have no finished trial any more."""
         for kind, key in list(self._runs):
             run = self._runs[kind, key].get("")
             if kind == "summary" and key not in keys and run and run.tags.get("sweep_id") == self.sweep.sweep_id:
@@ -482,7 +453,6 @@ class MlflowTracker:
                 del self._runs[kind, key]
 
     def _upload_summary(self, content: RunContent) -> None:
-        """Upload a summary run if MLflow's differs."""
         run = self._runs.get((content.kind, content.key), {}).get("")
         if run is None:
             self._upload(content, content.points)
@@ -585,12 +555,10 @@ class MlflowTracker:
             run.tags |= new_tags
 
     def _is_logged(self, run: _Run, point: Point) -> bool:
-        """Return whether the latest value that MLflow holds of this metric and step is the point's."""
         self._read_metric(run, point.key)
         return run.logged.get((point.key, point.step)) == point.value
 
     def _has_later_step(self, run: _Run, point: Point) -> bool:
-        """Return whether MLflow holds a value of this metric at a higher step."""
         self._read_metric(run, point.key)
         return any(key == point.key and step > point.step for key, step in run.logged)
 
@@ -669,7 +637,6 @@ def _log_waiting(holder: str) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether the tracker answered and refused."""
     from mlflow.exceptions import MlflowException
 
     return isinstance(error, MlflowException) and error.get_http_status_code() < 500

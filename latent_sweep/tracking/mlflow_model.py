@@ -95,7 +95,6 @@ def requirements() -> list[str]:
 
 
 def _code(model: ContinualModel) -> list[str]:
-    """Return the folders of this package and of a plugin method's code."""
     name = model.trial.settings.method.name
     outside = code_paths(name) if model.content.outside_module is not None else []
     return [str(place) for place in (Path(__file__).parents[1], *outside)]
