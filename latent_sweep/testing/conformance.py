@@ -180,8 +180,8 @@ class MethodConformance:
     @classmethod
     def backbone(cls, family: str) -> dict[str, Any]:
         """Return the `backbone:` group of `content`, with targets for families that fuse query and value."""
-        known = REGISTRY[family]
-        fused = fused_projection(known.traits, outline(known.family, known.config).linears)
+        spec = REGISTRY[family]
+        fused = fused_projection(spec.traits, outline(spec.family, spec.config).linears)
         return {"name": family, "dtype": "float32", **({"targets": [fused]} if fused else {})}
 
     @classmethod
@@ -277,7 +277,7 @@ class MethodConformance:
         """Examples that a method adds or changes are never used for validation."""
         trial = self.one_epoch(family)
         if not trial.method().learns_from(position, len(trial.tasks)):
-            pytest.skip("nothing is trained there")
+            pytest.skip("this stage trains nothing")
         held_out = random_rows(3, seed=90)
         expected = copy.deepcopy(held_out)
         validated = validated_rows(stages, trial, position, held_out)
@@ -294,7 +294,7 @@ class MethodConformance:
         """
         trial = self.one_epoch(family)
         if not trial.method().learns_from(position, len(trial.tasks)):
-            pytest.skip("nothing is trained there")
+            pytest.skip("this stage trains nothing")
         draws = shared_draws(stages, trial, position)
         text = "; ".join(f"{name} draws from {' and '.join(sorted(drawn))}" for name, drawn in sorted(draws.items()))
         assert not draws, (
@@ -309,7 +309,7 @@ class MethodConformance:
         """A resumed run ends with the same bytes and repeats no completed work."""
         doing, task, step = CUTS[cut]
         if doing == "learning" and task not in self.learned_positions(family):
-            pytest.skip("nothing is trained there")
+            pytest.skip("this stage trains nothing")
         if CUTS[cut] not in finished.cuts:
             pytest.skip("its tasks have fewer steps")
         runs = Runs(shutil.copytree(finished.cuts[CUTS[cut]], tmp_path / "runs"))
@@ -360,9 +360,9 @@ class MethodConformance:
         learns = bool(self.learned_positions(family))
         with pytest.raises(Cut) if learns else contextlib.nullcontext():
             runs.run(runs.packs_of(self.content(family)))
-        known = REGISTRY[family]
-        width = sizes(known.traits, known.config)["width"]
-        shapes = known.adapted(BackboneSettings.model_validate(self.backbone(family)))
+        spec = REGISTRY[family]
+        width = sizes(spec.traits, spec.config)["width"]
+        shapes = spec.adapted(BackboneSettings.model_validate(self.backbone(family)))
         assert counts == ([self.planned(family).parameter_count(shapes, width)] if learns else [])
 
     def test_two_seeds_side_by_side_end_as_each_alone(

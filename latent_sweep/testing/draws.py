@@ -40,7 +40,7 @@ class Draws:
     """Records which shared generators were drawn from, by name of the caller."""
 
     def __init__(self) -> None:
-        self.found: dict[str, set[str]] = {}
+        self.callers: dict[str, set[str]] = {}
 
     @contextmanager
     def watching(self, name: str) -> Iterator[None]:
@@ -48,7 +48,7 @@ class Draws:
         before = {generator: state() for generator, state in GENERATORS.items()}
         yield
         if drawn := {generator for generator, state in GENERATORS.items() if state() != before[generator]}:
-            self.found.setdefault(name, set()).update(drawn)
+            self.callers.setdefault(name, set()).update(drawn)
 
     def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with its draws recorded."""
@@ -95,4 +95,4 @@ def shared_draws(stages: Stages, trial: Trial, position: int) -> dict[str, set[s
         if packable:
             patch.setattr(loop, "_gradients", draws.watched("step", loop._gradients))
         stages.snapshot(trial, position)
-    return draws.found
+    return draws.callers

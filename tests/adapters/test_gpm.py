@@ -272,7 +272,7 @@ def test_chunks_cover_every_input(backbone):
 def moments_of(backbone, rows, masked=True, **blocks):
     """Second moments of a batch of these rows."""
     batch, sums = collate([rows], backbone), {}
-    masks = (batch.standing_for, batch.standing_for_target) if masked else ()
+    masks = (batch.multiplicity, batch.target_multiplicity) if masked else ()
     counts = [None if counted is None else torch.from_numpy(counted) for counted in masks]
     found = input_blocks(list(backbone.targets), 32, **blocks)
     with torch.no_grad(), adding_second_moments(sums, found, backbone.targets, *counts):
