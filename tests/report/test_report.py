@@ -458,7 +458,7 @@ def test_the_router_table(routed):
     assert table[2].split() == ["soft", "45.00", "90.00", "1.75", "10.00", "100.00", "87.50"]
     assert table[3].split() == ["old", "-", "90.00", "-", "-", "-", "-"]
     assert len(table) == 4, "`sum` has no router"
-    assert "## Router\n\n| mode | p(correct) (%) |" in report.render(routed, "markdown")
+    assert "## Router\n\n| combine | p(correct) (%) |" in report.render(routed, "markdown")
     assert r"soft & $45.00$ & $90.00$ & $1.75$ & $10.00$ & $100.00$ & $87.50$ \\" in report.render(routed, "latex")
     soft, old, without = csv.DictReader(io.StringIO(report.render(routed, "csv")))
     assert (soft["router_p_correct"], soft["router_nll"]) == ("45.0000", "1.7500")
