@@ -35,7 +35,7 @@ def embedding_map(sweep: SweepFolder, folder: TrialFolder) -> list[Picture] | st
     trial = finished_trial(sweep, folder)
     if trial is None:
         return f"{folder.trial_id}: it has not finished, or its journal cannot be read"
-    router = StoredRouter(sweep, trial)
+    router = StoredRouter(trial)
     try:
         embeddings = [spread(router.embeddings(task, "test"), MOST_ROWS) for task in range(len(trial.tasks))]
     except UNREADABLE as error:

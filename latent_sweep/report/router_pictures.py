@@ -44,7 +44,6 @@ from latent_sweep.results.routing import (
 )
 from latent_sweep.results.selection import MOST_DRAWN, finished_trials
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.journal import stages
 
 NOVELTY = "router_novelty_auroc"
 
@@ -225,10 +224,10 @@ def novelty_by_stage(sweep: SweepFolder) -> dict[str, Stages]:
     Trials that differ only in settings that a router does not read have the same AUROC and count once.
     """
     by_name: dict[str, Stages] = {}
-    for trial in routed_apart(sweep, finished_trials(sweep)):
-        for event in stages(trial.events):
-            if (auroc := event.metrics.get(NOVELTY)) is not None:
-                by_name.setdefault(trial.configuration, {}).setdefault(event.tasks_seen, []).append(auroc)
+    for name, trial in routed_apart(sweep, finished_trials(sweep)):
+        for stage in trial.stages:
+            if (auroc := stage.metrics.get(NOVELTY)) is not None:
+                by_name.setdefault(name, {}).setdefault(stage.tasks_seen, []).append(auroc)
     return dict(list(by_name.items())[:MOST_DRAWN])
 
 

@@ -1,4 +1,4 @@
-"""What a sweep has taken of what is paid for: hours that workers were at work, by its journals, on what hardware."""
+"""The compute that a sweep has used: GPU-hours or CPU-hours during which its workers worked, by its journals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from latent_sweep.sweep.schema import PriceSettings, ResourceSettings
 
 
 class Held(NamedTuple):
-    """What a worker held while it was at work."""
+    """The hardware of a worker."""
 
     gpu: str | None
-    """The type of its GPUs; None where it had none."""
+    """The type of its GPUs; None without GPUs."""
     amount: int
-    """GPUs of this type, or CPU cores."""
+    """Number of GPUs, or of CPU cores."""
     process: tuple[str, int | None]
     """Node and process id of the worker."""
 
@@ -27,8 +27,8 @@ AtWork = tuple[Held, Span]
 
 
 def held_at_work(events: Sequence[Event]) -> list[AtWork]:
-    """Return what each attempt at a trial has held, and from when to when it has told something."""
-    found = []
+    """Return the hardware of each attempt at a trial, and the time from its first to its last event."""
+    attempts = []
     starts = [(number, event) for number, event in enumerate(events) if isinstance(event, Started)]
     ends = [*(number for number, _ in starts[1:]), len(events)]
     for (start, event), end in zip(starts, ends, strict=False):
@@ -36,13 +36,12 @@ def held_at_work(events: Sequence[Event]) -> list[AtWork]:
             gpu, workers = hardware.get("gpu"), hardware.get("workers", 1)
             amount = workers if gpu else workers * hardware.get("threads", 1)
             last = max(number for number in range(start, end) if is_from_worker(events[number]))
-            span = event.time, events[last].time
-            found.append((Held(gpu, amount, (event.node, event.pid)), span))
-    return found
+            attempts.append((Held(gpu, amount, (event.node, event.pid)), (event.time, events[last].time)))
+    return attempts
 
 
 def covered(spans: Sequence[Span]) -> float:
-    """Count the seconds in any of these spans: what several of them share counts once."""
+    """Return the seconds covered by any of these spans."""
     apart: list[Span] = []
     for span in sorted(spans):
         cover(apart, span)
@@ -50,21 +49,21 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 def compute_used(sweep: SweepFolder, at_work: Iterable[AtWork]) -> tuple[Item, ...]:
-    """Return the hours of GPUs of each type, and of CPU cores without one, that the sweep's workers were at work.
+    """Return the hours of GPUs of each type, and of CPU cores without a GPU, that the workers used.
 
-    A worker is at work from the first to the last that it tells of any of its trials; what it did before, as loading a
-    backbone, and what it did not come to tell, is left out, and so is the time that a node was held idle. The trials of
-    a pack share the time of their worker. Of a GPU that several trials share, each counts its share of now.
+    A worker's time runs from the first to the last event that it wrote: loading a backbone before, work after the last
+    event and idle nodes do not count. The trials of a pack share their worker's time; of a GPU shared by several
+    workers, each counts its current share.
 
     Args:
-        at_work: the `held_at_work` of all its trials.
+        at_work: `held_at_work` of all trials.
     """
     spans: dict[Held, list[Span]] = {}
-    for holding, span in at_work:
-        spans.setdefault(holding, []).append(span)
+    for held, span in at_work:
+        spans.setdefault(held, []).append(span)
     hours: dict[str | None, float] = {}
-    for of, found in spans.items():
-        hours[of.gpu] = hours.get(of.gpu, 0.0) + of.amount * covered(found) / 3600
+    for held, own in spans.items():
+        hours[held.gpu] = hours.get(held.gpu, 0.0) + held.amount * covered(own) / 3600
     resources = ResourceSettings.model_validate(sweep.run.get("resources", {}))
     prices = PriceSettings.model_validate(sweep.run.get("prices", {}))
     items = []
@@ -72,6 +71,6 @@ def compute_used(sweep: SweepFolder, at_work: Iterable[AtWork]) -> tuple[Item, .
         if gpu is None:
             items.append(Item("CPU-hours", total, total, prices.cpu_hour))
         else:
-            held = total * (resources.gpus or 1)
-            items.append(Item(f"GPU-hours of {gpu}", held, held, gpu_price(prices, resources.accelerator or gpu)))
+            gpus = total * (resources.gpus or 1)
+            items.append(Item(f"GPU-hours of {gpu}", gpus, gpus, gpu_price(prices, resources.accelerator or gpu)))
     return tuple(items)

@@ -1,4 +1,4 @@
-"""Test rows of a benchmark on this machine, to be put next to the answers that a trial has kept."""
+"""Test examples on this machine, to join with the predictions that a trial has kept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from latent_sweep.metrics import Metric
 from latent_sweep.storage.folders import TrialFolder
 
 
-class BenchmarkRows(NamedTuple):
-    """The test rows of one task, in their order."""
+class TaskExamples(NamedTuple):
+    """A task's test examples, in their order."""
 
     ids: list[str]
     inputs: list[str]
@@ -24,53 +24,53 @@ class BenchmarkRows(NamedTuple):
 
 
 @lru_cache
-def benchmark_rows(settings: BenchmarkSettings, task: str) -> BenchmarkRows:
-    """Read a task's test rows and its metric as the benchmark has them on this machine.
+def read_test_examples(settings: BenchmarkSettings, task: str) -> TaskExamples:
+    """Read a task's test examples and its metric from the benchmark on this machine.
 
     Raises:
-        ConfigError: the benchmark, or a task of this name, is not there.
+        ConfigError: the benchmark does not exist, or has no such task.
         DataError: the data is missing or malformed.
     """
     spec = load_benchmark(settings.name)
-    found = next((known for known in spec.tasks if known.name == task), None)
-    if found is None:
+    task_spec = next((one for one in spec.tasks if one.name == task), None)
+    if task_spec is None:
         raise ConfigError(f"benchmark {spec.name} has no task {task}")
-    rows = load_examples(spec, found, "test", settings)
-    return BenchmarkRows(
-        [row.id for row in rows],
-        [row.input for row in rows],
-        [list(row.references) for row in rows],
-        scoring_metric(settings, found),
+    examples = load_examples(spec, task_spec, "test", settings)
+    return TaskExamples(
+        [example.id for example in examples],
+        [example.input for example in examples],
+        [list(example.references) for example in examples],
+        scoring_metric(settings, task_spec),
     )
 
 
 class InputTexts:
-    """Reads the input texts of the rows that a trial has answered.
+    """Reads the inputs of the examples that a trial has answered.
 
     Args:
-        trial: its settings name the benchmark; a `data_dir` that is not on this machine gives way to LATENT_SWEEP_DATA.
+        trial: its settings name the benchmark; LATENT_SWEEP_DATA replaces a `data_dir` that does not exist here.
     """
 
     def __init__(self, trial: TrialFolder):
         settings = BenchmarkSettings.model_validate(trial.settings()["benchmark"])
-        is_here = settings.data_dir is not None and Path(settings.data_dir).is_dir()
-        self._settings = settings if is_here else settings.model_copy(update={"data_dir": None})
+        exists = settings.data_dir is not None and Path(settings.data_dir).is_dir()
+        self._settings = settings if exists else settings.model_copy(update={"data_dir": None})
 
     def of(self, task: str, lines: Sequence[Mapping[str, Any]] | None) -> list[str]:
-        """Return the input of each row of a task.
+        """Return the input of each example of a task.
 
         Args:
-            lines: what the trial's newest stage has written of each row; None where that is not known.
+            lines: the task's predictions after the newest stage; None if they are unknown.
 
         Raises:
-            ConfigError: the benchmark is not there.
-            DataError: the data is missing or malformed, or has other rows than those that were answered.
+            ConfigError: the benchmark does not exist.
+            DataError: the data is missing or malformed, or has other examples than those answered.
         """
-        rows = benchmark_rows(self._settings, task)
+        examples = read_test_examples(self._settings, task)
         answered = None if lines is None else [(line["id"], line["references"]) for line in lines]
-        if answered != list(zip(rows.ids, rows.references, strict=True)):
+        if answered != list(zip(examples.ids, examples.references, strict=True)):
             raise DataError(
-                f"answers of {task}: found other ids or references in the benchmark's data than the "
-                "trial has kept; expected the data that was answered. Check LATENT_SWEEP_DATA and benchmark.data_dir."
+                f"answers of {task}: found other ids or references in the benchmark's data than in the trial's "
+                "predictions; expected the data that was answered. Check LATENT_SWEEP_DATA and benchmark.data_dir."
             )
-        return rows.inputs
+        return examples.inputs

@@ -1,10 +1,10 @@
-"""How much the snapshots of a trial's tasks could disturb each other, measured on the snapshots themselves.
+"""Interference between a trial's tasks, measured on their snapshots.
 
-Where a task is one matrix R_t for each projection in the space of its factors, equation (6) of the paper, interference
-of tasks i and j on an input is psi' R~_i' R~_j psi, with R~ = S R and psi = V' h; the penalty is
+If a task is one matrix R_t for each projection in the space of its factors, equation (6) of the paper, interference of
+tasks i and j on an input is psi' R~_i' R~_j psi, with R~ = S R and psi = V' h. The penalty is
 sum_{i<j} ||R~_i' R~_j||_F^2, and the proposition bounds interference by ||R~_i' R~_j||_2 ||psi||^2. With Sigma on the
-input side R~ = R S, and both hold with that. Where a task has a pair B A, what is measured is the overlap of the
-down-projections, A_i A_j', which methods for such pairs keep small.
+input side R~ = R S, and both hold with that. If a task is a pair B A, the overlap of the down-projections, A_i A_j', is
+measured, which methods for such pairs keep small.
 
 Legend: T tasks, M adapted projections, r rank, W the weighted matrices (T, M, rows, columns).
 """
@@ -12,8 +12,8 @@ Legend: T tasks, M adapted projections, r rank, W the weighted matrices (T, M, r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ import numpy.typing as npt
 from latent_sweep.backbones.registry import BackboneSettings, describe
 from latent_sweep.methods import method_class
 from latent_sweep.results.routing import backbone_digests
-from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, FinishedTrial, finished_trials, first_of_each, reason
+from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, finished_trials, first_of_each, reason
+from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.journal import stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 
 PENALTY = "method.ortho_lambda"
-"""The axis whose zero is no penalty."""
+"""The axis with the penalty's weight."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """Interference of each pair of tasks for inputs with ||psi|| = 1, the mean over projections; (pairs,) each.
+    """Interference of each pair of tasks for ||psi|| = 1, averaged over projections; (pairs,) each.
 
     Pairs are (0, 1), (0, 2), ..., (T - 2, T - 1).
     """
@@ -46,30 +46,30 @@ class Bounds:
     bound: Array
     """The paper's: s^2 ||R~_i' R~_j||_2."""
     largest: Array
-    """What some direction psi reaches: s^2 max |psi' R~_i' R~_j psi|, the largest eigenvalue of the symmetric part."""
+    """The worst direction psi: s^2 max |psi' R~_i' R~_j psi|, the largest eigenvalue of the symmetric part."""
     typical: Array
-    """The root mean square over all directions psi alike."""
+    """The root mean square over all directions psi."""
 
 
 @dataclass(frozen=True, eq=False)
 class Interference:
-    """What the snapshots of one trial have in common."""
+    """The overlap of one trial's snapshots."""
 
-    trial: FinishedTrial
+    trial: TrialResults
     measure: str
-    """What is measured, as a formula for people."""
+    """The formula of `overlaps`."""
     overlaps: Array
-    """(T, T) symmetric, the penalty's measure of each pair: the sum, or mean, over projections."""
+    """(T, T) symmetric, the penalty of each pair, summed or averaged over projections."""
     shares: Array
-    """(T, T) the same between 0, nothing in common, and 1; NaN where a snapshot is zero."""
+    """(T, T) the same, scaled to [0, 1]; NaN if a snapshot is zero."""
     chance: float
-    """The share that matrices with independent normal entries have, for comparison."""
+    """The share of matrices with independent normal entries, for comparison."""
     bounds: Bounds | None
-    """None where there is no common space of factors, and so no bound."""
+    """None without a common space of factors."""
     penalty: float | None
-    """lambda; None where the method has none."""
+    """lambda; None if the method has none."""
     forgetting: Mapping[str, float]
-    """FM, a fraction, of every way in which the same snapshots were mixed, by `router.combine`."""
+    """FM, a fraction, by the `router.combine` of trials with the same snapshots."""
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
@@ -84,27 +84,27 @@ def weighted(R: Array, singular_values: Array, side: str) -> Array:
 
 def overlaps(W: Array) -> Array:
     """Compute sum_m ||W_im' W_jm||_F^2 of every pair of tasks, (T, T), symmetric: equations (8) and (10)."""
-    found = np.empty((len(W), len(W)))
+    sums = np.empty((len(W), len(W)))
     for i, A in enumerate(W):
         for j, B in enumerate(W[: i + 1]):
-            found[i, j] = found[j, i] = np.square(A.swapaxes(-1, -2) @ B).sum()
-    return found
+            sums[i, j] = sums[j, i] = np.square(A.swapaxes(-1, -2) @ B).sum()
+    return sums
 
 
 def overlap_shares(W: Array) -> Array:
     """Compute sqrt(sum_m ||W_im' W_jm||_F^2 / sum_m ||W_im||_F^2 ||W_jm||_F^2), (T, T), between 0 and 1.
 
-    Of one projection that is ||W_i' W_j||_F / (||W_i||_F ||W_j||_F); several are weighed by how large both are there.
+    For one projection this is ||W_i' W_j||_F / (||W_i||_F ||W_j||_F); several are weighted by their norms.
     """
     squares = np.square(W).sum((-1, -2))
-    with np.errstate(invalid="ignore"):  # 0 / 0, of snapshots that learned nothing, is the NaN that is meant
+    with np.errstate(invalid="ignore"):  # 0 / 0 of zero snapshots is NaN on purpose
         return np.sqrt(overlaps(W) / (squares @ squares.T))
 
 
 def chance_share(singular_values: Array, side: str) -> float:
-    """Compute the share (`overlap_shares`) in expectation, above and below the line, where R has independent entries.
+    """Compute the share (`overlap_shares`) for independent entries of R, with both sums in expectation.
 
-    Of one projection: E ||R~_i' R~_j||_F^2 = r^2 sum S^4 with Sigma on the output side and r (sum S^2)^2 on the input
+    For one projection, E ||R~_i' R~_j||_F^2 = r^2 sum S^4 with Sigma on the output side and r (sum S^2)^2 on the input
     side, and E ||R~||_F^2 = r sum S^2.
 
     Args:
@@ -118,25 +118,25 @@ def chance_share(singular_values: Array, side: str) -> float:
 
 
 def interference_bounds(W: Array, scale: float) -> Bounds:
-    """Compute the paper's bound for every pair of tasks, and what interference can be and mostly is.
+    """Compute the paper's bound, the largest and the typical interference of every pair of tasks.
 
-    With K = W_i' W_j and its symmetric part H, psi' K psi = psi' H psi: no unit psi makes it larger than H's largest
-    absolute eigenvalue, which is at most ||K||_2, and over all unit psi its mean square is
+    With K = W_i' W_j and its symmetric part H, psi' K psi = psi' H psi. For unit psi it is at most H's largest absolute
+    eigenvalue, which is at most ||K||_2, and its mean square is
     (2 ||H||_F^2 + tr(H)^2) / (r (r + 2)).
 
     Args:
         W: (T, M, r, r).
-        scale: s, the factor in front of every delta, squared in their products.
+        scale: s, the factor of every delta; its square is in their products.
     """
-    found = []
+    pairs = []
     r = W.shape[-1]
     for i, j in combinations(range(len(W)), 2):
         K = W[i].swapaxes(-1, -2) @ W[j]
         H = (K + K.swapaxes(-1, -2)) / 2
         mean_square = (2 * np.square(H).sum((-1, -2)) + np.trace(H, axis1=-2, axis2=-1) ** 2) / (r * (r + 2))
         largest = np.abs(np.linalg.eigvalsh(H)).max(-1)
-        found.append([np.linalg.norm(K, 2, axis=(-2, -1)).mean(), largest.mean(), np.sqrt(mean_square).mean()])
-    bound, largest, typical = scale**2 * np.array(found).reshape(-1, 3).T
+        pairs.append([np.linalg.norm(K, 2, axis=(-2, -1)).mean(), largest.mean(), np.sqrt(mean_square).mean()])
+    bound, largest, typical = scale**2 * np.array(pairs).reshape(-1, 3).T
     return Bounds(bound, largest, typical)
 
 
@@ -144,119 +144,121 @@ def interference_bounds(W: Array, scale: float) -> Bounds:
 
 
 def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:
-    """Measure the snapshots of a few trials of a sweep.
-
-    Where the sweep has trials that differ in nothing but the penalty's weight, one of them without it, these are taken;
-    otherwise the first finished repetition of each of the first configurations.
+    """Measure the snapshots of a few trials of a sweep, see `compared_trials`.
 
     Returns:
-        What was measured, in the sweep's order, and why trials whose snapshots could have been were not.
+        The measurements, in the sweep's order, and the reasons why other trials could not be measured.
     """
-    found, gaps = [], []
+    measured, gaps = [], []
     trials = finished_trials(sweep)
     for trial in compared_trials(trials):
-        measured = interference_of(sweep, trial)
-        if isinstance(measured, str):
-            gaps.append(f"{trial.name}: {measured}")
-        elif measured is not None:
-            found.append(replace(measured, forgetting=_forgetting(trial, trials)))
-    return found, gaps
+        result = interference_of(trial, _forgetting(trial, trials))
+        if isinstance(result, str):
+            gaps.append(f"{trial.name}: {result}")
+        elif result is not None:
+            measured.append(result)
+    return measured, gaps
 
 
-def _forgetting(of: FinishedTrial, trials: Sequence[FinishedTrial]) -> dict[str, float]:
-    """FM of the trials that share this one's snapshots, by how they mix; the first of each mode."""
-    found: dict[str, float] = {}
+def _forgetting(of: TrialResults, trials: Sequence[TrialResults]) -> dict[str, float]:
+    """Return FM of the trials that share this one's snapshots, the first of each combination."""
+    forgetting: dict[str, float] = {}
     for trial in trials:
         if trial.folder.training_id == of.folder.training_id and "FM" in trial.metrics:
-            found.setdefault(str(trial.folder.params.get("router.combine", "")), trial.metrics["FM"])
-    return found
+            forgetting.setdefault(str(trial.folder.params.get("router.combine", "")), trial.metrics["FM"])
+    return forgetting
 
 
-def compared_trials(trials: Sequence[FinishedTrial], most: int = MOST_DRAWN) -> list[FinishedTrial]:
-    """Choose trials to compare: one for each training, with and without the penalty where all else is the same."""
+def compared_trials(trials: Sequence[TrialResults], most: int = MOST_DRAWN) -> list[TrialResults]:
+    """Select one trial per training: those that differ only in the penalty's weight, if one of them has none.
+
+    Otherwise select the first repetition of each of the first configurations.
+    """
     trainings = list({trial.folder.training_id: trial for trial in reversed(trials)}.values())[::-1]
-    alike: dict[str, dict[float, FinishedTrial]] = {}
+    alike: dict[str, dict[float, TrialResults]] = {}
     for trial in trainings:
-        rest = {path: value for path, value in trial.folder.params.items() if path != PENALTY}
-        rest = {path: value for path, value in rest.items() if not path.startswith("router.")}
         weight = trial.folder.params.get(PENALTY)
         if weight is not None:
-            alike.setdefault(json.dumps(rest, sort_keys=True, default=str), {}).setdefault(weight, trial)
-    for of_weights in alike.values():
-        if 0 in of_weights and len(of_weights) > 1:
-            return [of_weights[weight] for weight in sorted(of_weights)][:most]
-    return first_of_each([replace(trial, configuration=_of_training(trial)) for trial in trainings], most)
+            rest = _settings_key(trial, lambda path: path != PENALTY and not path.startswith("router."))
+            alike.setdefault(rest, {}).setdefault(weight, trial)
+    for by_weight in alike.values():
+        if 0 in by_weight and len(by_weight) > 1:
+            return [by_weight[weight] for weight in sorted(by_weight)][:most]
+    return first_of_each(trainings, _training_key, most)
 
 
-def _of_training(trial: FinishedTrial) -> str:
-    """The trial's configuration by what training reads: trials that differ in the router share their snapshots."""
-    values = {path: value for path, value in trial.folder.params.items() if not path.startswith(("router.", "eval"))}
-    return json.dumps({path: value for path, value in values.items() if path != "seed"}, sort_keys=True, default=str)
+def _training_key(trial: TrialResults) -> str:
+    """Identify the configuration of a training: trials that differ in the router share their snapshots."""
+    return _settings_key(trial, lambda path: path != "seed" and not path.startswith(("router.", "eval")))
 
 
-def interference_of(sweep: SweepFolder, trial: FinishedTrial) -> Interference | str | None:
+def _settings_key(trial: TrialResults, keep: Callable[[str], bool]) -> str:
+    values = {path: value for path, value in trial.folder.params.items() if keep(path)}
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Interference | str | None:
     """Measure one trial's snapshots.
 
+    Args:
+        forgetting: see `Interference`.
+
     Returns:
-        What was found; why it could not be measured; or None where its method leaves nothing to measure.
+        The measurement; the reason why there is none; or None if the method has nothing to measure.
     """
     try:
-        name = trial.folder.params["method.name"]
-        if "sum" not in method_class(name).combinations or len(trial.tasks) < 2:
-            return None  # a method whose newest snapshot answers alone, or holds the earlier ones
-        lineages = [event.lineage for event in stages(trial.events)]
+        snapshots = trial.sweep.snapshots
+        if "sum" not in method_class(trial.folder.params["method.name"]).combinations or len(trial.tasks) < 2:
+            return None  # only the newest snapshot answers, or it contains the earlier ones
         tensors = []
-        for lineage in lineages:
-            if (fault := sweep.snapshots.fault(lineage)) is not None:
+        for lineage in (stage.lineage for stage in trial.stages):
+            if (fault := snapshots.fault(lineage)) is not None:
                 return f"snapshot {lineage} {fault}"
-            snapshot = sweep.snapshots.get(lineage)
+            snapshot = snapshots.get(lineage)
             if snapshot is None:
                 return f"snapshot {lineage} is missing"
             tensors.append(snapshot.tensors)
-        if all(set(found) == {"R"} for found in tensors):
-            return _of_latent(sweep, trial, _stacked(tensors, "R"), lineages[-1])
-        if all({"A", "B"} <= set(found) for found in tensors):
+        if all(set(names) == {"R"} for names in tensors):
+            return _of_latent(trial, _stacked(tensors, "R"), forgetting)
+        if all({"A", "B"} <= set(names) for names in tensors):
             A = _stacked(tensors, "A")
             W = A.swapaxes(-1, -2)
-            entries = float(np.sqrt(1 / A.shape[-1]))
+            chance = float(np.sqrt(1 / A.shape[-1]))
             measure = "sum over projections of ||A_i A_j'||_F^2"
-            return Interference(trial, measure, overlaps(W), overlap_shares(W), entries, None, None, {})
+            return Interference(trial, measure, overlaps(W), overlap_shares(W), chance, None, None, forgetting)
         return None
     except UNREADABLE as error:
         return reason(error)
 
 
 def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:
-    return np.stack([found[name].double().numpy() for found in tensors])
+    return np.stack([snapshot[name].double().numpy() for snapshot in tensors])
 
 
-def _of_latent(sweep: SweepFolder, trial: FinishedTrial, R: Array, lineage: str) -> Interference | str:
-    """Measure R (T, M, r, r), weighed by the singular values of the backbone that it was learned on."""
-    from latent_sweep.adapters.factors import stored_singular_values  # loads torch
+def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -> Interference | str:
+    """Measure R (T, M, r, r), weighted by the singular values of its backbone."""
+    from latent_sweep.adapters.factors import stored_singular_values  # imports torch
 
-    groups = trial.settings()
+    groups = trial.folder.settings()
     settings: Any = method_class(groups["method"]["name"]).settings_class.model_validate(groups["method"])
     backbone = BackboneSettings.model_validate(groups["backbone"])
-    known = describe(backbone)
-    if known is None:
+    spec = describe(backbone)
+    if spec is None:
         return "the shapes of its backbone are not known on this machine"
-    names = list(known.adapted(backbone))
-    digest, folder = backbone_digests(sweep, lineage)["weights"], sweep.storage.folder / "factors"
-    found = stored_singular_values(names, digest, R.shape[-1], folder, settings.svd)
-    if found is None:
+    digest = backbone_digests(trial.sweep, trial.stages[-1].lineage)["weights"]
+    folder = trial.sweep.storage.folder / "factors"
+    stored = stored_singular_values(list(spec.adapted(backbone)), digest, R.shape[-1], folder, settings.svd)
+    if stored is None:
         return f"the singular values of its backbone's weights are not in {folder} on this machine"
-    S, side, ortho = found.astype(np.float64), settings.sigma_side, settings.ortho
+    S, side, ortho = stored.astype(np.float64), settings.sigma_side, settings.ortho
     if len(S) != R.shape[1]:
         return f"its snapshots have {R.shape[1]} projections, and its backbone {len(S)}"
     bounds = interference_bounds(weighted(R, S, side), settings.s)
     if ortho.normalise == "spectral":
         S = S / S[:, :1]
     W = weighted(R, S * (settings.s if ortho.include_scale else 1.0), side)
-    found_overlaps = overlaps(W) / (len(S) if ortho.reduce == "mean" else 1)
-    over = "mean" if ortho.reduce == "mean" else "sum"
-    weighing = {"out": "S R", "in": "R S", "none": "R"}[side]
-    measure = f"{over} over projections of ||W_i' W_j||_F^2 with W = {weighing}"
-    chance = chance_share(S, side)
-    return Interference(
-        trial, measure, found_overlaps, overlap_shares(W), chance, bounds, float(settings.ortho_lambda), {}
-    )
+    over, divisor = ("mean", len(S)) if ortho.reduce == "mean" else ("sum", 1)
+    weighting = {"out": "S R", "in": "R S", "none": "R"}[side]
+    measure = f"{over} over projections of ||W_i' W_j||_F^2 with W = {weighting}"
+    chance, penalty = chance_share(S, side), float(settings.ortho_lambda)
+    return Interference(trial, measure, overlaps(W) / divisor, overlap_shares(W), chance, bounds, penalty, forgetting)

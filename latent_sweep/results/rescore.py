@@ -1,7 +1,7 @@
-"""Are the scores those of the answers? Every entry of a score matrix is computed again from the answers that are kept.
+"""Recompute every entry of the score matrices from the saved predictions.
 
-Read are a trial's journal, its `scores.json`, its kept answers, the references beside its predictions and, where it is
-at hand, the benchmark's own data, which must hold the same references. Nothing is generated and nothing is changed.
+Reads a trial's journal, its `scores.json`, its saved predictions with their references and, if it is available, the
+benchmark's data, whose references must be the same. Generates and changes nothing.
 """
 
 from __future__ import annotations
@@ -14,51 +14,50 @@ from typing import Any
 
 import numpy as np
 
-from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, score_rows, takes_input
-from latent_sweep.results.definition import trial_name
-from latent_sweep.results.inputs import benchmark_rows
-from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import Event, Stage, final_metrics, stages, status
-from latent_sweep.storage.predictions import Answer, Answers, saved_answers
-from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, corrupt_files
+from latent_sweep.metrics import Metric, ScoreMatrix, score_rows, takes_input
+from latent_sweep.results.inputs import read_test_examples
+from latent_sweep.results.trial import TrialResults
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.journal import Stage, final_metrics
+from latent_sweep.storage.predictions import Answer, Answers, kept_answers
+from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, damages
 
 MEASURES = ("AP", "FM")
 ROUNDING = 1e4 * EPSILON
-"""What AP and FM may differ by: far below anything that a table shows, far above what the order of a sum does."""
+"""Tolerance of AP and FM: far below the digits of tables, far above rounding errors of sums."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a score matrix, as it is stored and as the answers give it."""
+    """An entry of a score matrix, stored and recomputed."""
 
     stage: int
     """Tasks seen."""
     task: str
     rows: int
-    """Answers behind it."""
+    """Number of answers."""
     stored: float
     recomputed: float
 
     @property
     def agrees(self) -> bool:
-        """Whether both are the same, but for the order in which a machine sums."""
+        """Whether both are the same up to rounding."""
         return abs(self.stored - self.recomputed) <= max(self.rows, 1) * EPSILON
 
 
 @dataclass(frozen=True)
 class Measure:
-    """AP or FM, as the trial's journal tells it and as the recomputed scores give it."""
+    """AP or FM, stored and recomputed."""
 
     stored: float | None
-    """None where the journal tells none."""
+    """None if the journal has none."""
     recomputed: float | None
-    """None where a stage that it reads could not be scored again."""
+    """None if a stage that it needs could not be rescored."""
 
     @property
     def differs(self) -> bool:
-        """Whether both are there and are not the same."""
+        """Whether both are known and different."""
         if self.stored is None or self.recomputed is None:
             return False
         return abs(self.stored - self.recomputed) > ROUNDING
@@ -66,39 +65,38 @@ class Measure:
 
 @dataclass(frozen=True)
 class Rescored:
-    """One trial, scored again."""
+    """The outcome of rescoring a trial."""
 
     trial_id: str
     name: str
     status: str
     cells: tuple[Cell, ...] = ()
-    """Every entry that was scored again."""
+    """Every entry that was rescored."""
     measures: Mapping[str, Measure] | None = None
     faults: tuple[str, ...] = ()
-    """What else differs."""
+    """Other differences."""
     left_out: tuple[str, ...] = ()
-    """What is stored and could not be scored again, and why."""
+    """Stored results that could not be rescored, with the reasons."""
     notes: tuple[str, ...] = ()
-    """What is no fault, and worth knowing."""
 
     @property
     def different(self) -> tuple[Cell, ...]:
-        """The entries whose stored score is not that of the answers."""
+        """The entries that differ."""
         return tuple(cell for cell in self.cells if not cell.agrees)
 
     @property
     def equal(self) -> bool:
-        """Whether every score that is stored was computed again and is the same."""
+        """Whether every stored score was rescored and is the same."""
         return not (self.differs or self.left_out)
 
     @property
     def differs(self) -> bool:
-        """Whether anything that was looked at is not as it is stored."""
+        """Whether anything differs."""
         measures = (self.measures or {}).values()
         return bool(self.different or self.faults or any(measure.differs for measure in measures))
 
     def record(self) -> dict[str, Any]:
-        """The trial as JSON."""
+        """Return the outcome as JSON values."""
         return {
             "trial_id": self.trial_id,
             "name": self.name,
@@ -113,116 +111,104 @@ class Rescored:
         }
 
     def lines(self) -> Iterator[str]:
-        """The trial for people: what differs, what was left out, and what was looked at."""
-        found = "NOT EQUAL" if self.differs else "equal" if self.equal else "equal as far as it could be scored again"
-        yield f"{self.name}: {found}; {self._looked_at()}"
+        """Yield the outcome as text."""
+        measures = (self.measures or {}).items()
+        verdict = "NOT EQUAL" if self.differs else "equal" if self.equal else "equal as far as it could be rescored"
+        counts = f"{len(self.cells)} scores of {sum(cell.rows for cell in self.cells)} answers recomputed"
+        known = [f"{name} {100 * one.recomputed:.2f} %" for name, one in measures if one.recomputed is not None]
+        yield f"{self.name}: {verdict}; {', '.join([counts, *known])}"
         for cell in self.different:
-            found = f"stored {cell.stored!r}, recomputed {cell.recomputed!r}"
-            yield f"  stage {cell.stage}, task {cell.task}, {cell.rows} rows: {found}"
-        for name, measure in (self.measures or {}).items():
+            values = f"stored {cell.stored!r}, recomputed {cell.recomputed!r}"
+            yield f"  stage {cell.stage}, task {cell.task}, {cell.rows} examples: {values}"
+        for name, measure in measures:
             if measure.differs:
                 yield f"  {name}: stored {measure.stored!r}, recomputed {measure.recomputed!r}"
         yield from (f"  {fault}" for fault in self.faults)
-        yield from (f"  not scored again: {reason}" for reason in self.left_out)
+        yield from (f"  not rescored: {reason}" for reason in self.left_out)
         yield from (f"  note: {note}" for note in self.notes)
-
-    def _looked_at(self) -> str:
-        known = [
-            f"{name} {100 * measure.recomputed:.2f} %"
-            for name, measure in (self.measures or {}).items()
-            if measure.recomputed is not None
-        ]
-        rows = sum(cell.rows for cell in self.cells)
-        return ", ".join([f"{len(self.cells)} scores of {rows} answers computed again", *known])
 
 
 def rescore(sweep: SweepFolder) -> list[Rescored]:
-    """Score every trial of a sweep again, from the answers that it has kept.
+    """Rescore every trial of a sweep from its saved predictions.
 
     Raises:
-        StorageError: `sweep.json` or a journal is damaged.
+        StoreError: `sweep.json` or a journal is corrupt.
     """
-    return [_rescored(sweep, trial) for trial in sweep]
+    return [_rescored(TrialResults(sweep, folder)) for folder in sweep]
 
 
-def _rescored(sweep: SweepFolder, trial: TrialFolder) -> Rescored:
-    events = trial.events()
-    told, result = stages(events), Rescored(trial.trial_id, trial_name(sweep, trial), status(events))
-    if not told:
-        return replace(result, notes=(f"{result.status}, without a finished stage: there is nothing to score again",))
+def _rescored(trial: TrialResults) -> Rescored:
+    path, n_tasks = trial.folder.path, trial.folder.n_tasks
+    result = Rescored(trial.folder.trial_id, trial.name, trial.status)
+    if not trial.stages:
+        return replace(result, notes=(f"{result.status}, without a finished stage",))
     if result.status == "running":
-        return replace(result, left_out=("the trial is running, and its files may be ahead of its journal",))
-    if found := corrupt_files(trial.path, events):
-        faults = tuple(f"{damage.path} {damage.fault}" for damage in found)
-        return replace(result, faults=faults, left_out=("its files are damaged; see `latent-sweep verify --repair`",))
-    notes = []
-    if len(told) < trial.n_tasks:
-        notes.append(f"{result.status} after {len(told)} of {trial.n_tasks} tasks; the others have no scores")
+        return replace(result, left_out=("the trial is running: its files may be ahead of its journal",))
+    if damaged := damages(path, trial.events):
+        faults = tuple(f"{damage.path} {damage.fault}" for damage in damaged)
+        return replace(result, faults=faults, left_out=("its files are corrupt; see `latent-sweep verify --repair`",))
+    if len(trial.stages) < n_tasks:
+        result = replace(result, notes=(f"{result.status} after {len(trial.stages)} of {n_tasks} tasks",))
     try:
-        return _Rescoring(trial, told, result, notes).result(events)
+        return _Rescoring(trial).result(result)
     except (OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
-        fault = f"{trial.path}: a file holds something else than it should: {type(error).__name__}: {error}"
+        fault = f"{path}: a file has an unexpected content: {type(error).__name__}: {error}"
         return replace(result, faults=(fault,), left_out=("its files could not be read",))
 
 
 class _Rescoring:
-    """One trial's files as read, to score its stages again.
+    """The files of one trial, to rescore its stages.
 
     Raises:
-        OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError: a file is missing, or holds something
-            else than it should.
+        OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError: a file is missing or malformed.
     """
 
-    def __init__(self, trial: TrialFolder, told: Sequence[Stage], blank: Rescored, notes: list[str]):
-        self.trial, self.told, self.blank, self.notes = trial, told, blank, notes
-        self.tasks = list(told[-1].scores)
-        self.stored = trial.read_json(SCORES)["scores"]
-        lines = {task: _lines(trial.path / PREDICTIONS / f"{task}.jsonl") for task in self.tasks}
+    def __init__(self, trial: TrialResults):
+        self.trial, self.stages, self.tasks = trial, trial.stages, trial.tasks
+        self.stored = trial.folder.read_json(SCORES)["scores"]
+        lines = {task: _lines(trial.folder.path / PREDICTIONS / f"{task}.jsonl") for task in self.tasks}
         self.newest: Answers = {
-            task: [Answer(line["prediction"], line["score"]) for line in found] for task, found in lines.items()
+            task: [Answer(line["prediction"], line["score"]) for line in own] for task, own in lines.items()
         }
-        self.ids = {task: [line["id"] for line in found] for task, found in lines.items()}
-        self.references = {task: [line["references"] for line in found] for task, found in lines.items()}
-        self.settings = BenchmarkSettings.model_validate(trial.settings()["benchmark"])
+        self.ids = {task: [line["id"] for line in own] for task, own in lines.items()}
+        self.references = {task: [line["references"] for line in own] for task, own in lines.items()}
+        self.settings = trial.benchmark()
         self.known: dict[tuple[str, int, str], float] = {}
-        """Scores by task, row and prediction: most answers are those of the stage before."""
+        """Scores by task, example and prediction: most answers are the same as at the stage before."""
 
-    def result(self, events: Sequence[Event]) -> Rescored:
-        """Score what can be scored again."""
+    def result(self, blank: Rescored) -> Rescored:
+        """Rescore as far as possible."""
         rows: dict[int, tuple[float, ...]] = {}
         cells, left_out = [], []
-        for event, answers in self._answers():
-            seen = event.tasks_seen
+        for stage, answers in self._answers():
             if answers is None:
-                left_out.append(
-                    f"stage {seen}: its answers were not kept (run.keep_answers: last, or an earlier version)"
-                )
-            elif not (metrics := event.scored_by):
-                left_out.append(f"stage {seen}: an earlier version scored it, and does not say by which metrics")
-            elif problem := self._unscorable({task: metrics[task] for task in answers}):
-                left_out.append(f"stage {seen}: {problem}")
+                left_out.append(f"stage {stage.tasks_seen}: its answers were not kept (run.keep_answers: last)")
+            elif problem := self._unscorable({task: stage.scored_by[task] for task in answers}):
+                left_out.append(f"stage {stage.tasks_seen}: {problem}")
             else:
-                found = self._cells(event, answers, metrics)
-                cells += found
-                rows[seen] = tuple(cell.recomputed for cell in found)
+                row = self._cells(stage, answers)
+                cells += row
+                rows[stage.tasks_seen] = tuple(cell.recomputed for cell in row)
+        faults, notes = self._check_data()
         return replace(
-            self.blank,
+            blank,
             cells=tuple(cells),
-            measures=self._measures(rows, events),
-            faults=tuple(self._data_faults()),
+            measures=self._measures(rows),
+            faults=tuple(faults),
             left_out=tuple(left_out),
-            notes=tuple(self.notes),
+            notes=(*blank.notes, *notes),
         )
 
     def _answers(self) -> Iterator[tuple[Stage, Answers | None]]:
-        """Yield every stage with its answers; None where they were not kept. The newest are also the predictions."""
-        kept = {event.tasks_seen: dict(answers) for event, answers in saved_answers(self.trial.path, self.told)}
-        for event in self.told[:-1]:
-            yield event, kept.get(event.tasks_seen)
-        yield self.told[-1], kept.get(len(self.told), self.newest)
+        """Yield every stage with its answers, None if they were not kept; the newest answers are the predictions."""
+        path = self.trial.folder.path
+        kept = {stage.tasks_seen: dict(answers) for stage, answers in kept_answers(path, self.stages)}
+        for stage in self.stages[:-1]:
+            yield stage, kept.get(stage.tasks_seen)
+        yield self.stages[-1], kept.get(len(self.stages), self.newest)
 
     def _unscorable(self, metrics: Mapping[str, Metric]) -> str | None:
-        """Say why answers cannot be scored here: their metric is not here, or it reads inputs and those are not."""
+        """Return why answers cannot be scored here: a missing metric, or missing inputs that it needs."""
         try:
             for task, metric in metrics.items():
                 if takes_input(metric):
@@ -232,66 +218,65 @@ class _Rescoring:
         return None
 
     def _inputs(self, task: str) -> list[str]:
-        """The inputs of a task's rows, which are not kept beside the answers.
+        """Return the inputs of a task's examples, which are not saved with the predictions.
 
         Raises:
-            ConfigError, DataError: the benchmark's data is not at hand, or has other rows.
+            ConfigError, DataError: the benchmark's data is not available, or has other examples.
         """
-        rows = benchmark_rows(self.settings, task)
-        if rows.ids != self.ids[task]:
-            raise DataError(f"task {task}: its metric reads inputs, and the benchmark's data has other rows")
-        return rows.inputs
+        examples = read_test_examples(self.settings, task)
+        if examples.ids != self.ids[task]:
+            raise DataError(f"task {task}: its metric needs inputs, and the benchmark's data has other examples")
+        return examples.inputs
 
-    def _cells(self, event: Stage, answers: Answers, metrics: Mapping[str, Metric]) -> list[Cell]:
-        """Score one stage's answers."""
-        seen = event.tasks_seen
-        found = []
-        for task, stored in zip(self.tasks[:seen], self.stored[seen - 1], strict=True):
-            scores = self._scores(task, metrics[task], answers[task])
-            found.append(Cell(seen, task, len(scores), stored, float(np.mean(scores))))
-        return found
+    def _cells(self, stage: Stage, answers: Answers) -> list[Cell]:
+        cells = []
+        for task, stored in zip(self.tasks[: stage.tasks_seen], self.stored[stage.tasks_seen - 1], strict=True):
+            scores = self._scores(task, stage.scored_by[task], answers[task])
+            cells.append(Cell(stage.tasks_seen, task, len(scores), stored, float(np.mean(scores))))
+        return cells
 
     def _scores(self, task: str, metric: Metric, answers: Sequence[Answer]) -> list[float]:
-        """Score the answers of one task, each prediction of a row once."""
+        """Score the answers of a task, each distinct prediction of an example once."""
         if len(answers) != len(self.references[task]):
-            raise ValueError(f"task {task}: {len(answers)} answers for {len(self.references[task])} rows")
+            raise ValueError(f"task {task}: {len(answers)} answers for {len(self.references[task])} examples")
         keys = [(task, row, answer.prediction) for row, answer in enumerate(answers)]
         if new := [key for key in keys if key not in self.known]:
-            policy: RefsPolicy = self.settings.references
             references = [self.references[task][row] for _, row, _ in new]
             inputs = self._inputs(task) if takes_input(metric) else None
             texts = None if inputs is None else [inputs[row] for _, row, _ in new]
-            scores = score_rows(metric, [prediction for *_, prediction in new], references, policy, texts)
+            predictions = [prediction for *_, prediction in new]
+            scores = score_rows(metric, predictions, references, self.settings.references, texts)
             self.known |= dict(zip(new, map(float, scores), strict=True))
         return [self.known[key] for key in keys]
 
-    def _measures(self, rows: Mapping[int, tuple[float, ...]], events: Sequence[Event]) -> dict[str, Measure]:
-        """AP and FM of the recomputed rows, beside those that tables print."""
-        stored = final_metrics(events)
-        found: dict[str, float] = {}
-        if len(rows) == len(self.told):
-            matrix = ScoreMatrix(tuple(self.tasks), tuple(rows[seen] for seen in sorted(rows)))
-            found = matrix.measures()
-        elif (last := rows.get(len(self.told))) is not None:
-            found = {"AP": float(np.mean(last))}
-        return {name: Measure(stored.get(name), found.get(name)) for name in MEASURES}
+    def _measures(self, rows: Mapping[int, tuple[float, ...]]) -> dict[str, Measure]:
+        """Return AP and FM as stored and from the recomputed rows."""
+        stored = final_metrics(self.trial.events)
+        recomputed: dict[str, float] = {}
+        if len(rows) == len(self.stages):
+            recomputed = ScoreMatrix(self.tasks, tuple(rows[seen] for seen in sorted(rows))).measures()
+        elif (last := rows.get(len(self.stages))) is not None:
+            recomputed = {"AP": float(np.mean(last))}
+        return {name: Measure(stored.get(name), recomputed.get(name)) for name in MEASURES}
 
-    def _data_faults(self) -> Iterator[str]:
-        """Hold references and metrics against the benchmark, where it is at hand."""
-        metrics = self.told[-1].scored_by
+    def _check_data(self) -> tuple[list[str], list[str]]:
+        """Compare ids, references and metrics with the benchmark's data; return faults, and notes on missing data."""
+        metrics = self.stages[-1].scored_by
+        faults, notes = [], []
         for task in self.tasks:
             try:
-                ids, _, references, metric = benchmark_rows(self.settings, task)
+                ids, _, references, metric = read_test_examples(self.settings, task)
             except (ConfigError, DataError) as error:
-                self.notes.append(f"references of {task} were not held against the benchmark's data: {error}")
+                notes.append(f"references of {task} were not compared with the benchmark's data: {error}")
                 continue
             if metrics.get(task, metric) != metric:
-                yield f"task {task}: scored by {metrics[task]}, where its benchmark says {metric}"
+                faults.append(f"task {task}: scored by {metrics[task]}; its benchmark has {metric}")
             if ids != self.ids[task]:
-                yield f"task {task}: the rows are not those of the benchmark's data, by their ids"
+                faults.append(f"task {task}: the benchmark's data has other examples, by their ids")
             elif other := sum(map(list.__ne__, self.references[task], references)):
-                yield f"task {task}: {other} of {len(ids)} rows have other references than in the benchmark's data"
+                faults.append(f"task {task}: {other} of {len(ids)} examples have other references than the benchmark's")
+        return faults, notes
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]  # a text also has other ends of lines
+    return [json.loads(line) for line in path.read_bytes().splitlines()]  # str.splitlines splits at more characters

@@ -1,15 +1,15 @@
-"""Where test rows were routed, and how sure the router was: read from what a trial and its store have kept.
+"""How test examples were routed, and the router's confidence, from what a trial and its storage have kept.
 
-A trial keeps the weights with which its rows were answered: pruned ones under `router.combine: soft`, the largest alone
-under `hard`. Where pooled embeddings and router records are still in the store, the posterior itself is computed again
-from them, without a backbone, and held against these weights.
+A trial keeps the weights used for answering: pruned under `router.combine: soft`, only the largest under `hard`. If
+pooled embeddings and router records are still in the storage, the posterior is recomputed from them, without a
+backbone, and checked against these weights.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -24,7 +24,8 @@ from latent_sweep.data.loaders import WHOLE_PROMPT, data_digest, token_cache_nam
 from latent_sweep.data.schema import Split, load_benchmark, target_length, task_sequence
 from latent_sweep.errors import StorageError
 from latent_sweep.labels import label, short_names
-from latent_sweep.results.selection import UNREADABLE, FinishedTrial, finished_trials, first_of_each, reason
+from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, finished_trials, reason
+from latent_sweep.results.trial import TrialResults
 from latent_sweep.routing.gaussian import (
     ROUTED,
     GaussianRouter,
@@ -43,204 +44,205 @@ from latent_sweep.routing.gaussian import (
 from latent_sweep.routing.metrics import CALIBRATION_BINS, expected_calibration_error
 from latent_sweep.storage.checksummed import has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.journal import stages
 
 Array = npt.NDArray[np.float64]
 Record = TypeVar("Record", TaskGmm, TaskScatter)
 
-MODES = (*ROUTED, "ngram")
-"""How trials mix whose rows are routed; the string match has no posterior."""
+COMBINATIONS = (*ROUTED, "ngram")
+"""The combinations that route examples; the n-gram baseline has no posterior."""
 
 READ = ("router.", "benchmark.", "backbone.")
-"""What settings that a router reads begin with, beside the seed."""
+"""Prefixes of the settings that a router reads, besides the seed."""
 
 _SAME_WEIGHT, _MAY_DIFFER = 1e-3, 0.01
-"""A recomputed weight that is farther off than the first belongs to another router; so many rows may be near ties."""
+"""Tolerance of a recomputed weight, and the share of examples that may exceed it, for near ties."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where one trial has routed its test rows after its last task."""
+    """How one trial has routed its test examples after its last task."""
 
-    trial: FinishedTrial
+    trial: TrialResults
+    name: str
+    """The settings that vary and that a router reads, without the seed."""
     settings: RouterSettings
     probabilities: tuple[Array, ...]
-    """By true task (rows, T): the posterior, or else the weights that the trial has kept."""
+    """By true task (examples, T): the posterior, or else the weights that the trial has kept."""
     gap: str | None = None
-    """Why a posterior could not be computed again; None where it was, and where the router has none."""
+    """Why the posterior could not be recomputed; None if it was, or if the router has none."""
 
     @property
     def recomputed(self) -> bool:
-        """Whether it is the posterior, computed again from the store."""
+        """Whether these are recomputed posteriors."""
         return self.settings.combine in ROUTED and self.gap is None
 
     @property
-    def name(self) -> str:
-        """The settings that vary in the sweep and that a router reads, without what repeats a configuration."""
-        return self.trial.configuration
-
-    @property
     def has_posterior(self) -> bool:
-        """Whether the rows say how sure the router was, and not only where they went."""
+        """Whether the probabilities show the router's confidence, not only its choice."""
         return self.recomputed or self.settings.combine == "soft"
 
 
 class Reliability(NamedTuple):
-    """How often the router is right where it is so sure, by bin of equal width from 0 to 1."""
+    """Accuracy by confidence, in bins of equal width from 0 to 1."""
 
     counts: npt.NDArray[np.intp]
-    """(bins,) rows."""
+    """(bins,) examples."""
     confidence: Array
-    """(bins,) mean largest probability of a bin's rows; NaN where there is none."""
+    """(bins,) mean largest probability; NaN for an empty bin."""
     accuracy: Array
-    """(bins,) share of a bin's rows whose largest probability is that of their own task; NaN where there is none."""
+    """(bins,) share of examples whose largest probability is that of their own task; NaN for an empty bin."""
     calibration_error: float
     """ECE, a fraction."""
 
 
 def own_task(probabilities: Sequence[Array]) -> list[Array]:
-    """Return by task p(t | x) of every row's own task, (rows,)."""
+    """Return p(t | x) of every example's own task, (examples,), by task."""
     return [rows[:, task] for task, rows in enumerate(probabilities)]
 
 
 def confusion(probabilities: Sequence[Array]) -> Array:
-    """Share of the rows of each task that have their largest probability at each task, (true, routed).
+    """Return the share of each task's examples whose largest probability is at each task, (true, routed).
 
     Args:
-        probabilities: of each task's rows, (rows, T), by task. Of several equal ones the earliest task's counts.
+        probabilities: (examples, T) by true task. The earliest of equal ones counts.
     """
     n_tasks = len(probabilities)
     return np.stack([np.bincount(rows.argmax(axis=1), minlength=n_tasks) / len(rows) for rows in probabilities])
 
 
 def reliability(probabilities: Sequence[Array]) -> Reliability:
-    """Sort the rows of all tasks into bins by their largest probability, as the expected calibration error does.
+    """Bin the examples of all tasks by their largest probability, as the expected calibration error does.
 
     Args:
-        probabilities: of each task's rows, (rows, T), by task.
+        probabilities: (examples, T) by true task.
     """
     confidence = np.concatenate([rows.max(axis=1) for rows in probabilities])
     correct = np.concatenate([rows.argmax(axis=1) == task for task, rows in enumerate(probabilities)])
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
     bins = np.digitize(confidence, edges, right=True)
     counts = np.bincount(bins, minlength=CALIBRATION_BINS)
-    with np.errstate(invalid="ignore"):  # 0 / 0 of an empty bin is the NaN that is meant
-        sure, right = (np.bincount(bins, v, CALIBRATION_BINS) / counts for v in (confidence, correct))
-    return Reliability(counts, sure, right, expected_calibration_error(confidence, correct))
+    with np.errstate(invalid="ignore"):  # 0 / 0 of an empty bin is NaN on purpose
+        means, right = (np.bincount(bins, v, CALIBRATION_BINS) / counts for v in (confidence, correct))
+    return Reliability(counts, means, right, expected_calibration_error(confidence, correct))
 
 
 def routings(sweep: SweepFolder) -> tuple[list[Routing], list[str]]:
-    """Read the first finished repetition of a few configurations with a router.
+    """Read the routing of the first finished repetition of a few configurations.
 
     Returns:
-        Where they were routed, in the sweep's order, and why trials that should be among them are not.
+        The routings, in the sweep's order, and the reasons why others could not be read.
     """
+    first: dict[str, TrialResults] = {}
+    for name, trial in routed_apart(sweep, finished_trials(sweep)):
+        first.setdefault(name, trial)
     found, gaps = [], []
-    for trial in first_of_each(routed_apart(sweep, finished_trials(sweep))):
+    for name, trial in list(first.items())[:MOST_DRAWN]:
         try:
-            found.append(routing(sweep, trial))
+            found.append(routing(trial, name))
         except UNREADABLE as error:
             gaps.append(f"{trial.name}: {reason(error)}")
     return found, gaps
 
 
-def routed_apart(sweep: SweepFolder, trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
-    """Of the trials with a router those whose routers differ, each with its configuration as its router has it.
+def routed_apart(sweep: SweepFolder, trials: Sequence[TrialResults]) -> list[tuple[str, TrialResults]]:
+    """Return the trials whose routers differ, each with its configuration by the settings that a router reads.
 
-    The router reads neither what a method learns nor how: trials that differ in that alone route every row alike.
+    Trials that differ only in the method or its training route every example alike.
     """
-    found: dict[str, FinishedTrial] = {}
+    names = {path: name for path, name in short_names(sweep.axes).items() if path.startswith(READ)}
+    names.pop(sweep.seed_axis, None)
+    found: dict[str, tuple[str, TrialResults]] = {}
     for trial in trials:
-        if trial.folder.params.get("router.combine") in MODES:
-            read = {p: v for p, v in trial.folder.params.items() if p.startswith(READ) or p == "seed"}
-            names = {p: name for p, name in short_names(sweep.axes).items() if p.startswith(READ)}
-            name = label({names[p]: trial.folder.values.get(p) for p in names if p != sweep.seed_axis})
-            key = json.dumps(read, sort_keys=True, default=str)
-            found.setdefault(key, replace(trial, configuration=name))
+        params = trial.folder.params
+        if params.get("router.combine") in COMBINATIONS:
+            read = {path: value for path, value in params.items() if path.startswith(READ) or path == "seed"}
+            name = label({name: trial.folder.values.get(path) for path, name in names.items()})
+            found.setdefault(json.dumps(read, sort_keys=True, default=str), (name, trial))
     return list(found.values())
 
 
-def routing(sweep: SweepFolder, trial: FinishedTrial) -> Routing:
-    """Read where the rows of one trial with a router were routed.
+def routing(trial: TrialResults, name: str) -> Routing:
+    """Read the routing of one trial.
+
+    Args:
+        name: of its configuration.
 
     Raises:
-        StorageError: its predictions are missing or damaged.
-        ConfigError, LookupError, OSError, TypeError, ValueError: its files hold something else.
+        StoreError: its predictions are missing or corrupt.
+        ConfigError, LookupError, OSError, TypeError, ValueError: its files are malformed.
     """
-    settings = RouterSettings.model_validate(trial.settings()["router"])
+    settings = RouterSettings.model_validate(trial.folder.settings()["router"])
     predictions = trial.predictions()
     if predictions is None:
-        raise StorageError("its predictions are not those that its journal tells of")
+        raise StoreError("its predictions do not match its journal")
     kept = tuple(_weights(predictions[task], len(trial.tasks)) for task in trial.tasks)
     if settings.combine not in ROUTED:
-        return Routing(trial, settings, kept)
+        return Routing(trial, name, settings, kept)
     try:
-        return Routing(trial, settings, StoredRouter(sweep, trial).posterior(kept))
+        return Routing(trial, name, settings, StoredRouter(trial).posterior(kept))
     except UNREADABLE as error:
-        return Routing(trial, settings, kept, f"{trial.name}: {reason(error)}")
+        return Routing(trial, name, settings, kept, f"{trial.name}: {reason(error)}")
 
 
-def _weights(rows: Sequence[Any], n_tasks: int) -> Array:
-    """The weights of a task's rows, (rows, T), from predictions, which leave out zeros."""
-    weights = np.zeros((len(rows), n_tasks))
-    for i, row in enumerate(rows):
+def _weights(predictions: Sequence[Any], n_tasks: int) -> Array:
+    """Return the weights of a task's predictions, (examples, T); zeros are not stored."""
+    weights = np.zeros((len(predictions), n_tasks))
+    for i, row in enumerate(predictions):
         for position, weight in row["weights"].items():
             weights[i, int(position)] = weight
     return weights
 
 
 class StoredRouter:
-    """A trial's router and the embeddings that it routes, as far as they lie in the store. It changes nothing there."""
+    """A trial's router and the embeddings that it routes, read from the storage."""
 
-    def __init__(self, sweep: SweepFolder, trial: FinishedTrial):
-        self.sweep, self.trial, self._folder = sweep, trial, sweep.storage.folder
+    def __init__(self, trial: TrialResults):
+        self.trial, self._folder = trial, trial.sweep.storage.folder
 
     def posterior(self, kept: Sequence[Array]) -> tuple[Array, ...]:
-        """Compute p(t | x) of the test rows of every task again, (rows, T) each.
+        """Recompute p(t | x) of the test examples of every task, (examples, T) each.
 
         Args:
-            kept: the weights that the trial has answered with.
+            kept: the weights used for answering.
 
         Raises:
-            StorageError: the store does not hold all of it, or does not give the weights that were kept.
-            LatentSweepError, LookupError, OSError, TypeError, ValueError: what names it cannot be read.
+            StoreError: the storage lacks records, or they give other weights.
+            LatentSweepError, LookupError, OSError, TypeError, ValueError: files are malformed.
         """
         router = self._router()
         embeddings = [self.embeddings(task, "test") for task in range(len(kept))]
-        mode: Literal["soft", "hard"] = "hard" if self._settings.combine == "hard" else "soft"
-        again = np.concatenate([router.weights(found, mode) for found in embeddings])
-        told = np.concatenate(list(kept))
-        alike = again.shape == told.shape and np.abs(again - told).max(axis=1) <= _SAME_WEIGHT
-        if 1 - np.mean(alike) > _MAY_DIFFER:
-            raise StorageError("the stored router gives other weights than those that its rows were answered with")
-        return tuple(router.posterior(found) for found in embeddings)
+        combine: Literal["soft", "hard"] = "hard" if self._settings.combine == "hard" else "soft"
+        recomputed = np.concatenate([router.weights(of_task, combine) for of_task in embeddings])
+        stored = np.concatenate(list(kept))
+        same = recomputed.shape == stored.shape and np.abs(recomputed - stored).max(axis=1) <= _SAME_WEIGHT
+        if 1 - np.mean(same) > _MAY_DIFFER:
+            raise StoreError("the stored router gives other weights than those used for answering")
+        return tuple(router.posterior(of_task) for of_task in embeddings)
 
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
-        """The pooled embeddings (rows, d) of a task as the router reads them, equation (11).
+        """Return the pooled embeddings (examples, d) of a task as the router reads them, equation (11).
 
         Raises:
-            StorageError: they are not kept, or the embedding table that scales them is not at hand.
-            LatentSweepError, LookupError, OSError, TypeError, ValueError: what names them cannot be read.
+            StoreError: they are not stored, or the embedding table that scales them is not available.
+            LatentSweepError, LookupError, OSError, TypeError, ValueError: files are malformed.
         """
         path = pooled_path(self._folder, self._pooled_name(task, split))
-        if not has_valid_checksum(path):
-            raise StorageError(
-                f"the pooled embeddings of task {self.trial.tasks[task]} are not in {path.parent} on this machine; a "
-                "trial whose router.combine is soft or hard leaves them there"
+        if not is_sealed(path):
+            raise StoreError(
+                f"the pooled embeddings of task {self.trial.tasks[task]} are not in {path.parent} on this machine; "
+                "trials with router.combine soft or hard store them"
             )
         pooled = load_file(path)["pooled"]
-        how = self._settings.embed_norm
-        if how == "std" and self._table_std is None:
-            raise StorageError(
-                "the embedding table of its backbone, which scales pooled embeddings, is not on this machine"
-            )
-        return normalize_embeddings(pooled, how, self._table_std if how == "std" else None)
+        norm = self._settings.embed_norm
+        if norm == "std" and self._table_std is None:
+            raise StoreError("its backbone's embedding table, which scales pooled embeddings, is not on this machine")
+        return normalize_embeddings(pooled, norm, self._table_std if norm == "std" else None)
 
     def _router(self) -> GaussianRouter:
-        """The router over all tasks, from its records; fitted as the last stage of the trial has fitted it.
+        """Return the router over all tasks, from its records, as the trial's last stage fitted it.
 
         Raises:
-            StorageError: one is not in the store.
+            StoreError: a record is not in the storage.
         """
         settings, n_tasks = self._settings, len(self.trial.tasks)
         seed = int(self._groups["seed"])
@@ -248,17 +250,15 @@ class StoredRouter:
         mixtures, fold = [], PooledScatter()
         for task in range(n_tasks):
             pooled = self._pooled_name(task, "train")
-            path = record_path(self._folder, gmm_name(pooled, settings, seed))
-            mixtures.append(_record(TaskGmm, path))
+            mixtures.append(_record(TaskGmm, record_path(self._folder, gmm_name(pooled, settings, seed))))
             if task < pooled_tasks:
                 name = scatter_name(pooled, settings)
-                path = record_path(self._folder, name)
-                fold.add(name, _record(TaskScatter, path))
+                fold.add(name, _record(TaskScatter, record_path(self._folder, name)))
         covariance = pooled_covariance(fold, mixtures[:pooled_tasks], settings)
         return GaussianRouter(settings).fit(mixtures, covariance)
 
     def _pooled_name(self, task: int, split: Split) -> str:
-        b, backbone = self.trial.benchmark(), BackboneSettings.model_validate(self._groups["backbone"])
+        b, backbone = self.trial.benchmark(), self._backbone
         digests = self._backbone_digests
         lengths = b.max_source_length if self._settings.pool.truncate else WHOLE_PROMPT
         data = data_digest(self._spec, self._tasks[task], split, b)
@@ -268,11 +268,15 @@ class StoredRouter:
 
     @cached_property
     def _groups(self) -> Any:
-        return self.trial.settings()
+        return self.trial.folder.settings()
 
     @cached_property
     def _settings(self) -> RouterSettings:
         return RouterSettings.model_validate(self._groups["router"])
+
+    @cached_property
+    def _backbone(self) -> BackboneSettings:
+        return BackboneSettings.model_validate(self._groups["backbone"])
 
     @cached_property
     def _spec(self) -> Any:
@@ -284,43 +288,42 @@ class StoredRouter:
 
     @cached_property
     def _backbone_digests(self) -> dict[str, str]:
-        """Digests of weights and tokenizer, as the last snapshot tells them."""
-        return backbone_digests(self.sweep, stages(self.trial.events)[-1].lineage)
+        return backbone_digests(self.trial.sweep, self.trial.stages[-1].lineage)
 
     @cached_property
     def _chat(self) -> Chat | None:
-        """The chat template that prompts stand in; None without one."""
+        """The chat template of the prompts; None without one."""
         if not self.trial.benchmark().chat:
             return None
-        from latent_sweep.backbones.tokenizers import load_tokenizer  # loads transformers
+        from latent_sweep.backbones.tokenizers import load_tokenizer  # imports transformers
 
-        return chat_of(load_tokenizer(BackboneSettings.model_validate(self._groups["backbone"])))
+        return chat_of(load_tokenizer(self._backbone))
 
     @cached_property
     def _table_std(self) -> float | None:
-        """Standard deviation of the embedding table's entries; None where the backbone's files are not here."""
-        from latent_sweep.backbones.checkpoint import checkpoint_weights  # loads torch
+        """The standard deviation of the embedding table's entries; None if the backbone's files are not here."""
+        from latent_sweep.backbones.checkpoint import checkpoint_weights  # imports torch
 
-        found = checkpoint_weights(BackboneSettings.model_validate(self._groups["backbone"]))
-        return None if found is None else float(found.embedding_table.float().std())
+        weights = checkpoint_weights(self._backbone)
+        return None if weights is None else float(weights.embedding_table.float().std())
 
 
 def _record(kind: type[Record], path: Path) -> Record:
-    found = kind.load(path) if has_valid_checksum(path) else None
-    if found is None:
-        raise StorageError(f"the records of its router are not in {path.parent} on this machine")
-    return found
+    record = kind.load(path) if is_sealed(path) else None
+    if record is None:
+        raise StoreError(f"the records of its router are not in {path.parent} on this machine")
+    return record
 
 
 def backbone_digests(sweep: SweepFolder, lineage: str) -> dict[str, str]:
-    """Digests of the weights and the tokenizer that a snapshot was learned with, as its facts tell.
+    """Return the digests of weights and tokenizer in a snapshot's facts.
 
     Raises:
-        StorageError: there is no such snapshot.
-        OSError, ValueError, LookupError, TypeError: its facts cannot be read, or hold something else.
+        StoreError: the snapshot is missing.
+        OSError, ValueError, LookupError, TypeError: its facts cannot be read.
     """
     path = sweep.snapshots.folder / f"{lineage}.json"
     if not path.is_file():
-        raise StorageError(f"snapshot {lineage} is missing")
-    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["facts"]["backbone"]
-    return found
+        raise StoreError(f"snapshot {lineage} is missing")
+    digests: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["facts"]["backbone"]
+    return digests

@@ -196,11 +196,11 @@ def test_what_could_not_be_drawn_is_said(folder, copied, tmp_path, capsys):
 
 def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folder):
     soft, *_ = routings(sweep_folder(folder))[0]
-    stored = StoredRouter(sweep_folder(folder), soft.trial)
+    stored = StoredRouter(soft.trial)
     kept = [prune(rows, soft.settings.prune_below) for rows in soft.probabilities]
     assert len(stored.posterior(kept)) == len(ORDER)
     others = [np.roll(rows, 1, axis=1) for rows in kept]
-    with pytest.raises(StorageError, match="other weights than those that its rows were answered with"):
+    with pytest.raises(StoreError, match="other weights"):
         stored.posterior(others)
 
 
@@ -215,7 +215,7 @@ def test_a_router_of_prompts_in_a_chat_is_told_from_one_of_bare_prompts(tmp_path
     sweep = sweep_folder(tmp_path)
     (chatting, bare), gaps = routings(sweep)
     assert gaps == [] and chatting.recomputed and bare.recomputed
-    read = [StoredRouter(sweep, one.trial).embeddings(0, "train") for one in (chatting, bare)]
+    read = [StoredRouter(one.trial).embeddings(0, "train") for one in (chatting, bare)]
     assert not np.array_equal(*read)
     for one in (chatting, bare):
         right = np.mean([rows.mean() for rows in own_task(one.probabilities)])
@@ -391,7 +391,7 @@ def test_without_the_answers_of_both_stages_nothing_flips(folder, forgetful):
 def test_the_map_shows_what_the_router_reads(folder, llama):
     sweep = sweep_folder(folder)
     (soft, *_), _ = routings(sweep)
-    stored = StoredRouter(sweep, soft.trial)
+    stored = StoredRouter(soft.trial)
     settings, spec = soft.trial.benchmark(), load_benchmark("builtin")
     for place, name in enumerate(ORDER):
         task = next(one for one in spec.tasks if one.name == name)
@@ -456,7 +456,7 @@ def test_files_that_hold_something_else_are_left_out(tmp_path):
     assert len(finished_trials(sweep)) == 1
     pictures, (gap,) = router_pictures(sweep)
     assert pictures == []
-    assert gap == "the router of combine=soft seed=0: its files hold something else than expected (KeyError: 'router')"
+    assert gap == "the router of combine=soft seed=0: its files have an unexpected content (KeyError: 'router')"
     assert flips(sweep, first) == flips(sweep, second) == []
     assert isinstance(embedding_map(sweep, second), str)
 
@@ -467,7 +467,7 @@ def test_damaged_predictions_are_not_drawn(copied):
     path.write_text(path.read_text().replace('"weights"', '"wei"', 1))
     found, (gap,) = routings(copied)
     assert [one.name for one in found] == ["combine=hard", "combine=ngram"]
-    assert gap == "combine=soft seed=0: its predictions are not those that its journal tells of"
+    assert gap == "combine=soft seed=0: its predictions do not match its journal"
 
 
 # --- how they look ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Every stored score is computed again from the answers that were kept, and what is not theirs is told."""
+"""Stored scores are recomputed from the saved predictions, and differences are reported."""
 
 import hashlib
 import json
@@ -17,14 +17,14 @@ from latent_sweep.storage.journal import stages
 
 
 def tell(trial, *names):
-    """Have the journal tell the digests that files have now, as whoever forges them would."""
+    """Record the current digests of files, as a forger would."""
     *_, last = trial.events()
     found = {name: hashlib.sha256((trial.path / name).read_bytes()).hexdigest() for name in names}
     journal_at(trial.path / "journal.jsonl").append("finished", metrics=last.metrics, files=last.files | found)
 
 
 def answers_by_hand(trial, stage):
-    """Predictions of a stage, by task and row: the newest lines up to it."""
+    """Return the predictions of a stage by task and example: the newest lines up to it."""
     found = {}
     for seen in range(1, stage + 1):
         for line in (trial.path / "answers" / f"{seen}.jsonl").read_text().splitlines():
@@ -33,7 +33,7 @@ def answers_by_hand(trial, stage):
     return found
 
 
-def test_scores_are_those_of_the_kept_answers_by_hand(finished):
+def test_scores_of_the_kept_answers_by_hand(finished):
     for trial in sweep_folder(finished):
         scores = trial.read_json("scores.json")["scores"]
         for stage in (1, 2):
@@ -52,7 +52,7 @@ def test_a_whole_sweep_is_equal(finished, capsys):
     assert main(["rescore", str(folder.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(", AP")[0] for line in lines] == [
-        f"K={k}: equal; 3 scores of 36 answers computed again" for k in (1, 2)
+        f"K={k}: equal; 3 scores of 36 answers recomputed" for k in (1, 2)
     ]
     for trial, found in zip(folder, rescore(folder), strict=True):
         metrics = stages(trial.events())[-1].metrics
@@ -65,7 +65,7 @@ def test_a_whole_sweep_is_equal(finished, capsys):
     assert (first["equal"], first["scored_again"], first["differences"]) == (True, 3, [])
 
 
-def test_a_score_that_is_not_that_of_its_answers_is_told(copy, capsys):
+def test_a_wrong_score_is_reported(copy, capsys):
     first, _ = copy
     lines = [json.loads(line) for line in (first.path / "answers" / "1.jsonl").read_text().splitlines()]
     before = rewrite_line(first.path / "answers" / "1.jsonl", 0, prediction="no such label", score=0.0)
@@ -77,14 +77,14 @@ def test_a_score_that_is_not_that_of_its_answers_is_told(copy, capsys):
     cells = {(cell.stage, cell.task): cell for cell in found.cells}
     assert cells[1, "mood"].recomputed == pytest.approx(hits / 12)
     assert cells[1, "mood"].agrees == (before["score"] == 0.0)
-    # and a stored score that no answers give
+    # a stored score that no answers have
     scores = first.read_json("scores.json")
     scores["scores"][0] = [stored[0][0] + 0.25]
     (first.path / "scores.json").write_text(json.dumps(scores))
     tell(first, "scores.json", "answers/1.jsonl")
     assert main(["rescore", str(copy.path)]) == 1
     printed = capsys.readouterr().out
-    assert f"  stage 1, task mood, 12 rows: stored {stored[0][0] + 0.25!r}, recomputed {hits / 12!r}" in printed
+    assert f"  stage 1, task mood, 12 examples: stored {stored[0][0] + 0.25!r}, recomputed {hits / 12!r}" in printed
     assert printed.startswith("K=1: NOT EQUAL")
     assert main(["rescore", str(copy.path), "--json"]) == 1
     (told,) = json.loads(capsys.readouterr().out)[0]["differences"]
@@ -97,7 +97,7 @@ def test_a_score_that_is_not_that_of_its_answers_is_told(copy, capsys):
     }
 
 
-def test_a_prediction_may_hold_what_ends_lines_elsewhere(copy):
+def test_a_prediction_may_have_unicode_line_ends(copy):
     first, _ = copy
     for name in ("predictions/mood.jsonl", "answers/1.jsonl"):
         lines = [json.loads(line) for line in (first.path / name).read_bytes().splitlines()]
@@ -105,10 +105,10 @@ def test_a_prediction_may_hold_what_ends_lines_elsewhere(copy):
         content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (first.path / name).write_bytes(content.encode())
     tell(first, "predictions/mood.jsonl", "answers/1.jsonl")
-    assert all(found.equal for found in rescore(copy)), "white space is no part of an answer"
+    assert all(found.equal for found in rescore(copy)), "white space is not part of an answer"
 
 
-def test_measures_that_are_not_those_of_the_answers_are_told(copy, capsys):
+def test_wrong_measures_are_reported(copy, capsys):
     first, _ = copy
     *_, last = first.events()
     metrics = last.metrics | {"AP": last.metrics["AP"] + 1e-9}
@@ -117,7 +117,7 @@ def test_measures_that_are_not_those_of_the_answers_are_told(copy, capsys):
     assert f"  AP: stored {metrics['AP']!r}, recomputed " in capsys.readouterr().out
 
 
-def test_references_are_held_against_the_data(copy, capsys):
+def test_references_are_compared_with_the_data(copy, capsys):
     first, second = copy
     rewrite_line(first.path / "predictions" / "mood.jsonl", 3, references=["everything"])
     rewrite_line(second.path / "predictions" / "ticket.jsonl", 0, id="another")
@@ -125,8 +125,8 @@ def test_references_are_held_against_the_data(copy, capsys):
     tell(second, "predictions/ticket.jsonl")
     assert main(["rescore", str(copy.path)]) == 1
     printed = capsys.readouterr().out
-    assert "task mood: 1 of 12 rows have other references than in the benchmark's data" in printed
-    assert "task ticket: the rows are not those of the benchmark's data, by their ids" in printed
+    assert "task mood: 1 of 12 examples have other references" in printed
+    assert "task ticket: the benchmark's data has other examples" in printed
 
 
 @pytest.mark.parametrize("name", ["answers/1.jsonl", "predictions/mood.jsonl", "scores.json"])
@@ -136,7 +136,7 @@ def test_damaged_files_are_not_scored(copy, capsys, name):
     assert main(["rescore", str(copy.path)]) == 1
     printed = capsys.readouterr().out
     assert f"{first.path / name} is missing" in printed
-    assert "not scored again: its files are damaged; see `latent-sweep verify --repair`" in printed
+    assert "not rescored: its files are corrupt" in printed
 
 
 @pytest.mark.parametrize(
@@ -148,40 +148,40 @@ def test_damaged_files_are_not_scored(copy, capsys, name):
         ("scores.json", "{}"),
     ],
 )
-def test_files_of_another_content_are_told_and_no_fault_of_ours(copy, capsys, name, content):
+def test_malformed_files_are_reported(copy, capsys, name, content):
     first, _ = copy
     (first.path / name).write_text(content)
     tell(first, name)
     assert main(["rescore", str(copy.path)]) == 1
-    assert f"{first.path}: a file holds something else than it should: " in capsys.readouterr().out
+    assert f"{first.path}: a file has an unexpected content: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["benchmark: [", "benchmark: {}\n", None])
-def test_settings_that_cannot_be_read_are_told(copy, capsys, content):
+def test_unreadable_settings_are_reported(copy, capsys, content):
     first, _ = as_before(copy)
     (first.path / "trial.yaml").unlink()
     if content is not None:
         (first.path / "trial.yaml").write_text(content)
     assert main(["rescore", str(copy.path)]) == 1
-    assert f"{first.path}: a file holds something else than it should: " in capsys.readouterr().out
+    assert f"{first.path}: a file has an unexpected content: " in capsys.readouterr().out
 
 
-def test_without_earlier_answers_the_last_row_alone_is_scored_again(tmp_path, capsys):
+def test_without_earlier_answers_only_the_last_row_is_rescored(tmp_path, capsys):
     last = tiny(search={}, run__keep_answers="last", trial__training__epochs=1)
     assert main(["run", write(tmp_path, last), "--local"]) == 0
     capsys.readouterr()
     assert main(["rescore", str(sweep_folder(tmp_path).path)]) == 1
     printed = capsys.readouterr().out
-    assert "equal as far as it could be scored again; 2 scores of 24 answers computed again, AP" in printed
+    assert "equal as far as it could be rescored; 2 scores of 24 answers recomputed, AP" in printed
     assert "FM" not in printed
-    assert "not scored again: stage 1: its answers were not kept (run.keep_answers: last" in printed
+    assert "not rescored: stage 1: its answers were not kept" in printed
 
 
-def test_a_failed_and_a_pending_trial_say_so(copy, tmp_path, capsys):
+def test_failed_and_pending_trials_are_noted(copy, tmp_path, capsys):
     first, second = copy
     journal = first.path / "journal.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:2]))
-    # as it lay there before the second stage
+    # the files before the second stage
     lines = (first.path / "predictions" / "mood.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in (first.path / "answers" / "1.jsonl").read_text().splitlines()]
     assert len(lines) == len(answers)
@@ -198,16 +198,16 @@ def test_a_failed_and_a_pending_trial_say_so(copy, tmp_path, capsys):
     shutil.rmtree(second.path)
     assert main(["rescore", str(copy.path)]) == 0
     printed = capsys.readouterr().out
-    assert "K=1: equal; 1 scores of 12 answers computed again" in printed
-    assert "note: failed after 1 of 2 tasks; the others have no scores" in printed
-    assert "note: pending, without a finished stage: there is nothing to score again" in printed
+    assert "K=1: equal; 1 scores of 12 answers recomputed" in printed
+    assert "note: failed after 1 of 2 tasks" in printed
+    assert "note: pending, without a finished stage" in printed
 
 
 def test_a_running_trial_is_left_out(copy, capsys):
     first, _ = copy
     journal_at(first.path / "journal.jsonl").append("started", attempt=2, node="n", versions={}, hardware={})
     assert main(["rescore", str(copy.path)]) == 1
-    assert "not scored again: the trial is running" in capsys.readouterr().out
+    assert "not rescored: the trial is running" in capsys.readouterr().out
 
 
 METRIC = """
@@ -216,9 +216,9 @@ def longer(prediction, references, text):
 """
 
 
-def test_metrics_that_read_inputs_or_come_from_outside(tmp_path, monkeypatch, capsys):
-    """The inputs are looked up in the benchmark's data; without it, or the metric, nothing is said to be equal."""
-    from latent_sweep.results.inputs import benchmark_rows
+def test_metrics_that_need_inputs_and_plugin_metrics(tmp_path, monkeypatch, capsys):
+    """Inputs come from the benchmark's data; without it, or without the metric, scores are not confirmed."""
+    from latent_sweep.results.inputs import read_test_examples
 
     module = f"metric_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{module}.py").write_text(METRIC)
@@ -235,13 +235,13 @@ def test_metrics_that_read_inputs_or_come_from_outside(tmp_path, monkeypatch, ca
     assert any(0 < cell.recomputed < 1 for cell in found.cells)
 
     def look_again():
-        benchmark_rows.cache_clear()
+        read_test_examples.cache_clear()
         (again,) = rescore(folder)
         return again
 
     rows = json.loads((own / "left" / "test.json").read_text())
     (own / "left" / "test.json").write_text(json.dumps(rows[1:]))
-    assert "task left: its metric reads inputs, and the benchmark's data has other rows" in look_again().left_out[0]
+    assert "task left: its metric needs inputs" in look_again().left_out[0]
     (own / "left" / "test.json").write_text(json.dumps(rows))
     assert look_again().equal
     (tmp_path / f"{module}.py").unlink()
@@ -249,8 +249,8 @@ def test_metrics_that_read_inputs_or_come_from_outside(tmp_path, monkeypatch, ca
     assert f"{module} cannot be imported" in look_again().left_out[-1]
 
 
-def test_rouge_over_several_references_and_data_that_is_away(tmp_path, capsys):
-    """The metric is told by the journal, the references lie beside the answers: no benchmark is needed."""
+def test_rouge_over_several_references_without_the_data(tmp_path, capsys):
+    """The journal has the metric and the predictions have their references: no benchmark is needed."""
     own = write_benchmark(tmp_path / "own")
     for path in own.glob("*/test.json"):
         rows = json.loads(path.read_text())
@@ -262,11 +262,11 @@ def test_rouge_over_several_references_and_data_that_is_away(tmp_path, capsys):
     folder = sweep_folder(tmp_path)
     (found,) = rescore(folder)
     assert found.equal
-    assert any(0 < cell.recomputed < 1 for cell in found.cells), "scores of zero and one would show little"
+    assert any(0 < cell.recomputed < 1 for cell in found.cells), "not only scores of zero and one"
     shutil.rmtree(own)
-    from latent_sweep.results.inputs import benchmark_rows
+    from latent_sweep.results.inputs import read_test_examples
 
-    benchmark_rows.cache_clear()
+    read_test_examples.cache_clear()
     capsys.readouterr()
     assert main(["rescore", str(folder.path)]) == 0
-    assert "note: references of left were not held against the benchmark's data: " in capsys.readouterr().out
+    assert "note: references of left were not compared with the benchmark's data: " in capsys.readouterr().out

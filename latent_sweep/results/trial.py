@@ -1,0 +1,104 @@
+"""A trial of a sweep with its journal and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from latent_sweep.data.schema import BenchmarkSettings
+from latent_sweep.labels import label, short_names
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.results.definition import Measure, defined_measures, defined_metrics, learns_in_turn, trial_name
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event, Stage, Status, final_metrics, stages, status
+from latent_sweep.storage.trial_files import PREDICTIONS, damages, told_matrix
+
+
+@dataclass(frozen=True, eq=False)
+class TrialResults:
+    """A trial's results. Its journal is read once, when it is needed.
+
+    Raises:
+        StoreError: on reading a corrupt journal.
+    """
+
+    sweep: SweepFolder
+    folder: TrialFolder
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """The journal."""
+        return self.folder.events()
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages of the journal."""
+        return stages(self.events)
+
+    @property
+    def status(self) -> Status:
+        """The trial's status."""
+        return status(self.events)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the trial has finished all of its tasks."""
+        return self.status == "finished" and len(self.stages) == self.folder.n_tasks
+
+    @property
+    def name(self) -> str:
+        """The settings that vary, as `lambda=0.1 seed=0`; the trial's id if none does."""
+        return trial_name(self.sweep, self.folder)
+
+    @property
+    def configuration(self) -> str:
+        """The same without the seed."""
+        names = {axis: name for axis, name in short_names(self.sweep.axes).items() if axis != self.sweep.seed_axis}
+        return label({name: self.folder.values.get(axis) for axis, name in names.items()})
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks seen, in the order of learning."""
+        return tuple(self.stages[-1].scores) if self.stages else ()
+
+    @property
+    def matrix(self) -> ScoreMatrix:
+        """The score matrix of the tasks seen."""
+        return told_matrix(self.stages)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The newest metrics, without undefined measures."""
+        return defined_metrics(self.folder, self.stages, final_metrics(self.events)) if self.stages else {}
+
+    @property
+    def learns_in_turn(self) -> bool:
+        """Whether every stage learns a task."""
+        return learns_in_turn(self.folder, self.stages)
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """The measures that are defined for the trial."""
+        return defined_measures(self.folder, self.stages)
+
+    def benchmark(self) -> BenchmarkSettings:
+        """Return the benchmark's settings.
+
+        Raises:
+            ConfigError, LookupError, ValueError: they cannot be read.
+        """
+        return BenchmarkSettings.model_validate(self.folder.settings()["benchmark"])
+
+    def predictions(self) -> dict[str, list[dict[str, Any]]] | None:
+        """Return the predictions after the last task, by task; None if a file does not match the journal.
+
+        Raises:
+            OSError, ValueError: a file cannot be read.
+        """
+        if damages(self.folder.path, self.events):
+            return None
+        files = {task: self.folder.path / PREDICTIONS / f"{task}.jsonl" for task in self.tasks}
+        return {task: [json.loads(line) for line in path.read_bytes().splitlines()] for task, path in files.items()}
