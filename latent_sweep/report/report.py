@@ -32,7 +32,7 @@ from latent_sweep.report.tables import (
 )
 from latent_sweep.results.comparison import Comparison, Difference
 from latent_sweep.results.definition import MEASURES, Measure
-from latent_sweep.results.summaries import ROUTER_MEASURES, Statistic, Summary, protocol
+from latent_sweep.results.summaries import ROUTING_METRICS, Statistic, Summary, protocol
 from latent_sweep.security import printable
 
 FORMATS = ("text", "markdown", "csv", "latex")
@@ -43,7 +43,7 @@ DECIMALS = 4
 def records(summary: Summary) -> list[dict[str, Any]]:
     """Return one flat row per configuration, with scores in percent and None for missing values."""
     tasks = tasks_of(summary)
-    measures = ROUTER_MEASURES if any(one.router for one in summary.configurations) else ()
+    measures = ROUTING_METRICS if any(one.router for one in summary.configurations) else ()
     with_constants = any(one.constants for one in summary.configurations)
     rows = []
     for one in summary.configurations:

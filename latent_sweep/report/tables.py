@@ -16,7 +16,7 @@ from latent_sweep.results.bootstrap import RESAMPLES
 from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
 from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.published import content, find_published
-from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
+from latent_sweep.results.summaries import ROUTING_METRICS, Configuration, RoutingMetric, Statistic, Summary, protocol
 from latent_sweep.results.trial_states import counts_text
 from latent_sweep.security import escape_controls
 from latent_sweep.sweep.prices import items_text
@@ -574,14 +574,14 @@ def _router(summary: Summary) -> Table | None:
     axes, rows = _Axes(summary), []
     for configuration in summary.configurations:
         if configuration.router:
-            values = [router_value(configuration, measure) for measure in ROUTER_MEASURES]
+            values = [router_value(configuration, measure) for measure in ROUTING_METRICS]
             cells = [Cell("-" if value is None else f"{value:.2f}", value) for value in values]
             rows.append([*axes.cells(configuration), *cells])
-    header = [*axes.header, *(measure.heading for measure in ROUTER_MEASURES)]
+    header = [*axes.header, *(measure.heading for measure in ROUTING_METRICS)]
     return Table(header, rows, len(axes.header)) if rows else None
 
 
-def router_value(configuration: Configuration, measure: RouterMeasure) -> float | None:
+def router_value(configuration: Configuration, measure: RoutingMetric) -> float | None:
     """Return a routing metric in the unit of tables; None if it is unknown."""
     statistic = configuration.router.get(measure.metric)
     return None if statistic is None else measure.factor * statistic.mean

@@ -1,10 +1,10 @@
-"""Intervals of paired differences: of repetitions and the test rows in them by a hierarchical bootstrap, of repetitions
-alone by Student's t.
+"""Intervals of paired differences: by a hierarchical bootstrap of repetitions and test examples, or by Student's t of
+repetitions alone.
 
-The bootstrap draws repetitions and rows again with replacement (Davison and Hinkley 1997, section 3.8) and pairs on
-rows (Dror et al. 2018). Test rows are the same in all repetitions, so a resample draws them once for all of these (the
-pigeonhole bootstrap of Owen 2007): drawn anew in each repetition, what a row does to all of them would average out, and
-intervals would be too narrow.
+The bootstrap resamples repetitions and examples with replacement (Davison and Hinkley 1997, section 3.8) and pairs by
+example (Dror et al. 2018). Test examples are the same in all repetitions, so a resample draws them once for all (the
+pigeonhole bootstrap of Owen 2007). Drawn separately for each repetition, an example's common effect would average out,
+and intervals would be too narrow.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Interval = tuple[float, float]
 LEVEL = 0.95
 RESAMPLES = 10_000
 _MOST_DRAWS = 1_000_000
-"""How many are held at once."""
+"""Maximum number held at once."""
 
 
 ROUNDING = 1e-12
-"""Less than this is what means of scores differ in by the order of their sums."""
+"""Tolerance for means of scores: more than rounding errors of sums."""
 
 Repetition = Mapping[Hashable, Array]
-"""By task, the differences of its rows: (rows,). A task has the same rows in all repetitions that have it."""
+"""By task, the differences of its examples, (examples,): the same examples in all repetitions that have the task."""
 
 
 def bootstrap_means(
     comparisons: Sequence[Sequence[Repetition]], resamples: int = RESAMPLES, seed: int = 0
 ) -> list[Array]:
-    """Of each comparison, the mean over repetitions, tasks and rows for every resample: (resamples,).
+    """Return for each comparison the mean over repetitions, tasks and examples of every resample, (resamples,).
 
-    Comparisons share the draws of rows, and those of as many repetitions theirs: what is equal has equal intervals.
+    Comparisons share the draws of examples, and those of equal size the draws of repetitions: equal comparisons have
+    equal intervals.
 
     Args:
         comparisons: the repetitions of each.
-        seed: of the draws.
     """
     generator = np.random.default_rng(seed)
     means = _means_of_repetitions([r for repetitions in comparisons for r in repetitions], resamples, generator)
@@ -52,7 +52,7 @@ def bootstrap_means(
 
 
 def _means_of_repetitions(repetitions: Sequence[Repetition], resamples: int, generator: np.random.Generator) -> Array:
-    """Each repetition's mean over its tasks of the mean over rows drawn again: (resamples, repetitions)."""
+    """Return each repetition's mean over tasks of the mean over resampled examples, (resamples, repetitions)."""
     means = np.zeros((resamples, len(repetitions)))
     for task in dict.fromkeys(task for repetition in repetitions for task in repetition):
         having = [r for r, repetition in enumerate(repetitions) if task in repetition]
@@ -64,14 +64,15 @@ def _means_of_repetitions(repetitions: Sequence[Repetition], resamples: int, gen
 
 
 def _means_over_repetitions(means: Array, generator: np.random.Generator) -> Array:
-    """The mean over repetitions drawn again, of (resamples, repetitions)."""
+    """Return the mean over resampled repetitions, (resamples,), of means (resamples, repetitions)."""
     resamples, n = means.shape
-    found = [(counts * means[block]).sum(axis=1) / n for block, counts in _counts(generator, n, resamples)]
-    return np.concatenate(found)
+    return np.concatenate(
+        [(counts * means[block]).sum(axis=1) / n for block, counts in _counts(generator, n, resamples)]
+    )
 
 
 def _counts(generator: np.random.Generator, n: int, resamples: int) -> Iterator[tuple[slice, Array]]:
-    """Yield, for some resamples at a time, how often each draws each of n things when it draws n: (resamples, n)."""
+    """Yield blocks of resamples with how often each draws each of n items, (resamples, n)."""
     at_once = max(1, _MOST_DRAWS // n)
     for start in range(0, resamples, at_once):
         size = min(at_once, resamples - start)
@@ -80,21 +81,20 @@ def _counts(generator: np.random.Generator, n: int, resamples: int) -> Iterator[
 
 
 def percentile_interval(values: Array) -> Interval:
-    """The bounds that leave out as many of the resampled values below as above."""
+    """Return the central interval of the resampled values."""
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def student_interval(differences: Sequence[float]) -> Interval | None:
-    """Student's interval of the mean of paired differences; None for a single one, and for equal ones that are not 0.
+    """Return Student's interval of the mean of paired differences; None for one, and for equal ones other than 0.
 
-    Equal differences say that scores have few values, as with few rows, and not that every other would be as large. A
-    bootstrap of two or three numbers can leave their range no more than their mean can: its interval of 95 % holds
-    the truth in 52 % and 76 % of cases.
+    Equal differences only show that scores have few distinct values. A bootstrap of two or three numbers cannot leave
+    their range: its 95 % interval would contain the truth in 52 % and 76 % of cases.
     """
     if len(differences) < 2:
         return None
-    from scipy.stats import t  # takes half a second, and most tables compare nothing
+    from scipy.stats import t  # takes half a second
 
     mean = statistics.fmean(differences)
     spread = statistics.stdev(differences)

@@ -15,41 +15,41 @@ _LOCATION_AND_SPEED = frozenset(
 )
 """Settings that change no result."""
 _ORDER = ("benchmark.name", "benchmark.order")
-"""Settings from which the tasks follow, where nobody names them."""
+"""Settings that determine the tasks unless they are listed."""
 
 
 def differing(sweeps: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[Iterable[str]]) -> list[str]:
-    """Return the paths of the settings in which several sweeps differ, in the order of their groups.
+    """Return the paths of the settings in which sweeps differ, in the order of their groups.
 
-    That is a setting whose values in one sweep are not those in another, or that varies in some sweeps and is fixed in
-    the others. A setting that only some methods have is compared between those.
+    A setting differs if its values do, or if it varies in some of the sweeps only. A setting that only some methods
+    have is compared between these.
 
     Args:
-        sweeps: of each sweep, the settings by path of each of its configurations or trials.
-        axes: of each sweep, the paths that it varies.
+        sweeps: for each sweep, the settings by path of each configuration or trial.
+        axes: for each sweep, the paths that vary.
     """
-    varied = [set(paths) for paths in axes]
+    varied = [set(each) for each in axes]
     settings = [one for sweep in sweeps for one in sweep]
-    found = []
+    paths = []
     for path in dict.fromkeys(path for one in settings for path in one):
         values = [{format_value(one.get(path)) for one in sweep if _has(one, path)} for sweep in sweeps]
         present = [each for each in values if each]
         differ = any(each != present[0] for each in present) or 0 < sum(path in each for each in varied) < len(varied)
         several = len(set().union(*values)) > 1
         if several and differ and path not in _LOCATION_AND_SPEED and not all(path in each for each in varied):
-            found.append(path)
-    if "benchmark.tasks" in found and _count(settings, *_ORDER) == _count(settings, *_ORDER, "benchmark.tasks"):
-        found.remove("benchmark.tasks")
-    return found
+            paths.append(path)
+    if "benchmark.tasks" in paths and _count(settings, *_ORDER) == _count(settings, *_ORDER, "benchmark.tasks"):
+        paths.remove("benchmark.tasks")
+    return paths
 
 
 def value_read(settings: Mapping[str, Any], path: str) -> Any:
-    """Return a setting of a trial or a configuration; None if it has no such setting or does not read it."""
+    """Return a setting; None if the trial or configuration does not have or read it."""
     return settings.get(path) if is_read(path, settings.get("router.combine")) else None
 
 
 def _has(settings: Mapping[str, Any], path: str) -> bool:
-    """Whether a value, also a missing one, counts: other methods have other settings."""
+    """Return whether the setting applies, even if it is null: methods have different settings."""
     if path.startswith("method.") and path not in settings:
         return False
     return is_read(path, settings.get("router.combine"))

@@ -1,4 +1,4 @@
-"""Paired differences of configurations to a named baseline, with intervals."""
+"""Paired differences of configurations from a baseline, with intervals."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from latent_sweep.results.outcomes import Outcome, mean_outcome, row_ids
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences, a fraction, and its interval of 95 %; None where nothing says how it varies."""
+    """The mean of paired differences, a fraction, and its 95 % interval; None if its spread is unknown."""
 
     mean: float
     interval: Interval | None
     resampled: str
-    """What the interval is from: repetitions, rows, both or nothing."""
+    """Source of the interval: `repetitions`, `rows` (test examples), `repetitions and rows` or `nothing`."""
 
     @property
     def significant(self) -> bool:
-        """Whether there is an interval, and 0 is not in it, nor at its bound but for the rounding of sums."""
+        """Whether there is an interval that excludes 0, beyond rounding."""
         return self.interval is not None and not self.interval[0] - ROUNDING <= 0 <= self.interval[1] + ROUNDING
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One configuration against its baseline, over the repetitions that both have finished."""
+    """A configuration against its baseline, over the repetitions that both have finished."""
 
     baseline: str
-    """Its label."""
+    """The baseline's label."""
     n: int
-    """How many pairs there are."""
+    """Number of pairs."""
     differences: Mapping[Measure, Difference]
-    """Empty without a pair."""
+    """Empty without pairs."""
     averaged: tuple[int, ...] = ()
-    """Places in `Repeat` of settings that one of the two does not read: the other's trials are averaged over them."""
+    """Indices in `Repeat` of settings that one side does not read: the other's trials are averaged over them."""
 
 
 Outcomes = Mapping[Measure, Outcome] | None
-"""Of one trial, without the measures that are not defined for it; None for one that has not finished."""
+"""The defined measures of a trial; None if it has not finished."""
 Repeat = tuple[str | None, ...]
-"""What tells a repetition from others: the settings that repeat a configuration; None for one that is not read."""
+"""The values that identify a repetition: of the settings that repeat a configuration; None if it is not read."""
 Pair = tuple[Outcome, Outcome]
 """A measure of the same repetition of a configuration and of its baseline."""
 
@@ -64,96 +64,93 @@ def compare(
     """Compare each configuration with its baseline; None for one that is its own.
 
     Args:
-        configurations: the outcomes of each, by repetition, also of those to come.
-        baselines: the position of each one's baseline.
-        labels: what each is called.
+        configurations: the outcomes of each, by repetition, including unfinished ones.
+        baselines: the index of each one's baseline.
+        labels: of the configurations.
     """
     pairs = {
-        (own, measure): _pairs(configurations[own], configurations[position], measure)
-        for own, position in enumerate(baselines)
+        (own, measure): _pairs(configurations[own], configurations[baseline], measure)
+        for own, baseline in enumerate(baselines)
         for measure in MEASURES
-        if position != own
+        if baseline != own
     }
     intervals: dict[tuple[int, Measure], Interval] = {}
-    for each in MEASURES:  # one at a time, for what is resampled takes memory
-        rows = {place: found for place in pairs if place[1] == each and (found := _row_differences(pairs[place]))}
-        intervals |= zip(rows, map(percentile_interval, bootstrap_means(list(rows.values()))), strict=True)
+    for measure in MEASURES:  # one at a time, to save memory
+        differences = {key: rows for key in pairs if key[1] == measure and (rows := _row_differences(pairs[key]))}
+        means = bootstrap_means(list(differences.values()))
+        intervals |= zip(differences, map(percentile_interval, means), strict=True)
     return [
         None
-        if position == own
+        if baseline == own
         else Comparison(
-            labels[position],
+            labels[baseline],
             len(pairs[own, MEASURES[0]]),
             {
                 measure: _difference(pairs[own, measure], intervals.get((own, measure)))
                 for measure in MEASURES
                 if pairs[own, measure]
             },
-            _read_by_one(configurations[own], configurations[position]),
+            _read_by_one(configurations[own], configurations[baseline]),
         )
-        for own, position in enumerate(baselines)
+        for own, baseline in enumerate(baselines)
     ]
 
 
 def _pairs(ours: Mapping[Repeat, Outcomes], theirs: Mapping[Repeat, Outcomes], measure: Measure) -> list[Pair]:
-    """Pair what is equal in all that both read, averaged over what only one of them reads, where all of it is there."""
-    places = [place for place, values in _by_place(ours, theirs) if None not in values]
-    mine, others = ({key: mean_outcome(found) for key, found in _at(each, places, measure)} for each in (ours, theirs))
-    return [(mine[key], others[key]) for key in mine if key in others]
+    """Pair repetitions that agree in all settings that both read, averaging over the settings that one side reads."""
+    common = [index for index, values in _by_index(ours, theirs) if None not in values]
+    first, second = (
+        {key: mean_outcome(outcomes) for key, outcomes in _grouped(each, common, measure)} for each in (ours, theirs)
+    )
+    return [(first[key], second[key]) for key in first if key in second]
 
 
-def _by_place(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> Iterator[tuple[int, tuple[str | None, ...]]]:
-    """Each place of a repetition's settings with all values there."""
+def _by_index(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> Iterator[tuple[int, tuple[str | None, ...]]]:
+    """Yield the index of each repeating setting with all of its values."""
     return enumerate(zip(*ours, *theirs, strict=True))
 
 
-def _at(
-    found: Mapping[Repeat, Outcomes], places: Sequence[int], measure: Measure
+def _grouped(
+    trials: Mapping[Repeat, Outcomes], common: Sequence[int], measure: Measure
 ) -> Iterator[tuple[Repeat, list[Outcome]]]:
-    """A measure of those trials together that have the settings at these places in common, if all have finished.
-
-    A mean over a part of them would be another.
-    """
-    together: dict[Repeat, list[Outcomes]] = {}
-    for key, measured in found.items():
-        together.setdefault(tuple(key[place] for place in places), []).append(measured)
-    for key, each in together.items():
-        finished = [measured[measure] for measured in each if measured is not None and measure in measured]
-        if len(finished) == len(each):
+    """Group a measure of the trials by the settings at these indices; groups with unfinished trials are left out."""
+    groups: dict[Repeat, list[Outcomes]] = {}
+    for key, outcomes in trials.items():
+        groups.setdefault(tuple(key[index] for index in common), []).append(outcomes)
+    for key, members in groups.items():
+        finished = [outcomes[measure] for outcomes in members if outcomes is not None and measure in outcomes]
+        if len(finished) == len(members):
             yield key, finished
 
 
 def _read_by_one(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> tuple[int, ...]:
-    return tuple(place for place, values in _by_place(ours, theirs) if None in values and set(values) != {None})
+    return tuple(index for index, values in _by_index(ours, theirs) if None in values and set(values) != {None})
 
 
 def _difference(pairs: Sequence[Pair], by_row: Interval | None) -> Difference:
-    """Put together what is known: the interval from rows, or else from repetitions alone."""
-    values = [mine.value - other.value for mine, other in pairs]
+    """Return the difference with the interval from test examples, or else from repetitions alone."""
+    values = [ours.value - theirs.value for ours, theirs in pairs]
     interval = by_row or student_interval(values)
     sources = ["repetitions"] * (interval is not None and len(pairs) > 1) + ["rows"] * (by_row is not None)
     return Difference(statistics.fmean(values), interval, " and ".join(sources) or "nothing")
 
 
 def _row_differences(pairs: Sequence[Pair]) -> list[Repetition]:
-    """Of each pair, by task and the ids of its rows, what a row adds more than with the baseline.
-
-    Empty unless all pairs have the same rows.
-    """
-    found: list[Repetition] = []
-    for mine, other in pairs:
-        if mine.rows is None or other.rows is None or row_ids(mine.rows) != row_ids(other.rows):
+    """Return the differences of each pair by task and example ids; empty unless all pairs have the same examples."""
+    differences: list[Repetition] = []
+    for ours, theirs in pairs:
+        if ours.rows is None or theirs.rows is None or row_ids(ours.rows) != row_ids(theirs.rows):
             return []
-        found.append({(task, own.ids): own.scores - other.rows[task].scores for task, own in mine.rows.items()})
-    return found
+        differences.append({(task, own.ids): own.scores - theirs.rows[task].scores for task, own in ours.rows.items()})
+    return differences
 
 
 TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks", "benchmark.score_on")
-"""What configurations must have in common for their scores to be compared."""
+"""Settings that configurations with comparable scores have in common."""
 
 
 def tested_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a configuration is tested on, by the settings that all of its trials have in common."""
+    """Return the values of these settings, as far as all trials of a configuration share them."""
     return tuple(format_value(settings.get(path)) for path in TESTED_ON)
 
 
@@ -164,13 +161,13 @@ def find_baselines(
     wanted: Sequence[str],
     sweeps: Sequence[str],
 ) -> list[int]:
-    """The position of each configuration's baseline: tested on the same tasks; of several, of its backbone and sweep.
+    """Return the index of each configuration's baseline: tested on the same, preferably of its backbone and sweep.
 
     Args:
         configurations: short name of each axis -> value.
-        labels: what each is called.
+        labels: of the configurations.
         paths: short name -> path.
-        wanted: settings of the baseline as `name=value`, by short name or path; or its whole label.
+        wanted: settings of the baseline as `name=value`, by short name or path, or its whole label.
         sweeps: the sweep of each configuration.
 
     Raises:
@@ -190,12 +187,13 @@ def find_baselines(
         if len(fitting) != 1:
             listed = [_whole(configurations[i]) for i in fitting] or list(dict.fromkeys(filter(None, labels)))
             problem = "fits several configurations" if fitting else "fits no configuration"
-            place = _place(values, tested_on) if by_terms or by_label else ""
-            choices = "".join(f"\n  {text}" for text in listed) or " none, for no setting varies"
+            if (by_terms or by_label) and (where := label({name: values[name] for name in tested_on})):
+                problem += f" with {where}"
+            choices = "".join(f"\n  {text}" for text in listed) or " none, as no setting varies"
             raise ConfigError(
-                f"report --baseline: {' '.join(wanted)!r} {problem}{place}; expected settings of "
-                f"exactly one of:{choices}\nGive --baseline name=value, again "
-                "for each setting that it takes to tell them apart, or a whole line of these."
+                f"report --baseline: {' '.join(wanted)!r} {problem}; expected settings of "
+                f"exactly one of:{choices}\nGive --baseline name=value for each setting that identifies it, or one of "
+                "these lines."
             )
         baselines.append(fitting[0])
     return baselines
@@ -206,12 +204,12 @@ def _agree(values: Mapping[str, Any], others: Mapping[str, Any], names: Sequence
 
 
 def _whole(values: Mapping[str, Any]) -> str:
-    """A configuration with all of its settings, as the table shows them: `-` where one is null or not read."""
+    """Return all settings of a configuration as tables show them, with `-` for null."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
 
 
 def _fits(term: str, values: Mapping[str, Any], paths: Mapping[str, str]) -> bool:
-    """Whether a configuration has a setting, named as `name=value`, as it is written or as the same number."""
+    """Return whether a configuration has the setting `name=value`, also as the same number written differently."""
     name, _, text = term.partition("=")
     short = name if name in values else next((each for each, path in paths.items() if path == name), None)
     if short is None:
@@ -227,8 +225,3 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _place(values: Mapping[str, Any], tested_on: Sequence[str]) -> str:
-    place = label({name: values[name] for name in tested_on})
-    return f" with {place}" if place else ""

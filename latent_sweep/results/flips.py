@@ -12,7 +12,7 @@ from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.results.selection import UNREADABLE, finished_trial
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.predictions import Answer, kept_answers
+from latent_sweep.storage.predictions import Answer, saved_answers
 
 RIGHT = 0.5
 """Score, a fraction, from which an answer counts as right: exact match is 0 or 1, Rouge-L anything between."""
@@ -56,7 +56,7 @@ def _flips(trial: TrialResults, per_task: int) -> Iterator[Flip]:
     predictions = trial.predictions()
     if predictions is None:
         return
-    kept = {stage.tasks_seen: dict(answers) for stage, answers in kept_answers(trial.folder.path, trial.stages)}
+    kept = {stage.tasks_seen: dict(answers) for stage, answers in saved_answers(trial.folder.path, trial.stages)}
     last, benchmark = len(trial.stages), trial.benchmark()
     for new, task in enumerate(trial.tasks[:-1], start=1):
         if new not in kept or last not in kept:

@@ -56,7 +56,7 @@ def outcomes(trial: TrialResults) -> dict[Measure, Outcome]:
     stage (`run.keep_answers: all`).
 
     Raises:
-        StoreError: the journal is corrupt.
+        StorageError: the journal is corrupt.
     """
     matrix, last = trial.matrix, row_scores(trial.folder.path, trial.events)
     metrics = final_metrics(trial.events)

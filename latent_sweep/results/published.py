@@ -1,4 +1,4 @@
-"""The paper's numbers, to stand beside those of a configuration that is the same cell of its tables."""
+"""The paper's numbers for configurations that are cells of its tables."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from typing import Any
 from latent_sweep.settings import parse_yaml
 
 TASKS = 15
-"""Every cell of the paper is a stream of so many tasks."""
+"""Number of tasks of every stream in the paper."""
 
 NONZERO = "nonzero"
 
 
 @dataclass(frozen=True)
 class Published:
-    """One cell of a table: scores are fractions, means of three seeds."""
+    """A cell of the paper's tables; scores are fractions, means of three seeds."""
 
     table: int
     average_performance: float
     forgetting: float
     protocol: Mapping[str, Any]
-    """Settings that it was trained with, by dotted path."""
+    """Training settings, by dotted path."""
 
 
 def find_published(settings: Mapping[str, Any], n_tasks: int) -> Published | None:
-    """Find the paper's numbers for a configuration; None where it has none.
+    """Return the paper's numbers for a configuration; None if it is not in the paper.
 
     Args:
-        settings: what all trials of the configuration have in common, by dotted path.
-        n_tasks: how many tasks its stream has.
+        settings: common to the configuration's trials, by dotted path.
+        n_tasks: of its stream.
     """
-    order, told = str(settings.get("benchmark.order")), content()
-    streams = {str(number): name for number, name in told["benchmarks"].items()}
-    own = n_tasks != TASKS or settings.get("benchmark.name") != streams.get(order)
-    for row in () if own else told["rows"]:
+    order, tables = str(settings.get("benchmark.order")), content()
+    streams = {str(number): name for number, name in tables["benchmarks"].items()}
+    if n_tasks != TASKS or settings.get("benchmark.name") != streams.get(order):
+        return None
+    for row in tables["rows"]:
         named = (row["method"], row["backbone"]) == (settings.get("method.name"), settings.get("backbone.name"))
-        numbers = {str(number): found for number, found in row["orders"].items()}.get(order)
-        wanted = told["of_all"] | row.get("settings", told["settings"])
+        numbers = {str(number): scores for number, scores in row["orders"].items()}.get(order)
+        wanted = tables["of_all"] | row.get("settings", tables["settings"])
         if named and numbers and all(_is_one_of(settings.get(path), values) for path, values in wanted.items()):
-            return Published(row["table"], numbers[0] / 100, numbers[1] / 100, told["protocol"][row["backbone"]])
+            return Published(row["table"], numbers[0] / 100, numbers[1] / 100, tables["protocol"][row["backbone"]])
     return None
 
 
 @cache
 def content() -> Mapping[str, Any]:
-    """Read the paper's tables, as `published.yaml` has them."""
+    """Return the content of `published.yaml`."""
     text = resources.files("latent_sweep.results").joinpath("published.yaml").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = parse_yaml(text, "published.yaml")
-    return found
+    tables: Mapping[str, Any] = parse_yaml(text, "published.yaml")
+    return tables
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:

@@ -20,8 +20,8 @@ from latent_sweep.results.inputs import read_test_examples
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Stage, final_metrics
-from latent_sweep.storage.predictions import Answer, Answers, kept_answers
-from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, damages
+from latent_sweep.storage.predictions import Answer, Answers, saved_answers
+from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, corrupt_files
 
 MEASURES = ("AP", "FM")
 ROUNDING = 1e4 * EPSILON
@@ -132,7 +132,7 @@ def rescore(sweep: SweepFolder) -> list[Rescored]:
     """Rescore every trial of a sweep from its saved predictions.
 
     Raises:
-        StoreError: `sweep.json` or a journal is corrupt.
+        StorageError: `sweep.json` or a journal is corrupt.
     """
     return [_rescored(TrialResults(sweep, folder)) for folder in sweep]
 
@@ -144,7 +144,7 @@ def _rescored(trial: TrialResults) -> Rescored:
         return replace(result, notes=(f"{result.status}, without a finished stage",))
     if result.status == "running":
         return replace(result, left_out=("the trial is running: its files may be ahead of its journal",))
-    if damaged := damages(path, trial.events):
+    if damaged := corrupt_files(path, trial.events):
         faults = tuple(f"{damage.path} {damage.fault}" for damage in damaged)
         return replace(result, faults=faults, left_out=("its files are corrupt; see `latent-sweep verify --repair`",))
     if len(trial.stages) < n_tasks:
@@ -202,7 +202,7 @@ class _Rescoring:
     def _answers(self) -> Iterator[tuple[Stage, Answers | None]]:
         """Yield every stage with its answers, None if they were not kept; the newest answers are the predictions."""
         path = self.trial.folder.path
-        kept = {stage.tasks_seen: dict(answers) for stage, answers in kept_answers(path, self.stages)}
+        kept = {stage.tasks_seen: dict(answers) for stage, answers in saved_answers(path, self.stages)}
         for stage in self.stages[:-1]:
             yield stage, kept.get(stage.tasks_seen)
         yield self.stages[-1], kept.get(len(self.stages), self.newest)

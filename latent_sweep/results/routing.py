@@ -149,6 +149,8 @@ def routed_apart(sweep: SweepFolder, trials: Sequence[TrialResults]) -> list[tup
 
     Trials that differ only in the method or its training route every example alike.
     """
+    if not trials:
+        return []
     names = {path: name for path, name in short_names(sweep.axes).items() if path.startswith(READ)}
     names.pop(sweep.seed_axis, None)
     found: dict[str, tuple[str, TrialResults]] = {}
@@ -168,13 +170,13 @@ def routing(trial: TrialResults, name: str) -> Routing:
         name: of its configuration.
 
     Raises:
-        StoreError: its predictions are missing or corrupt.
+        StorageError: its predictions are missing or corrupt.
         ConfigError, LookupError, OSError, TypeError, ValueError: its files are malformed.
     """
     settings = RouterSettings.model_validate(trial.folder.settings()["router"])
     predictions = trial.predictions()
     if predictions is None:
-        raise StoreError("its predictions do not match its journal")
+        raise StorageError("its predictions do not match its journal")
     kept = tuple(_weights(predictions[task], len(trial.tasks)) for task in trial.tasks)
     if settings.combine not in ROUTED:
         return Routing(trial, name, settings, kept)
@@ -206,7 +208,7 @@ class StoredRouter:
             kept: the weights used for answering.
 
         Raises:
-            StoreError: the storage lacks records, or they give other weights.
+            StorageError: the storage lacks records, or they give other weights.
             LatentSweepError, LookupError, OSError, TypeError, ValueError: files are malformed.
         """
         router = self._router()
@@ -216,33 +218,33 @@ class StoredRouter:
         stored = np.concatenate(list(kept))
         same = recomputed.shape == stored.shape and np.abs(recomputed - stored).max(axis=1) <= _SAME_WEIGHT
         if 1 - np.mean(same) > _MAY_DIFFER:
-            raise StoreError("the stored router gives other weights than those used for answering")
+            raise StorageError("the stored router gives other weights than those used for answering")
         return tuple(router.posterior(of_task) for of_task in embeddings)
 
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
         """Return the pooled embeddings (examples, d) of a task as the router reads them, equation (11).
 
         Raises:
-            StoreError: they are not stored, or the embedding table that scales them is not available.
+            StorageError: they are not stored, or the embedding table that scales them is not available.
             LatentSweepError, LookupError, OSError, TypeError, ValueError: files are malformed.
         """
         path = pooled_path(self._folder, self._pooled_name(task, split))
-        if not is_sealed(path):
-            raise StoreError(
+        if not has_valid_checksum(path):
+            raise StorageError(
                 f"the pooled embeddings of task {self.trial.tasks[task]} are not in {path.parent} on this machine; "
                 "trials with router.combine soft or hard store them"
             )
         pooled = load_file(path)["pooled"]
         norm = self._settings.embed_norm
         if norm == "std" and self._table_std is None:
-            raise StoreError("its backbone's embedding table, which scales pooled embeddings, is not on this machine")
+            raise StorageError("its backbone's embedding table, which scales pooled embeddings, is not on this machine")
         return normalize_embeddings(pooled, norm, self._table_std if norm == "std" else None)
 
     def _router(self) -> GaussianRouter:
         """Return the router over all tasks, from its records, as the trial's last stage fitted it.
 
         Raises:
-            StoreError: a record is not in the storage.
+            StorageError: a record is not in the storage.
         """
         settings, n_tasks = self._settings, len(self.trial.tasks)
         seed = int(self._groups["seed"])
@@ -309,9 +311,9 @@ class StoredRouter:
 
 
 def _record(kind: type[Record], path: Path) -> Record:
-    record = kind.load(path) if is_sealed(path) else None
+    record = kind.load(path) if has_valid_checksum(path) else None
     if record is None:
-        raise StoreError(f"the records of its router are not in {path.parent} on this machine")
+        raise StorageError(f"the records of its router are not in {path.parent} on this machine")
     return record
 
 
@@ -319,11 +321,11 @@ def backbone_digests(sweep: SweepFolder, lineage: str) -> dict[str, str]:
     """Return the digests of weights and tokenizer in a snapshot's facts.
 
     Raises:
-        StoreError: the snapshot is missing.
+        StorageError: the snapshot is missing.
         OSError, ValueError, LookupError, TypeError: its facts cannot be read.
     """
     path = sweep.snapshots.folder / f"{lineage}.json"
     if not path.is_file():
-        raise StoreError(f"snapshot {lineage} is missing")
+        raise StorageError(f"snapshot {lineage} is missing")
     digests: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["facts"]["backbone"]
     return digests

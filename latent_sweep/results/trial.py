@@ -14,7 +14,7 @@ from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.definition import Measure, defined_measures, defined_metrics, learns_in_turn, trial_name
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Stage, Status, final_metrics, stages, status
-from latent_sweep.storage.trial_files import PREDICTIONS, damages, told_matrix
+from latent_sweep.storage.trial_files import PREDICTIONS, corrupt_files, recorded_matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class TrialResults:
     """A trial's results. Its journal is read once, when it is needed.
 
     Raises:
-        StoreError: on reading a corrupt journal.
+        StorageError: on reading a corrupt journal.
     """
 
     sweep: SweepFolder
@@ -67,12 +67,14 @@ class TrialResults:
     @property
     def matrix(self) -> ScoreMatrix:
         """The score matrix of the tasks seen."""
-        return told_matrix(self.stages)
+        return recorded_matrix(self.stages)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The newest metrics, without undefined measures."""
-        return defined_metrics(self.folder, self.stages, final_metrics(self.events)) if self.stages else {}
+        """The newest value of each metric, without undefined measures."""
+        if not self.stages:
+            return {}
+        return defined_metrics(self.folder, self.stages, {**self.stages[-1].metrics, **final_metrics(self.events)})
 
     @property
     def learns_in_turn(self) -> bool:
@@ -98,7 +100,7 @@ class TrialResults:
         Raises:
             OSError, ValueError: a file cannot be read.
         """
-        if damages(self.folder.path, self.events):
+        if corrupt_files(self.folder.path, self.events):
             return None
         files = {task: self.folder.path / PREDICTIONS / f"{task}.jsonl" for task in self.tasks}
         return {task: [json.loads(line) for line in path.read_bytes().splitlines()] for task, path in files.items()}

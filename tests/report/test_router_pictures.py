@@ -200,7 +200,7 @@ def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folde
     kept = [prune(rows, soft.settings.prune_below) for rows in soft.probabilities]
     assert len(stored.posterior(kept)) == len(ORDER)
     others = [np.roll(rows, 1, axis=1) for rows in kept]
-    with pytest.raises(StoreError, match="other weights"):
+    with pytest.raises(StorageError, match="other weights"):
         stored.posterior(others)
 
 

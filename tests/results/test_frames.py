@@ -1,4 +1,4 @@
-"""The data frames hold what journals, files and tables hold, with the same columns however little is there."""
+"""Data frames: the numbers of journals, files and tables, in the same columns for any amount of data."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.errors import ConfigError, DataError, StorageError
 from latent_sweep.results.frames import SweepResults
-from latent_sweep.results.inputs import BenchmarkRows
+from latent_sweep.results.inputs import TaskExamples
 from latent_sweep.storage import objects
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.predictions import Answer, changes
@@ -39,7 +39,7 @@ AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Finished with AP 0.4 and 0.5; one that failed, one that was stopped, one that runs and one that has not begun."""
+    """Two finished trials, with AP 0.4 and 0.5, and one that is failed, stopped, running and pending."""
     folder = write_sweep(tmp_path, AXES)
     trials = list(folder)
     for trial, average, forgetting in zip(trials[:2], (0.4, 0.5), (0.1, 0.2), strict=True):
@@ -62,7 +62,7 @@ def dtypes(frame):
 # --- a sweep in every state ------------------------------------------------------------------------------------------
 
 
-def test_a_row_for_every_trial_whatever_has_come_of_it(sweep):
+def test_every_trial_has_a_row(sweep):
     trials = sweep.trials()
     assert list(trials["status"]) == ["finished", "finished", "failed", "stopped", "running", "pending"]
     assert list(trials["tasks_seen"]) == [3, 3, 0, 1, 2, 0]
@@ -84,7 +84,7 @@ def test_a_row_for_every_trial_whatever_has_come_of_it(sweep):
     assert trials["node"].tolist()[:5] == ["node-a"] * 5
 
 
-def test_axes_are_called_as_in_tables(sweep, tmp_path):
+def test_axes_have_the_names_of_tables(sweep, tmp_path):
     assert (sweep.name, sweep.axes) == ("lambda", {"method.ortho_lambda": "lambda", "seed": "seed"})
     assert sweep.configuration == ["lambda"]
     assert "6 trials" in repr(sweep)
@@ -141,7 +141,7 @@ def test_the_matrix_is_empty_above_its_diagonal(sweep):
 
 
 @pytest.mark.parametrize("kind", ["trials", "stages", "scores", "answers"])
-def test_columns_and_types_are_those_of_the_docstring_also_when_nothing_is_there(sweep, finished, tmp_path, kind):
+def test_columns_and_types_follow_the_docstring(sweep, finished, tmp_path, kind):
     documented = dict(re.findall(r"^ +(\w+) \(([^)]+)\): ", getattr(SweepResults, kind).__doc__, re.MULTILINE))
     real = open_sweep(sweep_folder(finished).path)
     nothing = SweepResults(write_sweep(tmp_path, {"router.components": [1, 2]}, name="nothing"))
@@ -179,16 +179,16 @@ def test_an_axis_has_the_type_of_its_values(tmp_path, values, dtype):
 # --- which trial, which task -----------------------------------------------------------------------------------------
 
 
-def test_a_trial_is_named_by_id_beginning_or_settings(sweep):
+def test_trials_by_id_prefix_or_settings(sweep):
     for trial in (
         "trial0004",
         {"lambda": 0.1, "seed": 1},
         {"method.ortho_lambda": 0.1, "seed": 1, "backbone.name": "t5-large"},
-        {"method": "latent_lora", "lambda": 0.1, "seed": 1},  # of which the first does not vary
+        {"method": "latent_lora", "lambda": 0.1, "seed": 1},  # the first does not vary
         sweep.trials().loc[4, ["lambda", "seed"]].to_dict(),
     ):
         assert sweep.matrix(trial).loc["summary", "summary"] == 1.0
-    assert sweep.answers().empty  # these journals tell of no answers
+    assert sweep.answers().empty  # these trials have no answers
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_a_trial_is_named_by_id_beginning_or_settings(sweep):
         ({"sead": 2}, r"found setting 'sead'; expected one of its axes: lambda, seed; or another"),
     ],
 )
-def test_what_fits_no_trial_or_several_is_refused(sweep, trial, words):
+def test_unknown_and_ambiguous_trials_are_refused(sweep, trial, words):
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         sweep.matrix(trial)
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         sweep.answers(trial=trial)
 
 
-def test_an_id_that_begins_another_is_meant_itself(tmp_path):
+def test_an_id_that_is_a_prefix_of_another(tmp_path):
     folder = write_sweep(tmp_path, {"seed": [0, 1]})
     content = json.loads((folder.path / "sweep.json").read_text())["content"]
     content["trials"][1]["trial_id"] = "trial0000b"
@@ -216,10 +216,10 @@ def test_an_id_that_begins_another_is_meant_itself(tmp_path):
     assert SweepResults(type(folder)(folder.storage, folder.name)).matrix("trial0000").empty
 
 
-def test_a_task_that_nobody_learns_is_refused(sweep):
+def test_an_unknown_task_is_refused(sweep):
     with pytest.raises(ConfigError, match=r"found task 'intend'; expected one .*: sentiment, summary, intent\."):
         sweep.answers(task="intend")
-    assert sweep.answers(task="sentiment", trial="trial0005").empty  # not begun: nobody knows its tasks yet
+    assert sweep.answers(task="sentiment", trial="trial0005").empty  # pending: its tasks are not known
 
 
 def test_a_folder_without_a_sweep_is_refused(tmp_path):
@@ -229,8 +229,8 @@ def test_a_folder_without_a_sweep_is_refused(tmp_path):
         open_sweep(tmp_path / "nowhere")
 
 
-def test_measures_that_are_not_defined_are_missing(tmp_path):
-    """Of what leaves behind the same snapshot at every stage: all of it was learned at the first one, or nothing."""
+def test_undefined_measures_are_missing(tmp_path):
+    """Every stage has the same snapshot, as in joint training."""
     folder = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
     (trial,) = folder
     for seen in (1, 2, 3):
@@ -256,7 +256,7 @@ def ran(finished):
     return open_sweep(sweep_folder(finished).path)
 
 
-def test_answers_have_the_text_of_their_rows_where_the_data_is_the_same(finished, ran, tmp_path):
+def test_answers_have_the_inputs_of_the_data(finished, ran, tmp_path):
     found = ran.answers("mood", inputs=True)
     assert ran.answers("mood")["input"].isna().all()
     spec = load_benchmark(next(iter(sweep_folder(finished))).params["benchmark.name"])
@@ -268,14 +268,14 @@ def test_answers_have_the_text_of_their_rows_where_the_data_is_the_same(finished
     assert found["input"].tolist() == [texts[row] for row in found["row_id"]]
 
 
-def test_answers_refuse_texts_of_other_rows(finished, monkeypatch):
-    other = BenchmarkRows(["x"], ["text"], [["plus"]], "accuracy")
-    monkeypatch.setattr("latent_sweep.results.inputs.benchmark_rows", lambda settings, task: other)
+def test_answers_refuse_inputs_of_other_data(finished, monkeypatch):
+    other = TaskExamples(["x"], ["text"], [["plus"]], "accuracy")
+    monkeypatch.setattr("latent_sweep.results.inputs.read_test_examples", lambda settings, task: other)
     with pytest.raises(DataError):
         open_sweep(sweep_folder(finished).path).answers("mood", inputs=True)
 
 
-def test_numbers_are_those_of_the_files_and_of_the_table(finished, ran, capsys):
+def test_frames_have_the_numbers_of_files_and_tables(finished, ran, capsys):
     trials, scores = ran.trials().set_index("trial_id"), ran.scores()
     for trial in sweep_folder(finished):
         content, result = (json.loads((trial.path / name).read_text()) for name in ("scores.json", "result.json"))
@@ -299,7 +299,7 @@ def test_numbers_are_those_of_the_files_and_of_the_table(finished, ran, capsys):
             assert 100 * mine[name].mean() == pytest.approx(float(told[f"{name}_mean"]), abs=0.00501)
 
 
-def test_answers_are_those_of_each_stage(finished, ran):
+def test_answers_by_stage(finished, ran):
     found = ran.answers()
     assert found["score"].groupby([found["trial_id"], found["tasks_seen"], found["task"]]).mean().tolist() == (
         pytest.approx(ran.scores().sort_values(["trial_id", "tasks_seen", "task"])["score"].tolist())
@@ -322,7 +322,7 @@ def test_answers_are_those_of_each_stage(finished, ran):
     assert first["prediction"].tolist() == [json.loads(line)["prediction"] for line in kept]
 
 
-def test_only_what_is_asked_for_is_read(copy):
+def test_only_the_requested_files_are_read(copy):
     first, second = copy
     (second.path / "predictions" / "mood.jsonl").unlink()
     (first.path / "predictions" / "ticket.jsonl").write_text("damaged\n")
@@ -332,7 +332,7 @@ def test_only_what_is_asked_for_is_read(copy):
     assert len(results.answers("mood", first.trial_id, tasks_seen=1)) == 12
     with pytest.raises(StorageError, match=r"answers/2\.jsonl: does not match its digest"):
         results.answers("mood", first.trial_id)
-    with pytest.raises(StorageError, match=r"ticket\.jsonl: is missing, or does not check.*verify --repair"):
+    with pytest.raises(StorageError, match=r"ticket\.jsonl: is missing, or does not match.*verify --repair"):
         results.answers(trial=first.trial_id)
     with pytest.raises(StorageError, match=r"mood\.jsonl: is missing"):
         results.answers("mood", second.trial_id)
@@ -341,8 +341,8 @@ def test_only_what_is_asked_for_is_read(copy):
         results.answers("mood", first.trial_id)
 
 
-def test_answers_of_a_running_trial_are_those_that_its_journal_tells(copy):
-    """The second stage is being written: its predictions are there, and its journal does not tell of it yet."""
+def test_answers_of_a_running_trial_follow_its_journal(copy):
+    """The second stage is being written: its predictions exist, and its journal has no event yet."""
     (trial, _), results = copy, SweepResults(copy)
     whole = results.answers(trial=trial.trial_id)
     journal = trial.path / "journal.jsonl"
@@ -356,15 +356,15 @@ def test_answers_of_a_running_trial_are_those_that_its_journal_tells(copy):
     assert results.answers(trial=trial.trial_id)[["row_id", "references", "weights"]].isna().all(axis=None)
     found = results.answers(trial=trial.trial_id)
     assert found["prediction"].tolist() == whole[whole["tasks_seen"] == 1]["prediction"].tolist()
-    assert results.answers("ticket", trial.trial_id).empty  # it is learned next
+    assert results.answers("ticket", trial.trial_id).empty  # its stage is next
     assert changes({"mood": [Answer(p, s) for p, s in zip(found["prediction"], found["score"], strict=True)]}, {}) == (
         (trial.path / "answers" / "1.jsonl").read_bytes()
     )
 
 
-def test_the_answers_of_the_newest_stage_alone_are_kept(finished, tmp_path):
+def test_a_sweep_that_keeps_its_last_answers(finished, tmp_path):
     content = tiny(search={"router.components": [1]}, run__keep_answers="last", run__storage=str(finished / "runs"))
-    assert main(["run", write(tmp_path, content | {"name": "last"}), "--local"]) == 0  # nothing is learned again
+    assert main(["run", write(tmp_path, content | {"name": "last"}), "--local"]) == 0  # no stage is learned again
     last = open_sweep(finished / "runs" / "last")
     every = open_sweep(finished / "runs" / "tiny").answers(trial={"K": 1}, tasks_seen=2)
     columns = ["tasks_seen", "task", "row_id", "prediction", "references", "score", "weights"]
@@ -372,7 +372,7 @@ def test_the_answers_of_the_newest_stage_alone_are_kept(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_tuning_tried_and_chose(tmp_path):
+def test_tuning_trials_and_the_tuned_sweep(tmp_path):
     path = "training.learning_rate"
     tune = {"tasks": 1, "search": {path: [0.01, 0.1]}}
     training = {"epochs": 2, "batch_size": 4}
@@ -388,7 +388,7 @@ def test_what_tuning_tried_and_chose(tmp_path):
     assert tuned.matrix({"learning_rate": chosen["values"][path], "seed": 1}).shape == (2, 2)
 
 
-def test_the_same_from_an_object_store(finished, tmp_path, monkeypatch):
+def test_frames_from_an_object_store(finished, tmp_path, monkeypatch):
     filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
     monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(finished / "runs")))
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
@@ -403,7 +403,7 @@ def test_the_same_from_an_object_store(finished, tmp_path, monkeypatch):
 
 
 def in_a_fresh_process(code, *arguments, **options):
-    """What this code prints, with warnings as errors."""
+    """Return what this code prints, with warnings as errors."""
     command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
     done = subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
@@ -411,7 +411,7 @@ def in_a_fresh_process(code, *arguments, **options):
 
 
 def loaded(code, *arguments):
-    """Which packages a fresh process has loaded after this code."""
+    """Return the packages that a fresh process has imported after this code."""
     code = f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     return in_a_fresh_process(code, *arguments).split()
 
@@ -447,19 +447,19 @@ print("PROBE" + json.dumps([bars, errors, axes.get_ylabel()]))
 
 
 def told(folder, axes, name):
-    """A sweep of other numbers in each trial, one of which has not begun."""
+    """Write a sweep with different numbers in each trial, one of them pending."""
     for number, trial in enumerate(list(write_sweep(folder / "runs", axes, name=name))[:-1]):
         run_to_end(trial, 0.3 + 0.01 * number**2, 0.02 * number)
 
 
 def run(folder, axes, name):
-    """A sweep that is run to its end; what comes out is the machine's."""
+    """Run a sweep to its end."""
     assert main(["run", write(folder, tiny(name=name, search=axes)), "--local"]) == 0
 
 
 @pytest.mark.parametrize("make", [told, pytest.param(run, marks=pytest.mark.slow)])
 def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
-    """A small sweep stands for the quickstart, with its axes; the numbers printed and drawn are those of the table."""
+    """The script prints and draws the numbers of the table, for a small sweep with the quickstart's axes."""
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len(script.splitlines()) <= 10
     quickstart = load_sweep(README.parent / "sweeps" / "quickstart.yaml")
@@ -477,7 +477,7 @@ def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
     assert len(bars) == len(rows) == 4
     of_table = [[number(row[f"{name}_{part}"]) for name in MEASURES for part in ("mean", "std")] for row in rows]
     assert bars == pytest.approx([row[0] for row in of_table], abs=0.00501)
-    spreads = [row[1] for row in of_table if not math.isnan(row[1])]  # of one value there is none, and no line
+    spreads = [row[1] for row in of_table if not math.isnan(row[1])]  # one value has none
     assert errors == pytest.approx(spreads, abs=0.00501)
     lines = [[number(cell) for cell in line.split()[-6:]] for line in printed.strip().splitlines()[-4:]]
     assert lines == [pytest.approx(row, abs=0.0101, nan_ok=True) for row in of_table]
@@ -485,7 +485,6 @@ def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
 
 @pytest.mark.parametrize("seeds", [[0], [0, 1, 2]])
 def test_the_readmes_script_takes_a_sweep_of_seeds_alone(tmp_path, seeds):
-    """All of its trials are one configuration."""
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     folder = write_sweep(tmp_path / "runs", {"seed": seeds}, name="quickstart")
     for trial, average in zip(folder, (0.4, 0.5, 0.6), strict=False):
