@@ -42,6 +42,12 @@ def add(commands: Commands) -> None:
         metavar="NAME=VALUE",
         help="compare all others with this configuration, e.g. method=seq_lora; repeat it for several settings",
     )
+    report.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print definitions of the columns and settings that do not vary",
+    )
 
     figures = add_command(
         commands,
@@ -88,7 +94,8 @@ def _report(options: argparse.Namespace) -> int:
         text = render_page(sweeps, options.over, options.baseline)
     else:
         width = terminal_width() if output is None else None
-        text = render_all(summarize_all(sweeps, options.over, options.baseline), options.format, width)
+        summaries = summarize_all(sweeps, options.over, options.baseline)
+        text = render_all(summaries, options.format, width, options.verbose)
     if output is None:
         print(text)
     else:
