@@ -298,8 +298,8 @@ def test_sari_gives_the_published_numbers() -> None:
     ):
         assert sari(answer, references, source) == pytest.approx(expected, rel=1e-12)
         policies: tuple[RefsPolicy, ...] = ("max_over_refs", "single_first")
-        found, first = (score_rows("sari", [answer], [references], p, [source]).item() for p in policies)
-        assert found == pytest.approx(expected, rel=1e-12)
+        actual, first = (score_rows("sari", [answer], [references], p, [source]).item() for p in policies)
+        assert actual == pytest.approx(expected, rel=1e-12)
         assert first == sari(answer, references[:1], source)
     assert sari("", ["x"], "") >= 0.0
     with pytest.raises(ValueError, match="metric sari"):
@@ -431,9 +431,9 @@ def test_quick_rouge_does_not_stem() -> None:
     scorer = RougeScorer(["rougeL", "rouge1"], use_stemmer=False)
     predictions, references = ([pair[i] for pair in PAIRS] for i in (0, 1))
     for metric, name in (("rouge_l", "rougeL"), ("rouge_1", "rouge1")):
-        found = score_rows(metric, predictions, [[each] for each in references], "single_first", quick=True)
+        actual = score_rows(metric, predictions, [[each] for each in references], "single_first", quick=True)
         expected = [scorer.score(target=r, prediction=p)[name].fmeasure for p, r in PAIRS]
-        assert found.tolist() == expected
+        assert actual.tolist() == expected
 
 
 def test_blanks_count_equally_on_both_sides() -> None:
@@ -473,14 +473,14 @@ def test_properties_of_every_metric(metric: str, answer: str, reference: str) ->
         inputs = [f"keep {reference} now"]
         return float(score_rows(metric, [prediction], [[expected]], "single_first", inputs, quick=True).item())
 
-    found = score(answer, reference)
-    assert 0 <= found <= 1
+    actual = score(answer, reference)
+    assert 0 <= actual <= 1
     assert score(reference, reference) >= (LENIENT.get(metric, 1 - 1e-12) if reference.strip() else 1)
     for empty in ("", " \n"):
         assert score(empty, reference) == float(not reference.strip())
     for form in ("NFC", "NFD"):
-        assert score(unicodedata.normalize(form, answer), unicodedata.normalize(form, reference)) == found
-        assert score(answer, unicodedata.normalize(form, reference)) == found
+        assert score(unicodedata.normalize(form, answer), unicodedata.normalize(form, reference)) == actual
+        assert score(answer, unicodedata.normalize(form, reference)) == actual
 
 
 def test_metrics_are_fractions_and_one_for_correct_answers() -> None:
@@ -529,8 +529,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_plugin_metrics(plugin: str, tmp_path: Path) -> None:
-    found = score_rows(f"{plugin}:contains", ["abc", "d"], [["b"], ["b"]], "single_first")
-    assert found.tolist() == [1.0, 0.0]
+    actual = score_rows(f"{plugin}:contains", ["abc", "d"], [["b"], ["b"]], "single_first")
+    assert actual.tolist() == [1.0, 0.0]
     assert score_rows(f"{plugin}:grew", ["ab", "c"], [["x"], ["x"]], "single_first", ["a", "b"]).tolist() == [1.0, 0.0]
     assert score_rows(f"{plugin}:keyword", ["a"], [["x"]], "single_first").tolist() == [1.0]
     assert score_rows(f"{plugin}:same", ["cafe\u0301"], [[" caf\u00e9\n"]], "single_first").tolist() == [1.0]

@@ -49,8 +49,8 @@ def test_shapes_by_formula_are_the_models_own(name):
     shapes = target_shapes(REGISTRY[name].family, REGISTRY[name].config)
     pattern = r"(SelfAttention|EncDecAttention)\.[qv]" if REGISTRY[name].family == "t5" else r"self_attn\.[qv]_proj"
     modules = on_the_meta_device(name).named_modules()
-    found = {path: tuple(module.weight.shape) for path, module in modules if re.search(f"{pattern}$", path)}
-    assert shapes == found
+    actual = {path: tuple(module.weight.shape) for path, module in modules if re.search(f"{pattern}$", path)}
+    assert shapes == actual
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -129,9 +129,9 @@ def test_training_mode_gives_the_same_logits(backbone):
     with torch.no_grad():
         expected = backbone.model(**inputs).logits
         backbone.model.train()
-        found = [backbone.model(**inputs).logits for _ in range(2)]
+        actual = [backbone.model(**inputs).logits for _ in range(2)]
         backbone.model.eval()
-    assert all(torch.equal(logits, expected) for logits in found)
+    assert all(torch.equal(logits, expected) for logits in actual)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
@@ -215,18 +215,18 @@ def test_any_worker_can_write_random_weights(name, monkeypatch, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(written.model.parameters(), drawn.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("found", ["nothing", "no weights", "cut weights"])
-def test_broken_cached_checkpoints_are_rebuilt(monkeypatch, tmp_path, caplog, found):
+@pytest.mark.parametrize("actual", ["nothing", "no weights", "cut weights"])
+def test_broken_cached_checkpoints_are_rebuilt(monkeypatch, tmp_path, caplog, actual):
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
     settings = BackboneSettings(name="tiny-llama", dtype="float32", device="cpu")
     folder = local_folder(settings)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
-    if found == "cut weights":
+    if actual == "cut weights":
         weights.write_bytes(whole[:-100])
     else:
         weights.unlink()
-    if found == "nothing":
+    if actual == "nothing":
         (folder / "config.json").unlink()
     assert local_folder(settings) == folder
     assert weights.read_bytes() == whole
@@ -239,12 +239,12 @@ def test_random_weights_are_the_same_bits_on_every_device(name, monkeypatch):
     moved = []
     monkeypatch.setattr(loading, "device_of", lambda settings: "cuda")
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: moved.append(device))
-    found, drawn = load_tiny(name), random_model(REGISTRY[name].family, REGISTRY[name].config, torch.float32)
+    actual, drawn = load_tiny(name), random_model(REGISTRY[name].family, REGISTRY[name].config, torch.float32)
     assert moved == ["cuda"]
-    assert found.model.state_dict().keys() == drawn.state_dict().keys()
-    assert all(torch.equal(weight, drawn.state_dict()[key]) for key, weight in found.model.state_dict().items())
+    assert actual.model.state_dict().keys() == drawn.state_dict().keys()
+    assert all(torch.equal(weight, drawn.state_dict()[key]) for key, weight in actual.model.state_dict().items())
     monkeypatch.undo()
-    assert found.weights_digest == load_tiny(name).weights_digest
+    assert actual.weights_digest == load_tiny(name).weights_digest
 
 
 def test_cudnn_attention_is_off_on_a_gpu(monkeypatch):

@@ -66,7 +66,7 @@ LONGEST = 10
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch):
+def spec(monkeypatch):
     for family, more in OTHERS.items():
         monkeypatch.setitem(REGISTRY, f"tiny-{family}", BackboneSpec(family, "config", {**LLAMA, **more}))
     monkeypatch.setitem(REGISTRY, "tiny-mt5", dataclasses.replace(REGISTRY["tiny-flan-t5"], family="mt5"))
@@ -101,16 +101,16 @@ def instructed(count, seed=0, longest=4):
 
 def expected_logits(model, rows):
     """Logits of all targets, row by row without any padding."""
-    found = []
+    actual = []
     for row in rows:
         prompt, target = list(row["prompt_ids"]), list(row["target_ids"])
         if model.config.is_encoder_decoder:
             shifted = torch.tensor([[model.config.decoder_start_token_id, *target[:-1]]])
-            found.append(model(input_ids=torch.tensor([prompt]), decoder_input_ids=shifted).logits[0])
+            actual.append(model(input_ids=torch.tensor([prompt]), decoder_input_ids=shifted).logits[0])
         else:
             logits = model(input_ids=torch.tensor([prompt + target])).logits[0]
-            found.append(logits[len(prompt) - 1 : -1])
-    return torch.cat(found)
+            actual.append(logits[len(prompt) - 1 : -1])
+    return torch.cat(actual)
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def test_a_window_would_be_overlooked_by_a_layout(name, monkeypatch):
     backbone, long = load_backbone(settings_of(name)), random_rows(3, seed=2, shortest=20, longest=30, targets=4)
     backbone.model.set_attn_implementation("laid_out")
     with torch.no_grad():
-        found, expected = label_logits(backbone, collate([long], backbone)), expected_logits(plain(name), long)
-    assert float((found - expected).abs().max()) > 100 * PASS * float(expected.abs().max())
+        actual, expected = label_logits(backbone, collate([long], backbone)), expected_logits(plain(name), long)
+    assert float((actual - expected).abs().max()) > 100 * PASS * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -156,10 +156,10 @@ def test_answers_are_those_of_transformers(name):
     short = [row["prompt_ids"] for row in instructed(4, longest=3)]
     long = [row["prompt_ids"] for row in random_rows(3, seed=2, shortest=12, longest=24)]
     for prompts, longest, shared in ((short, 4, 0), (short, 4, 5), (long, LONGEST, 0)):
-        found = generate(
+        actual = generate(
             backbone, bank, prompts, Adaptation(), longest, shared=0 if model.config.is_encoder_decoder else shared
         )
-        for prompt, answer in zip(prompts, found, strict=True):
+        for prompt, answer in zip(prompts, actual, strict=True):
             ids = torch.tensor([prompt])
             out = model.generate(
                 ids,
@@ -214,9 +214,9 @@ def test_gradients_are_those_of_pefts_lora(name, targets):
         gradient = layer.lora_A["default"].weight.grad
         own[:, : gradient.shape[1]] = gradient
     expected_B = torch.cat([layer.lora_B["default"].weight.grad for layer in layers])
-    for found in ((of_A, of_B), shared, packed[:2], packed[2:]):
-        assert_same_to_rounding(found[0], expected_A, GRADIENT)
-        assert_same_to_rounding(found[1], expected_B, GRADIENT)
+    for actual in ((of_A, of_B), shared, packed[:2], packed[2:]):
+        assert_same_to_rounding(actual[0], expected_A, GRADIENT)
+        assert_same_to_rounding(actual[1], expected_B, GRADIENT)
     assert float(expected_A.abs().max()) > 0
 
 
@@ -267,16 +267,16 @@ def test_recomputed_activations_give_the_same_gradients(name):
     outputs, rows = outputs_of(backbone.targets), random_rows(3, seed=2, shortest=12, longest=20)
     A, _ = new_pair(backbone.targets, 3, torch.Generator().manual_seed(0))
     B = 0.1 * torch.randn(sum(outputs), 3, generator=torch.Generator().manual_seed(1))
-    bank, found = bank_of(backbone), []
+    bank, actual = bank_of(backbone), []
     for again in (False, True):
         leaves = A.clone().requires_grad_(True), B.clone().requires_grad_(True)
         batch = collate([rows], backbone)
         settings = TrainingSettings(learning_rate=0.1, batch_size=3, epochs=1, gradient_checkpointing=again)
         with recomputing(backbone, settings), bank.active(Adaptation(LoraDeltas(*leaves, outputs, 2.0))):
             loss = cross_entropy(label_logits(backbone, batch), batch.labels)
-            found.append(torch.autograd.grad(loss, leaves))
+            actual.append(torch.autograd.grad(loss, leaves))
     bank.remove()
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*actual, strict=True):
         assert_same_to_rounding(one, other, GRADIENT)
 
 
@@ -284,18 +284,18 @@ def test_recomputed_activations_give_the_same_gradients(name):
 
 
 def empty(name):
-    found = model_config(REGISTRY[name].family, REGISTRY[name].config)
+    actual = model_config(REGISTRY[name].family, REGISTRY[name].config)
     with torch.device("meta"):
-        return model_class(found)(found)
+        return model_class(actual)(actual)
 
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.one_machine
 def test_shapes_by_table_equal_the_models(name):
-    known = REGISTRY[name]
-    model = random_model(known.family, known.config, torch.float32)
-    assert list(linear_shapes(known.traits, known.config).items()) == list(linears_of(model).items())
-    tables = outline(known.family, known.config)
+    spec = REGISTRY[name]
+    model = random_model(spec.family, spec.config, torch.float32)
+    assert list(linear_shapes(spec.traits, spec.config).items()) == list(linears_of(model).items())
+    tables = outline(spec.family, spec.config)
     assert model.get_parameter(tables.embedding) is model.get_input_embeddings().weight
     counted = {}
     for parameter in model.parameters():
@@ -337,18 +337,18 @@ def test_a_family_without_a_table_is_not_forecast():
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "found"),
+    ("name", "targets", "actual"),
     [
         ("tiny-llama", ["q_proj", "o_proj"], ["self_attn.q_proj", "self_attn.o_proj"]),
         ("tiny-llama", ["mlp.up_proj"], ["mlp.up_proj"]),
         ("tiny-umt5", ["EncDecAttention.k"], ["layer.1.EncDecAttention.k"]),
     ],
 )
-def test_target_names_select_as_in_peft(name, targets, found):
-    known, settings = REGISTRY[name], settings_of(name, targets=targets)
-    last = [path.split(".", 3)[3] for path in known.adapted(settings)]
-    assert list(dict.fromkeys(last)) == found
-    assert list(load_backbone(settings).targets) == list(known.adapted(settings))
+def test_target_names_select_as_in_peft(name, targets, actual):
+    spec, settings = REGISTRY[name], settings_of(name, targets=targets)
+    last = [path.split(".", 3)[3] for path in spec.adapted(settings)]
+    assert list(dict.fromkeys(last)) == actual
+    assert list(load_backbone(settings).targets) == list(spec.adapted(settings))
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-phi4", "tiny-flan-t5", "tiny-opt", "tiny-bloom"])
@@ -489,8 +489,8 @@ def test_a_folder_and_its_files_give_the_same_backbone(name, tmp_path, monkeypat
     assert loaded.stored.weights_digest == drawn.weights_digest
     with torch.no_grad():
         expected = label_logits(drawn, collate([rows], drawn))
-        for found in (loaded, mapped):
-            assert torch.equal(label_logits(found, collate([rows], found)), expected)
+        for actual in (loaded, mapped):
+            assert torch.equal(label_logits(actual, collate([rows], actual)), expected)
     tied = loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
     assert tied == (name not in ("tiny-flan-t5",))
 

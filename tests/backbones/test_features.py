@@ -37,19 +37,19 @@ def test_a_layer_gives_mean_hidden_states(context, layer):
     expected = np.stack([state[0].mean(0).numpy() for state in states])
     model.train()
     try:
-        found = context.features(ROWS, layer=layer)
+        actual = context.features(ROWS, layer=layer)
         assert model.training
     finally:
         model.eval()
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_features_are_cached_with_the_embeddings(context, tmp_path, monkeypatch):
-    found = context.features(ROWS, layer=1)
+    actual = context.features(ROWS, layer=1)
     assert [path.suffix for path in (tmp_path / "embeddings").iterdir()] == [".safetensors"]
     monkeypatch.setattr(module, "mean_states", lambda *asked: pytest.fail("they are kept"))
-    assert context.features(ROWS, layer=1).tolist() == found.tolist()
+    assert context.features(ROWS, layer=1).tolist() == actual.tolist()
 
 
 def test_features_of_users_texts_are_not_cached(backbone, bank, tmp_path):

@@ -66,12 +66,12 @@ def test_one_adapter_for_a_ragged_batch(setting):
 def test_an_adapter_for_every_row(setting):
     backbone, bank, space, R = setting
     expected = [reference(backbone, merged(backbone, space, R[:, i]), prompt) for i, prompt in enumerate(PROMPTS)]
-    found = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
-    assert found == expected
-    lengths = {len(answer) for answer in found}
+    actual = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
+    assert actual == expected
+    lengths = {len(answer) for answer in actual}
     assert LONGEST in lengths and len(lengths) > 2, "rows must leave the batch at different steps"
     plain = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(torch.zeros_like(R))), LONGEST)
-    assert sum(a != b for a, b in zip(plain, found, strict=True)) > len(PROMPTS) // 2
+    assert sum(a != b for a, b in zip(plain, actual, strict=True)) > len(PROMPTS) // 2
 
 
 def test_a_row_does_not_depend_on_its_batch(setting):
@@ -255,8 +255,8 @@ def test_a_single_row_also_reads_its_prefix_separately(setting, passes):
     prompt = INSTRUCTION + PROMPTS[0]
     expected = reference(backbone, merged(backbone, space, R[:, 0]), prompt)
     passes.clear()
-    found = generate(backbone, bank, [prompt], Adaptation(space.deltas(R[:, 0])), LONGEST, shared=len(INSTRUCTION))
-    assert found == [expected]
+    actual = generate(backbone, bank, [prompt], Adaptation(space.deltas(R[:, 0])), LONGEST, shared=len(INSTRUCTION))
+    assert actual == [expected]
     if backbone.family == "llama":
         assert passes[:2] == [(1, len(INSTRUCTION)), (1, len(PROMPTS[0]))]
 
@@ -274,8 +274,8 @@ def test_choices_see_the_answers_of_the_active_rows(setting):
         seen.append(answers.tolist())
         return torch.tensor([tokens[len(seen) - 1] for tokens in script if len(tokens) >= len(seen)])
 
-    found = generate(backbone, bank, PROMPTS[:3], Adaptation(space.deltas(R[:, :3])), 4, choose=follow)
-    assert found == [[5, 6], [7, 8, 9, 10], [11]]
+    actual = generate(backbone, bank, PROMPTS[:3], Adaptation(space.deltas(R[:, :3])), 4, choose=follow)
+    assert actual == [[5, 6], [7, 8, 9, 10], [11]]
     assert seen == [[[], [], []], [[5], [7], [11]], [[5, 6], [7, 8]], [[7, 8, 9]]]
 
 
@@ -294,11 +294,11 @@ def test_penalized_scores_rank_as_in_transformers(penalty):
     logits = 3 * torch.randn(200, 30, generator=torch.Generator().manual_seed(1))
     answers = [[(7 * row + i) % (1 + row % 30) for i in range(12)] for row in range(200)]
     before = logits.clone()
-    found = sampler(1, penalty)(logits, torch.tensor(answers)).tolist()
+    actual = sampler(1, penalty)(logits, torch.tensor(answers)).tolist()
     pairs = zip(logits, answers, strict=True)
-    assert found == [int(transformers_scores(row, answer, 1, penalty).argmax()) for row, answer in pairs]
+    assert actual == [int(transformers_scores(row, answer, 1, penalty).argmax()) for row, answer in pairs]
     assert torch.equal(logits, before)
-    assert (found == logits.argmax(-1).tolist()) == (penalty == 1.0)
+    assert (actual == logits.argmax(-1).tolist()) == (penalty == 1.0)
 
 
 def test_draws_follow_the_probabilities():
@@ -399,7 +399,7 @@ def test_a_stop_string_before_the_answer_does_not_end_it(setting):
     backbone, bank, space, R = setting
     ids = backbone.tokenizer("\n red\nblue", add_special_tokens=False).input_ids
     written = iter(ids)
-    found = generate(
+    actual = generate(
         backbone,
         bank,
         PROMPTS[:1],
@@ -408,8 +408,8 @@ def test_a_stop_string_before_the_answer_does_not_end_it(setting):
         stop=("\n",),
         choose=lambda logits, answers: torch.tensor([next(written)]),
     )
-    assert backbone.tokenizer.decode(found[0]) == "\n red\n"
-    assert answer_text(backbone, found[0], ("\n",)) == " red"
+    assert backbone.tokenizer.decode(actual[0]) == "\n red\n"
+    assert answer_text(backbone, actual[0], ("\n",)) == " red"
 
 
 @pytest.fixture(scope="module")
@@ -435,9 +435,9 @@ def test_answers_do_not_depend_on_the_hosts_checks(setting, references, look_eve
     if marked:
         stop = (backbone.tokenizer.decode(max(expected, key=len)[3:5]),)
         expected = [up_to_a_stop(backbone, answer, stop[0]) for answer in expected]
-    found = generate(backbone, bank, prompts, adaptation, LONGEST, stop, alike, look_every=look_every)
-    assert found == expected
-    assert len({len(answer) for answer in found}) > 1, "some answers must end before others"
+    actual = generate(backbone, bank, prompts, adaptation, LONGEST, stop, alike, look_every=look_every)
+    assert actual == expected
+    assert len({len(answer) for answer in actual}) > 1, "some answers must end before others"
 
 
 def up_to_a_stop(backbone, answer, mark):

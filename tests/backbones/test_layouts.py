@@ -111,13 +111,13 @@ def assert_same_step(double, members, kind, checkpointing=False):
         backbone.model.train()
         backbone.model.activation_checkpointing_enable({"use_reentrant": False})
     try:
-        found, found_gradients, shared = step(double, members, adapters, alike=True)
+        actual, found_gradients, shared = step(double, members, adapters, alike=True)
     finally:
         backbone.model.activation_checkpointing_disable()
         backbone.model.eval()
     assert isinstance(padded.inputs["layout"], Padded)
     assert isinstance(shared.inputs["layout"], Shared)
-    for one, other in zip(found + found_gradients, losses + gradients, strict=True):
+    for one, other in zip(actual + found_gradients, losses + gradients, strict=True):
         assert float(other.detach().abs().max()) > 0
         assert_same_to_rounding(one, other, SAME)
     return padded, shared
@@ -248,11 +248,11 @@ def test_moments_count_shared_tokens_once_for_every_row(double, monkeypatch):
     blocks = input_blocks(list(backbone.targets), 32)
 
     def moments(adaptation, rows):
-        found = {}
-        reading = partial(adding_second_moments, found, blocks, backbone.targets)
+        actual = {}
+        reading = partial(adding_second_moments, actual, blocks, backbone.targets)
         with torch.no_grad():
             read(backbone, rows, adaptation, bank, reading)
-        return found
+        return actual
 
     together = moments(make(R), rows)
     alone = [moments(make(R), [row]) for row in rows]
@@ -277,11 +277,11 @@ def test_a_pass_without_gradients_shares_too(double):
     rows, shapes = rows_with(INSTRUCTION, 5), []
     handle = backbone.model.get_input_embeddings().register_forward_hook(lambda m, i, out: shapes.append(out.shape))
     with torch.no_grad():
-        found = forward(backbone, bank, rows, make(R))
+        actual = forward(backbone, bank, rows, make(R))
     handle.remove()
     with torch.no_grad():
         each = [forward(backbone, bank, [row], make(R)).logits for row in rows]
-    assert_same_to_rounding(found.logits, torch.cat(each), SAME)
+    assert_same_to_rounding(actual.logits, torch.cat(each), SAME)
     assert shapes[0][0] == 1, "one sequence"
 
 
@@ -291,15 +291,15 @@ def test_bfloat16_training_on_a_cpu_attends_in_float32(gradients):
     query, key, value = (torch.randn(2, 3, 7, 8, dtype=torch.bfloat16) for _ in range(3))
     module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
     with torch.set_grad_enabled(gradients):
-        found, _ = Padded().attend(module, query.requires_grad_(gradients), key, value, None)
+        actual, _ = Padded().attend(module, query.requires_grad_(gradients), key, value, None)
         whole = query.detach().float().requires_grad_(gradients)
         expected, _ = Padded().attend(module, whole, key.float(), value.float(), None)
-    assert found.dtype == torch.bfloat16
+    assert actual.dtype == torch.bfloat16
     if gradients:  # the same numbers, each rounded once
-        assert torch.equal(found, expected.bfloat16())
-        direction = torch.randn_like(found)
-        found.backward(direction)
+        assert torch.equal(actual, expected.bfloat16())
+        direction = torch.randn_like(actual)
+        actual.backward(direction)
         expected.backward(direction.float())
         assert torch.equal(query.grad, whole.grad.bfloat16())
     else:  # as generation does
-        torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(actual.float(), expected, rtol=2**-6, atol=2**-6)

@@ -27,9 +27,9 @@ def transformers_norm(family, name):
 
 
 def fused(module):
-    found = deepcopy(module)
-    fuse_norms(found)
-    return found
+    actual = deepcopy(module)
+    fuse_norms(actual)
+    return actual
 
 
 def inputs():
@@ -66,7 +66,7 @@ def test_a_fused_norm_is_no_further_from_the_formula(family, name, dtype):
     rounding = torch.finfo(dtype).eps
     exact = reference(module, dtype)
     for theirs, ours, expected in zip(results(module, dtype), results(fused(module), dtype), exact, strict=True):
-        error, before = ((found - expected).norm() / expected.norm() for found in (ours, theirs))
+        error, before = ((actual - expected).norm() / expected.norm() for actual in (ours, theirs))
         assert error <= max(before * 1.02, 0.3 * rounding)
         assert error <= 2 * rounding
 

@@ -45,17 +45,17 @@ def test_numbers_are_close_to_normal():
 
 
 def test_weights_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
-    known = registered_backbone(f"{RANDOM}tiny-llama")
-    found = []
+    spec = registered_backbone(f"{RANDOM}tiny-llama")
+    actual = []
     for chunk in (1 << 16, 1000):
         monkeypatch.setitem(random_weights.CHUNK, "cpu", chunk)
-        found.append(drawn_model(known.family, known.config, torch.float32, "cpu").state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in found), strict=True))
+        actual.append(drawn_model(spec.family, spec.config, torch.float32, "cpu").state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in actual), strict=True))
 
 
 def test_bfloat16_is_float32_rounded():
-    known = registered_backbone(f"{RANDOM}tiny-t5")
-    wide, narrow = (drawn_model(known.family, known.config, t, "cpu") for t in (torch.float32, torch.bfloat16))
+    spec = registered_backbone(f"{RANDOM}tiny-t5")
+    wide, narrow = (drawn_model(spec.family, spec.config, t, "cpu") for t in (torch.float32, torch.bfloat16))
     for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
 
@@ -63,9 +63,9 @@ def test_bfloat16_is_float32_rounded():
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_is_initialized_as_by_transformers(name):
     """Deviations, ones, zeros, buffers and ties equal those of a model filled by torch's generator."""
-    known = registered_backbone(f"{RANDOM}{name}")
-    drawn = drawn_model(known.family, known.config, torch.float32, "cpu")
-    usual = random_model(known.family, known.config, torch.float32)
+    spec = registered_backbone(f"{RANDOM}{name}")
+    drawn = drawn_model(spec.family, spec.config, torch.float32, "cpu")
+    usual = random_model(spec.family, spec.config, torch.float32)
     assert [n for n, _ in drawn.named_parameters()] == [n for n, _ in usual.named_parameters()]
     for mine, theirs in zip(drawn.parameters(), usual.parameters(), strict=True):
         assert mine.shape == theirs.shape
@@ -92,13 +92,13 @@ def test_a_gpu_draws_the_same_bits(name, monkeypatch, tmp_path):
     with imitated_gpu() as record:
         on_gpu = load_backbone(settings)
         assert all(parameter.is_cuda for parameter in on_gpu.model.parameters())
-        found = [parameter.cpu() for parameter in on_gpu.model.parameters()]
+        actual = [parameter.cpu() for parameter in on_gpu.model.parameters()]
     assert not record.mixings
     assert not list(tmp_path.glob("random-*")), "nothing is kept in a file"
     buffers = len(list(on_cpu.model.buffers()))
     ours = [place for place in record.to_device.elements() if not place.startswith("transformers/")]
     assert len(ours) <= buffers, "of weights none is moved there"
-    assert all(torch.equal(a, b) for a, b in zip(found, on_cpu.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, on_cpu.model.parameters(), strict=True))
     assert on_gpu.weights_digest == on_cpu.weights_digest
 
 

@@ -211,8 +211,8 @@ def test_truncation_keeps_both_ends_of_the_input(family: str, room: int, kept: s
     """Both ends keep equally many tokens, or the start one more; a prompt that fits is not cut."""
     tokenizer, text = byte_tokenizer(adds_bos=family == "llama"), "a long lis" + "t of words"
     parts = PromptParts("Sort.\n", text, "\nOutput: ")
-    head, found, cue = encode_parts(parts, tokenizer, family, 1 + 6 + room + 9, "keep_ends")
-    assert tokenizer.decode(found) == (kept or text)
+    head, actual, cue = encode_parts(parts, tokenizer, family, 1 + 6 + room + 9, "keep_ends")
+    assert tokenizer.decode(actual) == (kept or text)
     assert tokenizer.decode(head, skip_special_tokens=True) == "Sort.\n"
     assert tokenizer.decode(cue, skip_special_tokens=True) == "\nOutput: "
     with pytest.raises(DataError, match=r"max_source_length: .* 16 .* 17 "):

@@ -134,9 +134,9 @@ def test_only_the_input_of_a_message_is_cut():
     whole = encode_parts(parts, tokenizer, "llama", 512, chat=chat)
     around = len(whole.head) + len(whole.cue)
     for truncation, kept in (("keep_cue", "a long l"), ("keep_ends", "a loords")):
-        found = encode_parts(parts, tokenizer, "llama", around + 8, truncation, chat=chat)
-        assert (found.head, found.cue) == (whole.head, whole.cue)
-        assert tokenizer.decode(found.input) == kept
+        actual = encode_parts(parts, tokenizer, "llama", around + 8, truncation, chat=chat)
+        assert (actual.head, actual.cue) == (whole.head, whole.cue)
+        assert tokenizer.decode(actual.input) == kept
     with pytest.raises(DataError, match=r"benchmark.max_source_length"):
         encode_parts(parts, tokenizer, "llama", around, chat=chat)
 
@@ -172,8 +172,8 @@ def test_a_sweep_trains_and_answers_in_chats(chatting, tmp_path, capsys):
     (trial,) = sweep_folder(tmp_path)
     answers = [
         json.loads(line)["prediction"]
-        for found in (trial.path / "predictions").glob("*.jsonl")
-        for line in found.read_text().splitlines()
+        for actual in (trial.path / "predictions").glob("*.jsonl")
+        for line in actual.read_text().splitlines()
     ]
     assert len(answers) == 24 and any(answers)
     assert json.loads((trial.path / "result.json").read_text())["metrics"]["AP"] > 0, (
@@ -199,13 +199,13 @@ def test_answers_end_at_the_turn_token(chatting):
     bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
     kind = method_class("zero_shot")
     method = kind(kind.settings_class(name="zero_shot"), MethodContext(backbone, bank, folder, 0))
-    found = generate(backbone, bank, prompts, method.combine([], torch.ones(1, 0)), 12, (), 0)
-    for prompt, answer in zip(prompts, found, strict=True):
+    actual = generate(backbone, bank, prompts, method.combine([], torch.ones(1, 0)), 12, (), 0)
+    for prompt, answer in zip(prompts, actual, strict=True):
         expected = backbone.model.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0
         )[0, len(prompt) :].tolist()
         assert [token for token in answer if token != end] == [token for token in expected if token != end]
-    assert len(found[0]) <= 4 < 12
+    assert len(actual[0]) <= 4 < 12
 
 
 def test_a_missing_template_is_refused_before_training(tmp_path, capsys):

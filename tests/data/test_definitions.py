@@ -73,8 +73,8 @@ def alike(one: str, other: str) -> float:
 
 def labels_named(task: TaskSpec) -> set[str]:
     """The task's labels as its instruction spells them: `true` for True; not all instructions name them."""
-    found = (re.search(rf"\b{re.escape(label)}\b", task.instruction, re.IGNORECASE) for label in task.labels or ())
-    return {match[0] for match in found if match}
+    actual = (re.search(rf"\b{re.escape(label)}\b", task.instruction, re.IGNORECASE) for label in task.labels or ())
+    return {match[0] for match in actual if match}
 
 
 @pytest.mark.parametrize("task", list(packaged()))
@@ -97,10 +97,10 @@ def test_a_paraphrase_names_no_label_that_the_instruction_lacks(name: str) -> No
     """Labels that appear only in a test prompt would help the model."""
     for task in load_benchmark(name).tasks:
         unnamed = [label for label in task.labels or () if label.lower() not in task.instruction.lower()]
-        told = [
+        leaks = [
             (text, label) for text in task.paraphrases for label in unnamed if re.search(rf"\b{label}\b", text, re.I)
         ]
-        assert not told
+        assert not leaks
 
 
 def test_labels_are_found_as_the_instruction_spells_them() -> None:
@@ -147,17 +147,17 @@ def test_test_rows_cycle_through_paraphrases_and_training_rows_do_not() -> None:
 
 def test_tokenized_test_rows_have_the_requested_definition(tmp_path: Path) -> None:
     spec, tokenizer = load_benchmark("builtin"), byte_tokenizer()
-    task, found = task_of(spec, "mood"), {}
+    task, actual = task_of(spec, "mood"), {}
     for definition in ("verbatim", "paraphrase", "none"):
         settings = settings_of("builtin", definition, test_per_task=4)
         rows = tokenized(spec, task, "test", settings, tokenizer, "bytes", "llama", 512, tmp_path)
         inputs = [row.input for row in load_examples(spec, task, "test", settings)]
         prompts = [tokenizer.decode(ids) for ids in rows["prompt_ids"]]
-        found[definition] = [p.removesuffix(f"{x}\nOutput: ") for p, x in zip(prompts, inputs, strict=True)]
+        actual[definition] = [p.removesuffix(f"{x}\nOutput: ") for p, x in zip(prompts, inputs, strict=True)]
     first, second, third = (f"{text}\n\n" for text in task.paraphrases)
-    assert found["verbatim"] == [f"{task.instruction}\n\n"] * 4
-    assert found["paraphrase"] == [first, second, third, first]
-    assert found["none"] == [""] * 4
+    assert actual["verbatim"] == [f"{task.instruction}\n\n"] * 4
+    assert actual["paraphrase"] == [first, second, third, first]
+    assert actual["none"] == [""] * 4
 
 
 # --- identities ------------------------------------------------------------------------------------------------------

@@ -49,15 +49,15 @@ def test_trace(tmp_path: Path, capsys: Any) -> None:
     for name, answer in tasks.items():
         for split in ("train", "eval", "test"):
             put(tmp_path / name / f"{split}.json", rows(24, answer, "prompt", "answer"))
-    spec, found, text = written(tmp_path, capsys)
-    assert {name: task.metric for name, task in found.items()} == {
+    spec, actual, text = written(tmp_path, capsys)
+    assert {name: task.metric for name, task in actual.items()} == {
         "FOMC": "accuracy",
         "NumGLUE-cm": "number_match",
         "Py150": "edit_similarity",
         "MeetingBank": "rouge_l",
         "20Minuten": "sari",
     }
-    assert found["FOMC"].labels == ("A", "B", "C")
+    assert actual["FOMC"].labels == ("A", "B", "C")
     assert {task.source for task in spec.tasks} == {None}
     assert spec.stop == ()
     assert "MeetingBank" in text.partition("tasks:")[0]
@@ -69,10 +69,10 @@ def test_the_layout_of_sapt_with_its_definitions(tmp_path: Path, capsys: Any) ->
     for split in ("train", "dev", "test"):
         content = {"Definition": ["Is it: good?"], "Instances": rows(20, lambda i: ["yes", "no"][i % 2 : i % 2 + 1])}
         put(tmp_path / "data" / "task1_good" / f"{split}.json", content)
-    spec, found, _ = written(tmp_path / "data", capsys, "--output", str(tmp_path / "elsewhere.yaml"))
-    assert found["task1_good"].instruction == "Is it: good?"
-    assert found["task1_good"].folder == "data/task1_good"
-    assert found["task1_good"].labels == ("no", "yes")
+    spec, actual, _ = written(tmp_path / "data", capsys, "--output", str(tmp_path / "elsewhere.yaml"))
+    assert actual["task1_good"].instruction == "Is it: good?"
+    assert actual["task1_good"].folder == "data/task1_good"
+    assert actual["task1_good"].labels == ("no", "yes")
     assert (spec.stop, spec.max_target_length) == (("\n",), 9)
 
 
@@ -80,10 +80,10 @@ def test_task_files_of_super_natural_instructions(tmp_path: Path, capsys: Any) -
     for name, count in (("task7_a", 250), ("task8_b", 30)):
         instances = [{"id": f"{name}-{i}", "input": f"in {i}", "output": [f"an answer, {i}"]} for i in range(count)]
         put(tmp_path / f"{name}.json", {"Definition": ["Do it."], "Positive Examples": [], "Instances": instances})
-    spec, found, text = written(tmp_path, capsys)
+    spec, actual, text = written(tmp_path, capsys)
     sources = [task.source for task in spec.tasks]
     assert [source.test_instances for source in sources if source] == [100, 6]
-    assert (spec.prompt, found["task7_a"].instruction, found["task7_a"].metric) == ("superni", "Do it.", "rouge_l")
+    assert (spec.prompt, actual["task7_a"].instruction, actual["task7_a"].metric) == ("superni", "Do it.", "rouge_l")
     assert "# 150 training and 100 test rows" in text
     assert "a fifth of 30 instances" in text
 
@@ -97,8 +97,8 @@ def test_pairs_of_files_with_definitions_are_one_task_each(tmp_path: Path, capsy
         put(tmp_path / f"nli_{split}.json", {"Definition": ["Do it."], "Instances": instances})
     instances = [{"id": f"{i}", "input": f"in {i}", "output": [f"an answer, {i}"]} for i in range(20)]
     put(tmp_path / "task9_mctest_eval_b.json", {"Definition": ["Do it."], "Instances": instances})
-    _, found, text = written(tmp_path, capsys)
-    assert set(found) == {"nli", "task9_mctest_eval_b"}
+    _, actual, text = written(tmp_path, capsys)
+    assert set(actual) == {"nli", "task9_mctest_eval_b"}
     assert "# 30 training and 8 test rows" in text and "Not used" not in text
 
 
@@ -107,8 +107,8 @@ def test_labels_that_accuracy_cannot_tell_apart_are_not_listed(tmp_path: Path, c
         put(tmp_path / "mood" / f"{split}.json", rows(24, lambda i: str(i % 3 - 1)))
         put(tmp_path / "tongue" / f"{split}.json", rows(24, lambda i: ("C++", "C#")[i % 2]))
         put(tmp_path / "yes" / f"{split}.json", rows(24, lambda i: ("Yes", "yes", "no")[i % 3]))
-    _, found, _ = written(tmp_path, capsys)
-    assert {name: (task.metric, task.labels) for name, task in found.items()} == {
+    _, actual, _ = written(tmp_path, capsys)
+    assert {name: (task.metric, task.labels) for name, task in actual.items()} == {
         "mood": ("number_match", None),
         "tongue": ("accuracy", None),
         "yes": ("accuracy", None),
@@ -126,8 +126,8 @@ def test_answers_without_latin_words_are_scored_by_character(tmp_path: Path, cap
     for split in ("train", "test"):
         put(tmp_path / "news" / f"{split}.json", rows(24, lambda i: f"\u7b2c{i}\u7c7b\u65b0\u95fb\u62a5\u9053"))
         put(tmp_path / "town" / f"{split}.json", rows(24, lambda i: f"Z\u00fcrich, house number {i}"))
-    _, found, _ = written(tmp_path, capsys)
-    assert {name: task.metric for name, task in found.items()} == {"news": "rouge_l_char", "town": "rouge_l"}
+    _, actual, _ = written(tmp_path, capsys)
+    assert {name: task.metric for name, task in actual.items()} == {"news": "rouge_l_char", "town": "rouge_l"}
 
 
 def test_the_folder_above_has_its_own_name(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -148,9 +148,9 @@ def test_additional_columns_are_read_or_remarked(tmp_path: Path, capsys: Any) ->
         put(tmp_path / f"other_{split}.json", [row(i, source="a web page") for i in range(24)])
         pairs = [{"question": f"q {i}", "sentence": f"s {i}", "label": "yes"} for i in range(24)]
         put(tmp_path / f"qnli_{split}.json", pairs)
-    _, found, text = written(tmp_path, capsys)
-    told = {name: task.source and task.source.input for name, task in found.items()}
-    assert told == {"alpaca": None, "other": None, "qnli": "{question}\n{sentence}"}
+    _, actual, text = written(tmp_path, capsys)
+    templates = {name: task.source and task.source.input for name, task in actual.items()}
+    assert templates == {"alpaca": None, "other": None, "qnli": "{question}\n{sentence}"}
     assert "not read: the columns source;" in text
     assert "guessed from the columns question, sentence" in text
 
@@ -187,19 +187,19 @@ def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
     for split in ("train", "dev"):
         (tmp_path / f"qa.{split}.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     (tmp_path / "lonely_train.csv").write_text("input,output\na,b\n")
-    spec, found, text = written(tmp_path, capsys)
-    assert set(found) == {"glue", "saved", "nli", "qa"}
-    sources = {name: task.source for name, task in found.items()}
-    told = {name: (source.input, source.output) for name, source in sources.items() if source}
-    assert told == {
+    spec, actual, text = written(tmp_path, capsys)
+    assert set(actual) == {"glue", "saved", "nli", "qa"}
+    sources = {name: task.source for name, task in actual.items()}
+    templates = {name: (source.input, source.output) for name, source in sources.items() if source}
+    assert templates == {
         "glue": ("{sentence}", "{label}"),
         "saved": ("{sentence}", "{label}"),
         "nli": ("{premise}\n{hypothesis}", "{gold}"),
         "qa": ("{context}\n{question}", "{answers[text]}"),
     }
-    assert found["glue"].labels == found["saved"].labels == ("bad", "good")
+    assert actual["glue"].labels == actual["saved"].labels == ("bad", "good")
     assert sources["glue"] is not None and len(sources["glue"].train) == 2
-    assert found["nli"].labels == ("0", "1")
+    assert actual["nli"].labels == ("0", "1")
     assert "test rows are those of `validation`" in text and "test rows are those of `dev`" in text
     assert text.splitlines()[-1].endswith("lonely_train.csv")
     assert spec.stop == ("\n",)

@@ -58,19 +58,19 @@ def benchmark(folder: Path, **source: Any) -> str:
 
 def load(home: Path, address: str, *folders: str) -> list[Any]:
     """Load in a separate process: huggingface_hub reads the hub's address when it is imported."""
-    told = {"HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "LATENT_SWEEP_CACHE": str(home / "cache")}
+    environment = {"HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "LATENT_SWEEP_CACHE": str(home / "cache")}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     done = subprocess.run(
         [sys.executable, "-c", LOADING, *folders],
-        env=clean | told | {"NO_PROXY": "127.0.0.1"},
+        env=clean | environment | {"NO_PROXY": "127.0.0.1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    actual: list[Any] = json.loads(done.stdout)
+    return actual
 
 
 def test_a_data_set_of_the_hub_is_loaded_once_at_its_commit(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_data_set_of_the_hub_is_loaded_once_at_its_commit(tmp_path: Path) -> N
     assert newest["revision"] == FIRST
     answers = {"train": ["red", "blue", "blue"], "test": ["blue", "red"]}
     assert newest["rows"] == {
-        split: [[f"colour-{split}-{i}", f"thing {i}", [answer]] for i, answer in enumerate(found)]
-        for split, found in answers.items()
+        split: [[f"colour-{split}-{i}", f"thing {i}", [answer]] for i, answer in enumerate(actual)]
+        for split, actual in answers.items()
     }
     assert other["rows"]["train"] == [[f"colour-train-{i}", f"thing {i}", ["blue"]] for i in range(3)]
     assert not set(other["digests"]) & set(newest["digests"])

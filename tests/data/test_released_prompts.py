@@ -67,5 +67,5 @@ def test_ids_of_cut_prompts_are_those_of_the_released_code(place):
     tokenizer, rows = AutoTokenizer.from_pretrained(T5), load_examples(spec, task, split, settings)
     prompts = [prompt_parts(spec, task, row.input) for row in rows]
     cut = {i: parts for i, parts in enumerate(prompts) if is_cut(parts, tokenizer, "t5", 512)}
-    found = {str(i): encode_prompt(parts, tokenizer, "t5", 512, "official") for i, parts in cut.items()}
-    assert {i: zlib.crc32(json.dumps(ids).encode()) for i, ids in found.items()} == RELEASED[place]
+    actual = {str(i): encode_prompt(parts, tokenizer, "t5", 512, "official") for i, parts in cut.items()}
+    assert {i: zlib.crc32(json.dumps(ids).encode()) for i, ids in actual.items()} == RELEASED[place]

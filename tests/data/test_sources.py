@@ -79,9 +79,9 @@ KINDS = ["rows.json", "rows.jsonl", "rows.csv", "rows.parquet", "rows.arrow", "f
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, RECORDS)
-    found = read(tmp_path, {"train": name, "test": [name], **MAPPED})
-    assert [(row.input, row.references) for row in found] == ROWS
-    assert [row.id for row in found] == ["nli-train-0", "nli-train-1", "nli-train-2"]
+    actual = read(tmp_path, {"train": name, "test": [name], **MAPPED})
+    assert [(row.input, row.references) for row in actual] == ROWS
+    assert [row.id for row in actual] == ["nli-train-0", "nli-train-1", "nli-train-2"]
     only_a = {"train": name, "test": name, "where": {"origin": "a", "label": ["no", "yes"]}, **MAPPED}
     assert [row.id for row in read(tmp_path, only_a)] == ["nli-train-0", "nli-train-2"]
     assert [row.id for row in read(tmp_path, only_a | {"limit": 1})] == ["nli-train-0"]
@@ -92,14 +92,14 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> No
 def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", RECORDS[:1])
     write(tmp_path / "b.parquet", RECORDS[1:])
-    found = read(tmp_path, {"train": ["a.csv", "b.parquet"], "test": "a.csv", **MAPPED})
-    assert [(row.input, row.references) for row in found] == ROWS
+    actual = read(tmp_path, {"train": ["a.csv", "b.parquet"], "test": "a.csv", **MAPPED})
+    assert [(row.input, row.references) for row in actual] == ROWS
 
 
 def test_csv_cells_stay_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes('\ufeffinput,output\r\n1,01\r\n"a\nb",NA\r\n,null\r\n'.encode())
-    found = read(tmp_path, {"train": "a.csv", "test": "a.csv"})
-    assert [(row.input, row.target) for row in found] == [("1", "01"), ("a\nb", "NA"), ("", "null")]
+    actual = read(tmp_path, {"train": "a.csv", "test": "a.csv"})
+    assert [(row.input, row.target) for row in actual] == [("1", "01"), ("a\nb", "NA"), ("", "null")]
 
 
 def test_unnamed_columns_are_skipped(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_class_labels_are_replaced_by_their_names(tmp_path: Path) -> None:
     saved.save_to_disk(str(tmp_path / "saved"))
     for name in ("rows.parquet", "saved"):
         source = {"train": name, "test": name, "input": "{text}", "output": "{label}"}
-        found = read(tmp_path, source | {"where": {"label": ["red", "blue"]}})
-        assert [row.references for row in found] == [("blue",), ("red",)]
+        actual = read(tmp_path, source | {"where": {"label": ["red", "blue"]}})
+        assert [row.references for row in actual] == [("blue",), ("red",)]
         with pytest.raises(DataError, match=r"row 3: column `label`.*None"):
             read(tmp_path, source)
     write(tmp_path / "a.json", [{"text": "a", "label": 2}])
@@ -273,9 +273,9 @@ def test_trace_needs_no_source(tmp_path: Path) -> None:
     content = {"tasks": [{"name": "FOMC", "metric": "accuracy", "labels": ["A", "B", "C"]}]}
     (tmp_path / "benchmark.yaml").write_text(yaml.safe_dump(content))
     spec = load_benchmark(str(tmp_path))
-    found = {s: load_examples(spec, spec.tasks[0], s, settings_of(tmp_path)) for s in ("train", "test")}
-    assert [row.input for row in found["train"]] == ["train 0", "train 1", "train 2"]
-    assert [(row.input, row.target) for row in found["test"]] == [("test 0", "A"), ("test 1", "B")]
+    actual = {s: load_examples(spec, spec.tasks[0], s, settings_of(tmp_path)) for s in ("train", "test")}
+    assert [row.input for row in actual["train"]] == ["train 0", "train 1", "train 2"]
+    assert [(row.input, row.target) for row in actual["test"]] == [("test 0", "A"), ("test 1", "B")]
 
 
 # --- identities ------------------------------------------------------------------------------------------------------
@@ -311,11 +311,11 @@ def test_a_subset_of_a_stream_is_that_of_a_list(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / "nli" / f"{split}.json").write_text(json.dumps(records))
     for changes in ({}, {"train_per_task": 20}, {"train_per_task": 999}):
-        found = read(tmp_path, source, **changes)
+        actual = read(tmp_path, source, **changes)
         (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"tasks": [{"name": "nli", "metric": "accuracy"}]}))
         spec = load_benchmark(str(tmp_path / "plain.yaml"))
-        assert load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == found
-        assert count_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == len(found)
+        assert load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == actual
+        assert count_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == len(actual)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])

@@ -167,17 +167,17 @@ def test_no_published_row_spells_a_special_token(name: str) -> None:
     """So their ids are the tokenizer's own."""
     spec = load_benchmark(name)
     settings = BenchmarkSettings(name=name, max_source_length=512, max_target_length=50)
-    known = [byte_tokenizer(), *(PreTrainedTokenizerFast(tokenizer_object=make()) for make, _ in KINDS.values())]
+    tokenizers = [byte_tokenizer(), *(PreTrainedTokenizerFast(tokenizer_object=make()) for make, _ in KINDS.values())]
     path = embedded_tokenizer_file()
     assert path is not None
     t5 = Path(os.environ["LATENT_SWEEP_DATA"]) / "t5_tokenizer" / "tokenizer.json"
-    known += [Reader("llama", Tokenizer.from_file(str(file))) for file in (path, t5)]
+    tokenizers += [Reader("llama", Tokenizer.from_file(str(file))) for file in (path, t5)]
     for task in spec.tasks:
         texts = [task.instruction]
         for split in ("train", "test"):
             texts += [
                 text for row in load_examples(spec, task, split, settings) for text in (row.input, *row.references)
             ]
-        for tokenizer in known:
+        for tokenizer in tokenizers:
             specials = special_tokens(tokenizer)
             assert not [text for text in texts if specials.spelled(text)]

@@ -37,7 +37,7 @@ TARGETS = {
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory):
     """A small sweep per family."""
-    found = {}
+    actual = {}
     for family, names in METHODS.items():
         folder = tmp_path_factory.mktemp(family)
         content = tiny(
@@ -49,8 +49,8 @@ def sweeps(tmp_path_factory):
             trial__router={"components": 2},
         )
         assert main(["run", write(folder, content), "--local"]) == 0
-        found[family] = folder / "runs" / "tiny"
-    return found
+        actual[family] = folder / "runs" / "tiny"
+    return actual
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def test_peft_computes_the_same(opened, tmp_path, family, name, expected):
     for folder, positions in zip(folders, expected.values(), strict=True):
         base = bare(model, tmp_path / "base")
         without = logits(base)
-        found = logits(PeftModel.from_pretrained(base, folder))
-        assert_same_to_rounding(found, ours(model, positions), PASS)
-        assert (found - without).abs().max() > 1e-3  # the adapter does something
+        actual = logits(PeftModel.from_pretrained(base, folder))
+        assert_same_to_rounding(actual, ours(model, positions), PASS)
+        assert (actual - without).abs().max() > 1e-3  # the adapter does something
 
 
 @pytest.mark.parametrize(("family", "name", "expected"), CASES)
@@ -215,8 +215,8 @@ def test_a_fractional_alpha_moves_into_b(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(model.method, "_space", None)
     (first, _) = export_peft(model, tmp_path / "adapters")
     assert json.loads((first / "adapter_config.json").read_text())["lora_alpha"] == settings.rank
-    found = logits(PeftModel.from_pretrained(bare(model, tmp_path / "base"), first))
-    assert_same_to_rounding(found, ours(model, [0]), PASS)
+    actual = logits(PeftModel.from_pretrained(bare(model, tmp_path / "base"), first))
+    assert_same_to_rounding(actual, ours(model, [0]), PASS)
 
 
 def test_ambiguous_target_modules_have_full_names():

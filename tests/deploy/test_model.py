@@ -94,11 +94,11 @@ def predictions(sweep, trial_id, task):
 def assert_answers_as_its_trial(model, sweep, trial_id):
     """Check that answers and weights of all test rows equal the trial's, bit for bit."""
     for task in model.tasks:
-        told = predictions(sweep, trial_id, task)
-        found = model.answer([row.input for row in rows_of(model, task)], task=task)
-        assert [one.answer for one in found] == [line["prediction"] for line in told]
-        weights = [{TASKS[int(position)]: weight for position, weight in line["weights"].items()} for line in told]
-        assert [one.weights for one in found] == weights
+        recorded = predictions(sweep, trial_id, task)
+        actual = model.answer([row.input for row in rows_of(model, task)], task=task)
+        assert [one.answer for one in actual] == [line["prediction"] for line in recorded]
+        weights = [{TASKS[int(position)]: weight for position, weight in line["weights"].items()} for line in recorded]
+        assert [one.weights for one in actual] == weights
 
 
 def assert_learns_as_its_trial(three, two, trial_id, shorter_id, folder):
@@ -110,11 +110,11 @@ def assert_learns_as_its_trial(three, two, trial_id, shorter_id, folder):
     model = ContinualModel.from_folder(folder)
     before = dict(files_of(folder))
     model.learn(TASKS[2])
-    for found, expected in zip(model.content.learned, whole.content.learned, strict=True):
-        assert found.snapshot.lineage == expected.snapshot.lineage
-        assert found.snapshot.facts == expected.snapshot.facts
-        assert found.snapshot.tensors.keys() == expected.snapshot.tensors.keys()
-        for name, tensor in found.snapshot.tensors.items():
+    for actual, expected in zip(model.content.learned, whole.content.learned, strict=True):
+        assert actual.snapshot.lineage == expected.snapshot.lineage
+        assert actual.snapshot.facts == expected.snapshot.facts
+        assert actual.snapshot.tensors.keys() == expected.snapshot.tensors.keys()
+        for name, tensor in actual.snapshot.tensors.items():
             assert tensor.equal(expected.snapshot.tensors[name]), name
     assert model.content.learned[-1].farthest == whole.content.learned[-1].farthest
     assert_answers_as_its_trial(model, three, trial_id)
@@ -222,9 +222,9 @@ def test_without_a_task_a_text_is_the_prompt(mixed):
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     rows = rows_of(model, "ticket")
     instruction = next(task.instruction for task in model.trial.tasks if task.name == "ticket")
-    told = model.answer([row.input for row in rows], task="ticket")
-    assert model.answer([f"{instruction}\n\n{row.input}" for row in rows]) == told
-    assert [one.task for one in told] == ["ticket"] * len(rows)
+    recorded = model.answer([row.input for row in rows], task="ticket")
+    assert model.answer([f"{instruction}\n\n{row.input}" for row in rows]) == recorded
+    assert [one.task for one in recorded] == ["ticket"] * len(rows)
     assert model.answer([]) == []
     model.close()
 
@@ -253,10 +253,10 @@ def test_novelty_is_the_distance_from_everything_learned(mixed):
 
     for task, learned in zip(TASKS, model.content.learned, strict=True):
         expected = [distance(x) for x in embedded(task, "test")]
-        found = model.answer([row.input for row in rows_of(model, task)], task=task)
-        np.testing.assert_allclose([one.novelty for one in found], expected, rtol=1e-4)
+        actual = model.answer([row.input for row in rows_of(model, task)], task=task)
+        np.testing.assert_allclose([one.novelty for one in actual], expected, rtol=1e-4)
         assert learned.farthest == pytest.approx(np.quantile(expected, NOVELTY_QUANTILE, method="higher"), rel=1e-4)
-        assert all(one.known for one in found)  # of so few rows none is above the quantile
+        assert all(one.known for one in actual)  # of so few rows none is above the quantile
     (strange,) = model.answer(["zzzz qqqq zzzz qqqq"])
     assert strange.known is False
     assert strange.novelty > max(task.farthest for task in model.content.learned)
@@ -279,9 +279,9 @@ def test_another_process_needs_neither_ray_nor_mlflow(mixed, tmp_path):
     command = [sys.executable, "-c", ASKING, str(tmp_path / "model")]
     ran = subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    found, (expected,) = json.loads(ran.stdout), model.answer(["a text"])
-    assert found.pop("novelty") == pytest.approx(expected.novelty)
-    assert found.items() <= expected.record().items()
+    actual, (expected,) = json.loads(ran.stdout), model.answer(["a text"])
+    assert actual.pop("novelty") == pytest.approx(expected.novelty)
+    assert actual.items() <= expected.record().items()
     model.close()
 
 
@@ -298,11 +298,11 @@ def test_a_task_with_rows_of_its_own(mixed, tmp_path):
     rows = [{"input": f"thing number {i} is {'red' if i % 2 else 'blue'}", "output": f"{i % 2}"} for i in range(12)]
     model.learn(colours, rows=rows[:8], held_out=rows[8:])
     assert model.tasks == (*TASKS, "colours")
-    found = model.answer([row["input"] for row in rows[8:]], task="colours")
-    assert {(one.task, one.known) for one in found} == {("colours", True)}
+    actual = model.answer([row["input"] for row in rows[8:]], task="colours")
+    assert {(one.task, one.known) for one in actual} == {("colours", True)}
     model.save(tmp_path / "longer")
     again = ContinualModel.from_folder(tmp_path / "longer")
-    assert again.answer([row["input"] for row in rows[8:]], task="colours") == found
+    assert again.answer([row["input"] for row in rows[8:]], task="colours") == actual
     assert "learned later" in (tmp_path / "longer" / "README.md").read_text()
     for opened in (model, again):
         opened.close()
@@ -316,8 +316,8 @@ def test_a_task_of_another_benchmark(mixed, tmp_path):
     rows = [{"input": f"how large is {i}", "output": "x"} for i in range(4)]
     (place / "sizes" / "train.json").write_text(json.dumps(rows))
     model.learn("sizes", benchmark=place)
-    (found,) = model.answer(["how large is 3"], task="sizes")
-    assert (found.task, found.known) == ("sizes", None)  # there are no held-out rows to tell by
+    (actual,) = model.answer(["how large is 3"], task="sizes")
+    assert (actual.task, actual.known) == ("sizes", None)  # there are no held-out rows to tell by
     model.close()
 
 

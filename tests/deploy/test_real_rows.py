@@ -47,10 +47,10 @@ def trained(tmp_path_factory):
     for task in model.trial.tasks:
         rows = load_examples(model.trial.spec, task, "test", model.trial.settings.benchmark)
         lines = (trial.path / "predictions" / f"{task.name}.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
-        assert [row.id for row in rows] == [line["id"] for line in found]
-        assert all(line["weights"] == {str(TASKS.index(task.name)): 1.0} for line in found)  # the router is sure
-        answered[task.name] = [row.input for row in rows], [line["prediction"] for line in found]
+        actual = [json.loads(line) for line in lines]
+        assert [row.id for row in rows] == [line["id"] for line in actual]
+        assert all(line["weights"] == {str(TASKS.index(task.name)): 1.0} for line in actual)  # the router is sure
+        answered[task.name] = [row.input for row in rows], [line["prediction"] for line in actual]
     assert any(text for _, predictions in answered.values() for text in predictions)
     model.close()
     return sweep, uri, answered
@@ -75,9 +75,9 @@ print(json.dumps(loaded.predict(pd.DataFrame(json.loads(sys.argv[3]))).to_dict("
 def test_pyfunc_answers_as_the_sweep(trained):
     sweep, uri, answered = trained
     rows = [{"text": text, "task": task} for task, (texts, _) in answered.items() for text in texts]
-    found = run_fresh(PYFUNC, uri, MlflowTracker(uri, sweep).model_uri(), json.dumps(rows))
-    assert [row["answer"] for row in found] == [text for _, predictions in answered.values() for text in predictions]
-    assert [row["task"] for row in found] == [row["task"] for row in rows]
+    actual = run_fresh(PYFUNC, uri, MlflowTracker(uri, sweep).model_uri(), json.dumps(rows))
+    assert [row["answer"] for row in actual] == [text for _, predictions in answered.values() for text in predictions]
+    assert [row["task"] for row in actual] == [row["task"] for row in rows]
 
 
 PEFT = """
