@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.files import embedded_version
 from latent_sweep.backbones.registry import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, registered_backbone
+from latent_sweep.data.hub import COMMIT, resolve_commit
 from latent_sweep.storage import versions
-
-log = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 1 << 16
 """Bytes of each sample of a large checkpoint file."""
@@ -31,11 +28,6 @@ def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         **adapted,
     }
-
-
-_COMMIT = re.compile("[0-9a-f]{40}")
-HUB_SECONDS = 5.0
-"""Timeout for resolving a branch or tag."""
 
 
 def pinned(settings: BackboneSettings) -> BackboneSettings:
@@ -56,7 +48,7 @@ def unpinned(settings: BackboneSettings) -> list[str]:
         f"Expected one, because the default branch can change during a sweep. Download it (`hf download {source}`), or "
         "set a commit as revision"
         for path, source, revision in sources
-        if source is not None and not _COMMIT.fullmatch(revision or "")
+        if source is not None and not COMMIT.fullmatch(revision or "")
     ]
 
 
@@ -71,9 +63,9 @@ def _source(name: str) -> str | None:
 @lru_cache(maxsize=256)
 def _commit(source: str | None, revision: str | None) -> str | None:
     """Resolve a hub model's revision to its commit: from the cache, else from the hub, else unchanged."""
-    if source is None or _COMMIT.fullmatch(revision or ""):
+    if source is None or COMMIT.fullmatch(revision or ""):
         return revision
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     for name in ("config.json", "tokenizer_config.json"):
         try:
@@ -82,11 +74,7 @@ def _commit(source: str | None, revision: str | None) -> str | None:
             return revision
         if isinstance(cached, str):
             return Path(cached).parent.name
-    try:
-        return HfApi().model_info(source, revision=revision, timeout=HUB_SECONDS).sha or revision
-    except Exception as error:  # whatever the network raises
-        log.info("cannot resolve the revision of %s: %s", source, error)
-        return revision
+    return resolve_commit("model", source, revision)
 
 
 def _source_identity(name: str, revision: str | None) -> Any:

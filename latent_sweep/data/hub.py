@@ -12,6 +12,7 @@ import logging
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from latent_sweep.data.caches import ROWS, complete_or_quarantined, locked, remove, write_folder
 from latent_sweep.data.mapping import SourceSpec
@@ -25,7 +26,7 @@ HUB_SECONDS = 5.0
 """Timeout for resolving a branch or tag."""
 VALUES = "values.sha256"
 """File with the digest of all values of a split."""
-_COMMIT = re.compile("[0-9a-f]{40}")
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def pinned(source: SourceSpec) -> SourceSpec:
@@ -46,7 +47,7 @@ def hub_split(source: SourceSpec, name: str) -> Path:
     key = [source.hub, source.config, source.revision, name]
     target = cache_folder() / "hub_data" / content_hash(key, length=32)
     if not _is_cached(target):
-        if not _COMMIT.fullmatch(source.revision or ""):
+        if not COMMIT.fullmatch(source.revision or ""):
             raise MissingData(
                 f"source.hub: no commit of {source.hub} can be found: it is not in this machine's cache, and the hub "
                 "did not answer. Connect to the hub, or name a commit as `revision`."
@@ -106,18 +107,23 @@ def _download(source: SourceSpec, name: str, target: Path) -> None:
 @lru_cache(maxsize=256)
 def _commit(hub: str, revision: str | None) -> str | None:
     """Resolve a revision to its commit: from this machine's note, else from the hub, else unchanged."""
-    if _COMMIT.fullmatch(revision or ""):
+    if COMMIT.fullmatch(revision or ""):
         return revision
     note = cache_folder() / "hub_data" / f"{content_hash([hub, revision], length=32)}.commit"
-    if note.is_file() and _COMMIT.fullmatch(noted := note.read_text(encoding="utf-8")):
+    if note.is_file() and COMMIT.fullmatch(noted := note.read_text(encoding="utf-8")):
         return noted
+    commit = resolve_commit("dataset", hub, revision)
+    if commit is not None and commit != revision:
+        write_file(note, commit.encode())
+    return commit
+
+
+def resolve_commit(kind: Literal["model", "dataset"], name: str, revision: str | None) -> str | None:
+    """Ask the hub for the commit of a revision; return the revision itself if the hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
-        commit = HfApi().dataset_info(hub, revision=revision, timeout=HUB_SECONDS).sha
+        return HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=HUB_SECONDS).sha or revision
     except Exception as error:  # whatever the network raises
-        log.info("cannot resolve the revision of %s: %s", hub, error)
+        log.info("cannot resolve the revision of %s: %s", name, error)
         return revision
-    if commit:
-        write_file(note, commit.encode())
-    return commit or revision
