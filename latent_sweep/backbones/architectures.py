@@ -91,7 +91,7 @@ def random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, see
         return _build(family, config, dtype)
 
 
-def drawn_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
+def portable_random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
     """Create a full-size model with random weights on its device, with the same bits on every device.
 
     A GPU draws 13 billion weights in seconds, a CPU in minutes.

@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from latent_sweep.backbones.architectures import drawn_model, random_model
+from latent_sweep.backbones.architectures import portable_random_model, random_model
 from latent_sweep.backbones.registry import (
     EMBEDDED,
     EMBEDDED_PACKAGE,
@@ -155,7 +155,7 @@ def _write_random(folder: Path, spec: BackboneSpec, settings: BackboneSettings) 
 
     dtype = getattr(torch, settings.dtype)
     if settings.name.startswith(RANDOM):
-        model = drawn_model(spec.family, spec.config, dtype, "cpu")
+        model = portable_random_model(spec.family, spec.config, dtype, "cpu")
     else:
         model = random_model(spec.family, spec.config, dtype)
     # the model's own method writes nothing in any worker of a group but the first

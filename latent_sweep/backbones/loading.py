@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.backbones.architectures import (
     avoid_cudnn_attention,
     device_of,
-    drawn_model,
     empty_model,
     forget_dropout,
+    portable_random_model,
     random_model,
     separate_head,
     set_dropout,
@@ -194,7 +194,7 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
         log.warning("%s.", slow)
     dtype, device, spec = getattr(torch, settings.dtype), device_of(settings), describe(settings)
     if spec is not None and settings.name.startswith(RANDOM):
-        model = drawn_model(spec.family, spec.config, dtype, device)
+        model = portable_random_model(spec.family, spec.config, dtype, device)
     elif spec is not None and spec.source == "config":
         model = random_model(spec.family, spec.config, dtype) if device == "cpu" else _mapped(local_folder(settings))
     elif settings.name == EMBEDDED:

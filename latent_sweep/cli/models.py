@@ -11,7 +11,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import printable, quoted, redact
 
 if TYPE_CHECKING:
-    from latent_sweep.deploy.model import Answered, ContinualModel, Device
+    from latent_sweep.deploy.model import Answer, ContinualModel, Device
 
 BEST = "best"
 KINDS = ("peft", "merged", "model", "mlflow")
@@ -98,7 +98,7 @@ def _ask(options: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(answered: Answered) -> list[str]:
+def _lines(answered: Answer) -> list[str]:
     weights = "  ".join(f"{name} {weight:.3g}" for name, weight in answered.weights.items())
     lines = [answered.answer, f"  weights   {weights}"]
     if answered.task is not None:

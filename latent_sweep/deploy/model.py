@@ -46,8 +46,8 @@ ROUTING = (*ROUTED, "ngram", "oracle")
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What a model says to one text."""
+class Answer:
+    """The answer to one text, with how it was routed."""
 
     answer: str
     task: str | None
@@ -156,7 +156,7 @@ class ContinualModel:
 
     # --- answering ---
 
-    def answer(self, texts: Sequence[str], task: str | None = None) -> list[Answered]:
+    def answer(self, texts: Sequence[str], task: str | None = None) -> list[Answer]:
         """Answer texts, each with the snapshots that the model's combination chooses.
 
         Texts are answered in batches of the trial's `evaluation.batch_size`: the same texts in one call have the same
@@ -194,7 +194,7 @@ class ContinualModel:
             raise ConfigError(f"task: found {quoted(task)}; expected a learned task: {', '.join(self.tasks)}")
         return self.tasks.index(task)
 
-    def _answer(self, texts: Sequence[str], position: int | None) -> list[Answered]:
+    def _answer(self, texts: Sequence[str], position: int | None) -> list[Answer]:
         s = self.trial.settings
         ids = self._encoded(texts, position, s.benchmark.max_source_length)
         whole = s.router.combine in ROUTED and not s.router.pool.truncate
@@ -210,13 +210,13 @@ class ContinualModel:
             for text, mix, distance in zip(answers, weights, distances, strict=True)
         ]
 
-    def _answered(self, answer: str, weights: Array, novelty: float | None) -> Answered:
+    def _answered(self, answer: str, weights: Array, novelty: float | None) -> Answer:
         mixed = {name: float(weight) for name, weight in zip(self.tasks, weights, strict=True) if weight}
         if self.trial.settings.router.combine not in ROUTING:
-            return Answered(answer, None, mixed, None, None)
+            return Answer(answer, None, mixed, None, None)
         routed = self.content.learned[int(weights.argmax())]
         known = None if novelty is None or routed.farthest is None else novelty <= routed.farthest
-        return Answered(answer, routed.spec.name, mixed, novelty, known)
+        return Answer(answer, routed.spec.name, mixed, novelty, known)
 
     def _end(self, position: int | None) -> AnswerEnd | None:
         """Return where a task's answers end; None is the benchmark's end."""

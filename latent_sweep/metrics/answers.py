@@ -95,8 +95,8 @@ def exact_match(prediction: str, references: Sequence[str]) -> float:
 
     A text that normalizes to nothing, such as `-`, is compared literally.
     """
-    answer = _normalised_or_whole(prediction)
-    return float(any(answer == _normalised_or_whole(reference) for reference in references))
+    answer = _normalized_or_literal(prediction)
+    return float(any(answer == _normalized_or_literal(reference) for reference in references))
 
 
 @_metric
@@ -372,13 +372,13 @@ def _check_references(references: Sequence[str]) -> None:
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def _normalised_or_whole(text: str) -> str:
+def _normalized_or_literal(text: str) -> str:
     return normalize_answer(text) or text
 
 
 def _squad_words(prediction: str, reference: str) -> tuple[list[str], list[str]]:
     """Split an answer and its reference into words; without articles, unless the reference has no other word."""
-    texts = _normalised_or_whole(prediction), _normalised_or_whole(reference)
+    texts = _normalized_or_literal(prediction), _normalized_or_literal(reference)
     answer, accepted = (_ARTICLES.sub(" ", text).split() for text in texts)
     return (answer, accepted) if accepted else (texts[0].split(), texts[1].split())
 

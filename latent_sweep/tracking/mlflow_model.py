@@ -25,7 +25,7 @@ from latent_sweep.tracking.contents import MODEL_FOLDER
 if TYPE_CHECKING:
     import pandas as pd
 
-    from latent_sweep.deploy.model import Answered, ContinualModel
+    from latent_sweep.deploy.model import Answer, ContinualModel
 
 NOT_NEEDED = ("ray", "deepspeed")
 """Requirements of this package that answering does not need."""
@@ -145,7 +145,7 @@ class FrameModel:
 
         texts = frame["text"].tolist()
         tasks = [task or None if isinstance(task, str) else None for task in frame.get("task", [None] * len(texts))]
-        answers: dict[int, Answered] = {}
+        answers: dict[int, Answer] = {}
         for task in dict.fromkeys(tasks):
             rows = [row for row, own in enumerate(tasks) if own == task]
             answers |= dict(zip(rows, self.model.answer([texts[row] for row in rows], task), strict=True))

@@ -5,7 +5,7 @@ import torch
 from helpers.imitated_gpu import imitated_gpu
 
 from latent_sweep.backbones import random_weights
-from latent_sweep.backbones.architectures import drawn_model, random_model
+from latent_sweep.backbones.architectures import portable_random_model, random_model
 from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import load_backbone
@@ -49,13 +49,13 @@ def test_weights_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
     actual = []
     for chunk in (1 << 16, 1000):
         monkeypatch.setitem(random_weights.CHUNK, "cpu", chunk)
-        actual.append(drawn_model(spec.family, spec.config, torch.float32, "cpu").state_dict())
+        actual.append(portable_random_model(spec.family, spec.config, torch.float32, "cpu").state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in actual), strict=True))
 
 
 def test_bfloat16_is_float32_rounded():
     spec = registered_backbone(f"{RANDOM}tiny-t5")
-    wide, narrow = (drawn_model(spec.family, spec.config, t, "cpu") for t in (torch.float32, torch.bfloat16))
+    wide, narrow = (portable_random_model(spec.family, spec.config, t, "cpu") for t in (torch.float32, torch.bfloat16))
     for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
 
@@ -64,7 +64,7 @@ def test_bfloat16_is_float32_rounded():
 def test_every_family_is_initialized_as_by_transformers(name):
     """Deviations, ones, zeros, buffers and ties equal those of a model filled by torch's generator."""
     spec = registered_backbone(f"{RANDOM}{name}")
-    drawn = drawn_model(spec.family, spec.config, torch.float32, "cpu")
+    drawn = portable_random_model(spec.family, spec.config, torch.float32, "cpu")
     usual = random_model(spec.family, spec.config, torch.float32)
     assert [n for n, _ in drawn.named_parameters()] == [n for n, _ in usual.named_parameters()]
     for mine, theirs in zip(drawn.parameters(), usual.parameters(), strict=True):

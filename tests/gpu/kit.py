@@ -30,7 +30,7 @@ from torch import Tensor
 
 from latent_sweep.adapters import factors
 from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones.architectures import drawn_model
+from latent_sweep.backbones.architectures import portable_random_model
 from latent_sweep.backbones.batches import forward
 from latent_sweep.backbones.generation import generate
 from latent_sweep.backbones.loading import Backbone, assemble
@@ -180,9 +180,9 @@ def numerics(place: Place) -> Figures:
     factors.truncated_svd = quick_factors_once()
     for family in CONFIGURATIONS:
         config, found = _small(family, place), {}
-        base = drawn_model(family, config, torch.bfloat16, "cpu").state_dict()  # numbers that all types hold
+        base = portable_random_model(family, config, torch.bfloat16, "cpu").state_dict()  # numbers that all types hold
         for device, dtype in [("cpu", torch.float64), *((d, t) for d in ("cpu", place.device) for t in TYPES)]:
-            model = drawn_model(family, config, torch.float32, "cpu").to(dtype)
+            model = portable_random_model(family, config, torch.float32, "cpu").to(dtype)
             model.load_state_dict(base)
             said = "bfloat16" if dtype == torch.bfloat16 else "float32"
             settings = BackboneSettings(name=f"tiny-{family}", dtype=said, device=device)
