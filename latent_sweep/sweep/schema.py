@@ -1,4 +1,4 @@
-"""The groups of settings of a sweep file that belong to no class of their own, and the reference of all of them."""
+"""Settings groups of a sweep file that no other module defines, and the reference of all settings."""
 
 from __future__ import annotations
 
@@ -31,58 +31,56 @@ from latent_sweep.sweep.tracking_uris import address_faults
 
 
 class TrainingSettings(Settings):
-    """The `training:` group. What is left out is resolved from the method's preset, and from the paper's protocol.
-
-    What the protocol says for every backbone alike are the defaults here (A28).
-    """
+    """The `training:` group. Missing settings come from the method's preset and the paper's protocol (A28)."""
 
     learning_rate: float = Field(gt=0, json_schema_extra=FROM_PRESET)
     """Peak learning rate, also of R (A30)."""
     schedule: Literal["constant", "linear"] = Field("constant", json_schema_extra=FROM_PRESET)
-    """After the warm-up the learning rate stays, or falls linearly to zero at the task's end."""
+    """After warm-up the learning rate is constant, or falls linearly to zero at the end of the task."""
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", json_schema_extra=FROM_PRESET)
-    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's). It sees whole
-    tensors, which of adapters hold all projections: they are clipped together, and LoRA's outputs share moments."""
+    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's). An adapter's
+    tensor holds all projections, so Adafactor clips them together, and LoRA's outputs share moments."""
     adam_eps: Literal["after_correction", "before_correction"] = Field(
         "after_correction", json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT
     )
     """Where AdamW adds its epsilon of 1e-8: to the root of the bias-corrected second moment, as torch and DeepSpeed do,
-    or to the root before the correction, as the optimizer of transformers 4 does, which also applies weight decay after
-    the step. Early steps of small gradients are then shorter. None is the preset's."""
+    or to the root before the correction, as transformers 4 does, which also applies weight decay after the step. Early
+    steps with small gradients are then shorter. None is the preset's."""
     batch_size: int = Field(ge=1, json_schema_extra=FROM_PRESET)
-    """Rows per optimizer step, over all micro-batches (A29)."""
+    """Examples per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
-    """Rows per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
-    Results do not depend on it beyond rounding, but with dropout the masks do, and with GainLoRA's `pooling: padded`
-    the gates; on the number of workers, too. A table whose trials were not learned alike says so."""
+    """Examples per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
+    Results do not depend on it beyond rounding, except dropout masks, and gates with GainLoRA's `pooling: padded`,
+    which also depend on the number of workers. Tables report trials that differ in it."""
     epochs: int = Field(ge=1, json_schema_extra=FROM_PRESET)
-    """Passes over a task's training rows."""
+    """Passes over a task's training examples."""
     max_steps: int | None = Field(None, ge=1)
-    """At most this many optimizer steps per task, whatever `epochs` says; joint training has those of all tasks."""
+    """Maximum number of optimizer steps per task, whatever `epochs` is; joint training has the sum over all tasks."""
     weight_decay: float = Field(0.0, ge=0, json_schema_extra=FROM_PRESET)
     """Decoupled weight decay (A28)."""
     gradient_clip: float | None = Field(1.0, gt=0)
-    """Largest global gradient norm; None does not clip (A28)."""
+    """Maximum global gradient norm; None does not clip (A28)."""
     backbone_dropout: float = Field(0.0, ge=0, lt=1, json_schema_extra=FROM_PRESET)
-    """Rate of the frozen backbone's own dropout while adapters are trained, as released trainers leave it on; T5 has
-    it, Llama has none. None is the preset's: 0, or under `preset: official` what T5's configuration says, 0.1."""
+    """Rate of the frozen backbone's own dropout during training, which released trainers leave on; T5 has dropout,
+    Llama has none. None is the preset's: 0, or 0.1, as in T5's configuration, with `preset: official`."""
     warmup_steps: int = Field(0, ge=0, json_schema_extra=FROM_PRESET)
     """Steps over which the learning rate rises linearly to its peak (A28)."""
     warmup_start: Literal["share", "zero"] = Field("share", json_schema_extra=FROM_PRESET)
-    """The rate of a warm-up's first step: peak / `warmup_steps`, or zero as in the schedules of transformers, whose
-    first step moves nothing. None is the preset's: `share`, or what the method's released trainer has."""
+    """Learning rate of the first warm-up step: peak / `warmup_steps`, or zero as in the schedules of transformers,
+    whose first step changes nothing. None is the preset's: `share`, or that of the method's released trainer."""
     loss_reduce: Literal["token_mean", "sequence_mean", "sum"] = "token_mean"
-    """Cross-entropy over a batch: mean over target tokens, mean over rows of their sums, or the sum (A5)."""
+    """Cross-entropy of a batch: mean over target tokens, mean over examples of their sums, or the sum (A5)."""
     select: Literal["last", "best_validation"] = "last"
-    """Which parameters a task leaves behind; `best_validation` scores held-out training rows every epoch (A31)."""
+    """Which parameters a task's snapshot holds; `best_validation` scores held-out training examples every epoch
+    (A31)."""
     group_by_length: bool = Field(True, json_schema_extra=FROM_PRESET)
-    """Batches of rows of similar length: less padding, same rows per epoch. Otherwise rows are shuffled, as in most
-    released trainers. None is the preset's."""
+    """Batch examples of similar length, for less padding; otherwise examples are shuffled, as in most released
+    trainers. None is the preset's."""
     gradient_checkpointing: bool | Literal["auto"] = Field(False, json_schema_extra=NOT_IDENTITY)
-    """Recompute activations in the backward pass: less memory, about a third more time. `auto` does so on a GPU
-    where learning without is not predicted to leave 1.5 GiB free; a trial's journal says what was decided."""
+    """Recompute activations in the backward pass: less memory, about a third more time. `auto` does so on a GPU if less
+    than 1.5 GiB would otherwise stay free, by prediction; a trial's journal records the decision."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
-    """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
+    """Optimizer steps between checkpoints within a task, the most that a killed worker loses."""
 
     @model_validator(mode="after")
     def _epsilon_of_adam(self) -> TrainingSettings:
@@ -94,35 +92,36 @@ class TrainingSettings(Settings):
         return self
 
     def rows_in_a_pass(self, workers: int) -> int:
-        """Rows of a forward pass of one of so many workers at most: its share of a batch, or a micro-batch of it."""
+        """Return the maximum number of examples in a forward pass of a worker: its share of a batch, or a
+        micro-batch."""
         share = math.ceil(self.batch_size / workers)
         return min(share, self.micro_batch_size or share)
 
     def step_count(self, rows: int, tasks: int = 1) -> int:
-        """Optimizer steps for this many training rows, which so many tasks have together."""
+        """Return the optimizer steps for the training examples of some tasks."""
         steps = self.epochs * math.ceil(rows / self.batch_size)
         return steps if self.max_steps is None else min(steps, tasks * self.max_steps)
 
 
 class EvaluationSettings(Settings):
-    """The `evaluation:` group; training reads none of it."""
+    """The `evaluation:` group, which training does not read."""
 
     batch_size: int = Field(16, ge=1, json_schema_extra=INFERENCE_ONLY)
-    """Rows generated together. In bfloat16 the answers depend on it, so it is part of what identifies a score. Where
-    memory does not suffice, batches are answered in halves, and the table says so."""
+    """Examples generated together. Answers in bfloat16 depend on it, so it is part of a score's identity. If memory
+    runs out, batches are halved, and tables report it."""
 
 
 class ResourceSettings(Settings):
-    """The resources that one trial asks Ray for."""
+    """Resources of one trial, requested from Ray."""
 
     workers: int = Field(1, ge=1)
-    """Processes that run a trial together: each has its share of every batch. They are placed all at once or not at
-    all. Results do not depend on their number beyond rounding."""
+    """Processes that run a trial together, each with its share of every batch; Ray places all of them at once. Results
+    do not depend on their number beyond rounding."""
     cpus: float = Field(1, gt=0)
-    """CPU cores of each worker; torch uses as many threads, at least one. With `--local` it uses what it finds."""
+    """CPU cores, and torch threads, of each worker. With `--local` torch uses all cores."""
     gpus: float = Field(0, ge=0, le=1)
-    """GPUs of each worker. With 0 it sees none, whatever its node has. A fraction lets several trials of one worker
-    share one; each may take that share of its memory."""
+    """GPUs of each worker; with 0 it sees none. With a fraction several trials of one worker share a GPU, each with
+    that share of its memory."""
     accelerator: str | None = None
     """Accelerator type as Ray names it, e.g. `A100`."""
 
@@ -131,35 +130,35 @@ class ResourceSettings(Settings):
         if self.workers > 1 and self.gpus not in (0, 1):
             raise ValueError(
                 f"gpus = {self.gpus:g} with workers = {self.workers}: workers of one trial cannot share a GPU; give "
-                "each its own, gpus: 1, or none"
+                "each its own (gpus: 1) or none"
             )
         return self
 
 
 class EngineSettings(Settings):
-    """The engine that computes a trial; it changes no result beyond rounding, so snapshots fit every engine."""
+    """The engine that runs a trial. Results differ only by rounding, so snapshots fit every engine."""
 
     name: Literal["torch", "deepspeed"] = "torch"
-    """Plain torch holds the whole backbone in every worker; `deepspeed` can shard it over them."""
+    """`torch` keeps the whole backbone in every worker; `deepspeed` can shard it over the workers."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """What DeepSpeed ZeRO shards over the workers: 3 the backbone's weights; 0, 1 and 2 nothing, as what is trained is
-    about a megabyte, which every worker holds and steps whole. They compute as plain torch does."""
+    """ZeRO stage: 3 shards the backbone's weights over the workers. 0, 1 and 2 shard nothing and compute as plain torch
+    does, since the trainable parameters, about a megabyte, are whole in every worker."""
     offload: Literal["none", "cpu"] = "none"
-    """Where the shards of the weights wait: with `cpu` in host memory. Needs stage 3."""
+    """`cpu` keeps the shards in host memory. Needs stage 3."""
     gather: Literal["auto", "always", "never"] = "auto"
-    """Whether stage 3 gathers the weights for answering, once per evaluation: `auto` where they fit beside what is
-    there. Without it every new token gathers every weight, which is slow beyond use for more than a look."""
+    """Whether stage 3 gathers the weights once per evaluation: `auto` if they fit into memory. Otherwise every
+    generated token gathers every weight, which is too slow for more than a test."""
     config: Mapping[str, Any] = {}
-    """DeepSpeed's own JSON, merged over ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}. Needs
-    stage 3. What is trained is not DeepSpeed's, so what it says of gradients and optimizers has no effect."""
+    """DeepSpeed settings that override ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}. Needs
+    stage 3. DeepSpeed does not train the adapters, so its gradient and optimizer settings have no effect."""
 
     @model_validator(mode="after")
     def _for_deepspeed(self) -> EngineSettings:
         fields = type(self).model_fields
-        set_here = sorted(n for n in fields if n != "name" and getattr(self, n) != fields[n].default)
-        if self.name == "torch" and set_here:
-            raise ValueError(f"{', '.join(set_here)}: plain torch has no such setting; add name: deepspeed")
-        of_shards = [name for name in set_here if name != "zero_stage"]
+        changed = sorted(n for n in fields if n != "name" and getattr(self, n) != fields[n].default)
+        if self.name == "torch" and changed:
+            raise ValueError(f"{', '.join(changed)}: plain torch has no such setting; add name: deepspeed")
+        of_shards = [name for name in changed if name != "zero_stage"]
         if self.zero_stage < 3 and of_shards:
             raise ValueError(
                 f"{', '.join(of_shards)}: has no effect with zero_stage: {self.zero_stage}, which shards nothing; "
@@ -169,33 +168,33 @@ class EngineSettings(Settings):
 
 
 class SchedulerSettings(Settings):
-    """The scheduler's settings: who goes on and who stops early."""
+    """Early stopping."""
 
     name: Literal["fifo", "asha"] = "fifo"
-    """`asha` stops the worse half of the packs at each rung of tasks: whole configurations with `run.pack: [seed]`,
-    single seeds with packs of one trial, and the mean of a row is then that of those that were left."""
+    """`asha` stops the worse half of the packs at each rung of tasks: whole configurations with `run.pack: [seed]`.
+    With packs of one trial it stops single seeds, and means cover only the seeds that are left."""
     metric: Literal["AP"] = "AP"
     """Average performance over the tasks seen so far; higher is better."""
     grace_tasks: int = Field(3, ge=1)
-    """Tasks that every trial learns before it may be stopped."""
+    """Tasks that every trial learns before it can be stopped."""
     reduction_factor: int = Field(2, ge=2)
-    """One in this many goes on at each rung."""
+    """One in this many continues at each rung."""
 
 
 class TrackingSettings(Settings):
-    """The tracker's settings: where runs are compared."""
+    """The tracking server."""
 
     uri: str | None = None
-    """MLflow tracking URI: a server, or a database such as sqlite:///mlflow.db, the default. If MLFLOW_TRACKING_URI is
-    set, it replaces the default and a relative path. `none` does without MLflow."""
+    """MLflow tracking URI: a server, or a database such as sqlite:///mlflow.db, the default. MLFLOW_TRACKING_URI, if
+    set, replaces the default and a relative path. `none` disables tracking."""
 
     @field_validator("uri")
     @classmethod
     def _holds_no_password(cls, uri: str | None) -> str | None:
         if uri is not None and has_credentials(uri):
             raise ValueError(
-                "found an address with a user, password or token in it, which would be written to the sweep's folder; "
-                "expected an address without. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+                "found an address with a user, password or token, which would be written to the sweep's folder; "
+                "expected one without. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
                 "MLFLOW_TRACKING_TOKEN, or the whole address as MLFLOW_TRACKING_URI, in the environment"
             )
         return uri
@@ -212,55 +211,55 @@ Price = Annotated[float, Field(ge=0)]
 
 
 class PriceSettings(Settings):
-    """Prices in any one currency, by which `plan` and `report` say what a sweep costs. None is looked up or assumed."""
+    """Prices in any one currency, for the costs in `plan` and `report`. No price is assumed."""
 
     gpu_hour: Mapping[str, Price] = {}
-    """Of a GPU for an hour, by types as in `resources.accelerator`, e.g. {A100: 4.1}; `any` is that of all others."""
+    """Price of a GPU for an hour, by type as in `resources.accelerator`, e.g. {A100: 4.1}; `any` is for all others."""
     cpu_hour: Price | None = None
-    """Of a CPU core for an hour; told where a sweep asks for no GPU."""
+    """Price of a CPU core for an hour, for sweeps without GPUs."""
 
 
 class RunSettings(Settings):
-    """The `run:` group: how to run a sweep. It changes no result."""
+    """The `run:` group: how to run a sweep, without effect on results."""
 
     storage: str = Field(DEFAULT_LOCATION, min_length=1)
-    """Where everything that is computed lies, shared by all sweeps that name it: a folder, which all nodes must see, or
-    an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials. If
-    LATENT_SWEEP_STORAGE is set, it replaces the default and a relative path."""
+    """Where all results are stored; several sweeps can share it. A folder that all nodes see, or an object store,
+    `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials. LATENT_SWEEP_STORAGE, if set,
+    replaces the default and a relative path."""
     resources: ResourceSettings = ResourceSettings()
-    """What each trial asks for."""
+    """Resources of each trial."""
     engine: EngineSettings = EngineSettings()
-    """What computes it."""
+    """The engine that runs trials."""
     scheduler: SchedulerSettings = SchedulerSettings()
     """Early stopping."""
     tracking: TrackingSettings = TrackingSettings()
     """MLflow."""
     allow_insecure: bool = False
-    """Go on although a Ray cluster on another machine asks for no token, or an MLflow server there is without TLS
-    or credentials: for networks that nobody else can enter."""
+    """Allow a Ray cluster on another machine without a token, and an MLflow server there without TLS or credentials:
+    for private networks."""
     keep_answers: KeepAnswers = "all"
-    """Keep the answers of every stage (`all`), so that each entry of the score matrix can be scored again, or those of
-    the newest stage alone (`last`)."""
+    """Save the answers of every stage (`all`), so that the whole score matrix can be rescored, or only those of the
+    newest stage (`last`)."""
     page: bool = True
-    """Draw the report as a page, `report.html`, when a run ends."""
+    """Write the report as a page, `report.html`, when a run ends."""
     log_model: Literal["none", "best"] = "none"
-    """Put the model of the finished trial with the highest AP into the sweep's MLflow run when a run ends; the driver
-    loads its backbone for that, and reads the benchmark's rows."""
+    """Log the model of the finished trial with the highest AP to the sweep's MLflow run when a run ends. The driver
+    then loads its backbone and reads the benchmark's data."""
     pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
-    """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
-    together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
+    """Trainings that run side by side in one worker, in one forward pass of the shared backbone: axes whose values are
+    grouped (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
     prices: PriceSettings = PriceSettings()
-    """What it costs."""
+    """Prices for cost estimates."""
     max_concurrent: int | None = Field(None, ge=1)
-    """Trials that run at the same time at most; None is as many as fit."""
+    """Maximum number of trials that run at the same time; None is as many as fit."""
     num_samples: int = Field(1, ge=1)
-    """Random draws of the searched values, for each point of the grid."""
+    """Random draws for each point of the grid."""
     search_seed: int = Field(0, ge=0)
-    """Seed of those draws: the same file always means the same trials."""
+    """Seed of the random draws."""
     max_failures: int = Field(3, ge=0)
-    """How often in a row, without finishing a task in between, a trial is started again whose worker died, or lost its
-    GPU, on a node that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass
-    of what ran out, learning, answering or a method's statistics; other faults are not retried."""
+    """How often in a row, without finishing a task in between, a trial restarts after its worker died or lost its GPU.
+    Losing the node does not count. A phase that runs out of memory is retried once with half the examples per pass;
+    other errors are not retried."""
 
     @model_validator(mode="after")
     def _has_where_to_log(self) -> RunSettings:
@@ -279,35 +278,34 @@ class RunSettings(Settings):
         return place
 
 
-Candidates = Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]
-"""Values that one setting tries."""
+Values = Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]
+"""Values to try for one setting."""
 
 
 class TuneSettings(Settings):
-    """The `tune:` block: settings chosen before the trials run, on rows that no trial is judged on.
+    """The `tune:` block: settings selected before the trials run, on examples that no trial is judged on.
 
-    Each configuration's candidates are trials of their own, of the first tasks of its stream (Chaudhry et al. 2019,
-    arXiv 1812.00420, and for the first task alone Lee et al. 2024, arXiv 2404.06466) or of another benchmark (Cha and
-    Cho 2024, arXiv 2403.09066). The best average performance on held-out training rows wins; where several have it,
-    the lowest loss of the last epoch, then the smallest values.
+    Tuning trials learn the first tasks of the stream (Chaudhry et al. 2019, arXiv 1812.00420, and for the first task
+    alone Lee et al. 2024, arXiv 2404.06466) or another benchmark (Cha and Cho 2024, arXiv 2403.09066). The best average
+    performance on held-out training examples wins, then the lowest loss of the last epoch, then the smallest values.
     """
 
     on: Literal["first_tasks"] | Mapping[str, Any] = "first_tasks"
-    """What candidates learn: the first tasks of the order that the first of the trials has; or another benchmark, as
-    settings of `benchmark:`, e.g. {name: long_sequence, order: 3}."""
+    """What tuning trials learn: the first tasks of the first trial's order, or another benchmark, as settings of
+    `benchmark:`, e.g. {name: long_sequence, order: 3}."""
     tasks: int | None = Field(2, ge=1)
-    """So many first tasks, fewer than the trials have; None is all tasks of another benchmark."""
+    """Number of first tasks, fewer than the trials have; None is all tasks of another benchmark."""
     seed: int = Field(0, ge=0)
-    """Seed of every candidate."""
+    """Seed of every tuning trial."""
     validation_fraction: float = Field(0.2, gt=0, le=0.5)
-    """Share of the training rows that is held out, to score candidates on; see `benchmark.validation_fraction`."""
-    search: Mapping[str, Candidates] = {}
+    """Share of the training examples that is held out to score tuning trials; see `benchmark.validation_fraction`."""
+    search: Mapping[str, Values] = {}
     """Values to try for every method, by dotted path below `trial`: settings of `method`, `router` and `training`."""
-    by_method: Mapping[str, Mapping[str, Candidates]] = {}
-    """Values to try for one method, beside those of `search` or in their place."""
+    by_method: Mapping[str, Mapping[str, Values]] = {}
+    """Values to try for one method, in addition to `search` or instead of its values."""
     apply_to: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("method", "backbone", "benchmark.name")
-    """Groups or settings of a trial that have a choice each for every value; trials that differ elsewhere, as in order
-    and seed, share it, and candidates are made from the first of them."""
+    """Groups or settings of a trial with a selection of their own for every value. Trials that differ elsewhere, as in
+    order and seed, share a selection, whose tuning trials follow from the first of them."""
 
     @model_validator(mode="after")
     def _can_choose(self) -> TuneSettings:
@@ -315,11 +313,11 @@ class TuneSettings(Settings):
             raise ValueError("found no values to try; expected some under search, e.g. training.learning_rate: [...]")
         if not {"method", "method.name"} & set(self.apply_to):
             raise ValueError(
-                "apply_to holds neither method nor method.name: what suits one method says nothing about another; "
-                "for one value for all, write it under trial"
+                "apply_to holds neither method nor method.name, but methods need different values; for one value for "
+                "all, write it under trial"
             )
         if self.tasks is None and self.on == "first_tasks":
-            raise ValueError("tasks is null, but all tasks of the stream are what trials are judged on; give a number")
+            raise ValueError("tasks is null, but trials are judged on all tasks of the stream; give a number")
         return self
 
     def tried(self, method: str) -> dict[str, tuple[Any, ...]]:
@@ -328,7 +326,7 @@ class TuneSettings(Settings):
 
 
 class TrialSettings(Settings):
-    """One trial with every setting known, as `plan.resolve` makes it."""
+    """One trial with every setting resolved; see `plan.resolve`."""
 
     method: SerializeAsAny[MethodSettings]
     router: RouterSettings
@@ -337,12 +335,12 @@ class TrialSettings(Settings):
     training: TrainingSettings
     evaluation: EvaluationSettings
     seed: int = Field(0, ge=0)
-    """Seed of initialisation, data order and K-means."""
+    """Seed of initialization, data order and K-means."""
 
 
 @dataclass(frozen=True)
 class WrittenTrial:
-    """The `trial:` group of a sweep file: one trial, each group as `as_written` has it."""
+    """The `trial:` group of a sweep file, each group as `as_written` validates it."""
 
     method: MethodSettings
     router: RouterSettings
@@ -363,11 +361,11 @@ GROUPS: Mapping[str, type[Settings]] = {
 
 
 def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
-    """Read back the settings of a trial, as its `trial.yaml` and a model's folder have them.
+    """Read the settings of a trial from its `trial.yaml` or a model's folder.
 
     Raises:
         ConfigError: there is no such method.
-        ValidationError, LookupError: they are not those of a trial of this version.
+        ValidationError, LookupError: the settings are not valid.
     """
     method = method_class(content["method"]["name"]).settings_class.model_validate(content["method"])
     groups: dict[str, Any] = {name: kind.model_validate(content[name]) for name, kind in GROUPS.items()}
@@ -375,7 +373,7 @@ def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
 
 
 REQUIRED = "required"
-"""Stands for the default of a setting that has none."""
+"""Default of a setting without one."""
 
 
 class SettingFacts(NamedTuple):
@@ -388,7 +386,7 @@ class SettingFacts(NamedTuple):
 
 
 def every_setting() -> dict[str, list[SettingFacts]]:
-    """Return every setting of a sweep file, from the classes themselves, by the group that has it."""
+    """Return every setting of a sweep file by its group."""
     sections = {}
     for kind, methods in _method_groups().items():
         own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
@@ -401,9 +399,9 @@ def every_setting() -> dict[str, list[SettingFacts]]:
 
 
 def describe_settings() -> str:
-    """Every setting of a sweep file, as Markdown: path, default and what it means."""
+    """Return a Markdown table of every setting: path, default and meaning."""
     head = ["| setting | default | meaning |", "|---|---|---|"]
-    return "\n\n".join("\n".join([f"{title}:\n", *head, *map(_row, found)]) for title, found in every_setting().items())
+    return "\n\n".join("\n".join([f"{title}:\n", *head, *map(_row, facts)]) for title, facts in every_setting().items())
 
 
 def _row(facts: SettingFacts) -> str:
@@ -413,7 +411,7 @@ def _row(facts: SettingFacts) -> str:
 
 
 def _method_groups() -> dict[type[Settings], list[str]]:
-    """The classes that give methods their settings, each with the methods that have them, the most shared first."""
+    """Return the classes of method settings with the methods that use them, the most shared first."""
     groups: dict[type[Settings], list[str]] = {}
     for name in METHODS:
         for kind in method_class(name).settings_class.__mro__:
@@ -423,12 +421,12 @@ def _method_groups() -> dict[type[Settings], list[str]]:
 
 
 def _facts(path: str, kind: type[Settings], names: Sequence[str]) -> list[SettingFacts]:
-    found = []
+    facts = []
     for name in names:
         field = as_written(kind).model_fields[name]
         if inner := group_of(field):
-            found += _facts(f"{path}.{name}", inner, list(inner.model_fields))
+            facts += _facts(f"{path}.{name}", inner, list(inner.model_fields))
             continue
         default = REQUIRED if field.is_required() else yaml_text(field.default, one_line=True)
-        found.append(SettingFacts(f"{path}.{name}", default, " ".join((field.description or "").split())))
-    return found
+        facts.append(SettingFacts(f"{path}.{name}", default, " ".join((field.description or "").split())))
+    return facts
