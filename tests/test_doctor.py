@@ -1,4 +1,4 @@
-"""`latent-sweep doctor`: each fault is provoked, most of them for real."""
+"""`latent-sweep doctor`: each fault is provoked, most of them without mocks."""
 
 import contextlib
 import http.server
@@ -41,7 +41,7 @@ ALL_METHODS = methods.method_checks
 
 @pytest.fixture(autouse=True)
 def briefly(tmp_path, monkeypatch):
-    """No method instead of all, in an empty folder, without a cluster; tests of methods ask for theirs."""
+    """Check no methods, in an empty folder, without a cluster."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(examination, "method_checks", lambda device: [])
@@ -53,20 +53,20 @@ def one_method(briefly, monkeypatch):
 
 
 def sweep(folder, **changes):
-    """A sweep file whose trials are a step long, with its storage below the folder."""
+    """Write a sweep file with short trials and its storage in the folder."""
     return write(folder, tiny(**{"search": None, "trial__training__epochs": 1, **changes}))
 
 
 def examine(capsys, *arguments):
-    """The exit code of the command, and what it printed."""
+    """Return the exit code and output of the command."""
     code = main(["doctor", "--device", "cpu", *arguments])
     printed = capsys.readouterr()
     assert printed.err == ""
     return code, printed.out
 
 
-def faults(found):
-    return [finding for finding in found if finding.mark == "fault"]
+def faults(findings):
+    return [finding for finding in findings if finding.mark == "fault"]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def test_a_healthy_machine_has_no_fault(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 0, printed
     assert "\n0 faults, " in printed
-    for said in ("torch: ", "CPU: ", "storage: ", "seq_lora on tiny-t5: ", "first step: 4 examples of mood on cpu"):
-        assert f"  ok       {said}" in printed
+    for start in ("torch: ", "CPU: ", "storage: ", "seq_lora on tiny-t5: ", "first step: 4 examples of mood on cpu"):
+        assert f"  ok       {start}" in printed
     assert "twice the same bits" in printed
 
 
@@ -136,7 +136,7 @@ def test_missing_torch_is_a_fault(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that packages have other versions, or with None are not installed."""
+    """Override versions of packages; None stands for not installed."""
     real, pretended = importlib.metadata.version, {}
 
     def version(name):
@@ -150,25 +150,25 @@ def installed(monkeypatch):
 
 def test_a_version_out_of_range_is_a_fault(installed):
     installed["transformers"] = "4.57.1"
-    (found,) = faults(packages.check_packages())
-    assert (found.subject, found.found) == ("transformers", "4.57.1")
-    assert "<5.25" in found.expected and "pip install 'transformers" in found.advice
+    (finding,) = faults(packages.check_packages())
+    assert (finding.subject, finding.found) == ("transformers", "4.57.1")
+    assert "<5.25" in finding.expected and "pip install 'transformers" in finding.advice
 
 
 def test_a_missing_optional_package_is_a_warning(installed):
     installed["deepspeed"] = None
-    (found,) = (finding for finding in packages.check_packages() if finding.mark != "ok")
-    assert found.mark == "warning"
-    assert "run.engine.name: deepspeed" in found.advice
+    (finding,) = (finding for finding in packages.check_packages() if finding.mark != "ok")
+    assert finding.mark == "warning"
+    assert "run.engine.name: deepspeed" in finding.advice
     assert [finding.subject for finding in faults(packages.check_packages(needed=["deepspeed"]))] == ["deepspeed"]
     installed["scipy"] = None
     assert [finding.subject for finding in faults(packages.check_packages())] == ["scipy"]
 
 
 def test_versions_include_a_digest_of_the_code():
-    found = packages.versions()
-    assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
-    assert len(found["latent-sweep (code)"]) == 12
+    versions = packages.versions()
+    assert versions["torch"] in (torch.__version__.partition("+")[0], torch.__version__)
+    assert len(versions["latent-sweep (code)"]) == 12
 
 
 # --- the machine -----------------------------------------------------------------------------------------------------
@@ -241,23 +241,23 @@ def test_a_storage_that_is_a_file_is_a_fault(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """An object store that is a folder behind pyarrow's interface."""
+    """A folder that acts as an object store through pyarrow."""
     filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
     monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
     return tmp_path / "bucket"
 
 
 def test_an_object_store_is_written_read_and_left_empty(bucket):
-    (found,) = check_storage(open_storage("s3://doctor/sweeps"))
-    assert found.mark == "ok"
+    (finding,) = check_storage(open_storage("s3://doctor/sweeps"))
+    assert finding.mark == "ok"
     assert [path for path in bucket.rglob("*") if path.is_file()] == []
 
 
 def test_an_object_store_that_loses_files_is_a_fault(bucket, monkeypatch):
     monkeypatch.setattr(Bucket, "list", lambda self, prefix: {})
-    (found,) = check_storage(open_storage("s3://doctor/sweeps"))
-    assert found.mark == "fault"
-    assert "not listed" in found.found
+    (finding,) = check_storage(open_storage("s3://doctor/sweeps"))
+    assert finding.mark == "fault"
+    assert "not listed" in finding.found
     assert [path for path in bucket.rglob("*") if path.is_file()] == []
 
 
@@ -266,15 +266,15 @@ def test_an_object_store_that_loses_files_is_a_fault(bucket, monkeypatch):
 
 @contextlib.contextmanager
 def refusing(status):
-    """A server that refuses everything and repeats who asked; yields its port."""
+    """Run a server that refuses every request and echoes its headers; yield the port."""
 
     class Refusing(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
-            said = json.dumps({"error_code": "PERMISSION_DENIED", "message": f"not you: {self.headers}"}).encode()
+            body = json.dumps({"error_code": "PERMISSION_DENIED", "message": f"not you: {self.headers}"}).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(said)))
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(body)
 
         do_GET = do_POST
 
@@ -300,31 +300,31 @@ def test_a_refusing_tracker_is_a_fault_and_no_secret_is_printed(tmp_path, capsys
     assert "geheim77" not in printed
 
 
-@pytest.mark.parametrize("said", ["401", "certificate", "out of date", "no route to host"])
-def test_advice_about_a_tracker_is_not_redacted(said):
-    advice = tracker.advice_for(said)
-    assert advice in fault("tracker", said, advice=advice).text()
+@pytest.mark.parametrize("message", ["401", "certificate", "out of date", "no route to host"])
+def test_advice_about_a_tracker_is_not_redacted(message):
+    advice = tracker.advice_for(message)
+    assert advice in fault("tracker", message, advice=advice).text()
 
 
 def test_a_missing_database_is_probed_and_not_created(tmp_path):
-    (found,) = tracker.check_tracker(f"sqlite:///{tmp_path}/new/mlflow.db", False)
-    assert found.mark == "ok"
+    (finding,) = tracker.check_tracker(f"sqlite:///{tmp_path}/new/mlflow.db", False)
+    assert finding.mark == "ok"
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
 
 
 def test_a_database_that_cannot_be_created_is_a_fault(tmp_path):
     (tmp_path / "file").touch()
-    (found,) = run_check("tracker", lambda: tracker.check_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
-    assert found.mark == "fault"
+    (finding,) = run_check("tracker", lambda: tracker.check_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
+    assert finding.mark == "fault"
 
 
 def test_missing_packages_that_are_not_needed_are_no_faults(monkeypatch):
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     monkeypatch.setattr(nodes, "find_spec", lambda name: None)
-    assert [found.mark for found in tracker.check_tracker("none", False)] == ["ok"]
-    assert [found.mark for found in tracker.check_tracker(None, False, needed=False)] == ["warning"]
-    assert [found.mark for found in tracker.check_tracker(None, False)] == ["fault"]
-    assert [found.mark for found in nodes.check_resources(ResourceSettings())] == ["warning"]
+    assert [finding.mark for finding in tracker.check_tracker("none", False)] == ["ok"]
+    assert [finding.mark for finding in tracker.check_tracker(None, False, needed=False)] == ["warning"]
+    assert [finding.mark for finding in tracker.check_tracker(None, False)] == ["fault"]
+    assert [finding.mark for finding in nodes.check_resources(ResourceSettings())] == ["warning"]
 
 
 @pytest.mark.parametrize(("arguments", "missing"), [([], ["ray", "mlflow"]), (["--local"], ["mlflow"])])
@@ -340,10 +340,10 @@ def test_a_run_names_missing_packages(tmp_path, capsys, monkeypatch, arguments, 
 def test_nothing_is_sent_without_tls_unless_allowed(monkeypatch):
     sent = []
     monkeypatch.setattr(tracker, "probe_tracker", lambda uri: sent.append(uri) or tracker.Probe(0.1, "3.17.2", "3.9.1"))
-    (found,) = tracker.check_tracker("http://10.0.0.1:5000", False)
-    assert (found.mark, sent) == ("fault", [])
-    assert "TLS" in found.found
-    marks = [(found.subject, found.mark) for found in tracker.check_tracker("http://10.0.0.1:5000", True)]
+    (finding,) = tracker.check_tracker("http://10.0.0.1:5000", False)
+    assert (finding.mark, sent) == ("fault", [])
+    assert "TLS" in finding.found
+    marks = [(finding.subject, finding.mark) for finding in tracker.check_tracker("http://10.0.0.1:5000", True)]
     assert marks == [("tracker", "warning"), ("tracker", "ok"), ("MLflow", "warning")]
 
 
@@ -372,9 +372,9 @@ def test_different_answers_in_the_second_run_are_a_fault(monkeypatch):
         return real(*what)
 
     monkeypatch.setattr(methods, "outcome", outcome)
-    (found,) = methods.check_method("inc_lora", "tiny-t5", "cpu")
-    assert found.mark == "fault"
-    assert "8 of 8 answers" in found.found
+    (finding,) = methods.check_method("inc_lora", "tiny-t5", "cpu")
+    assert finding.mark == "fault"
+    assert "8 of 8 answers" in finding.found
 
 
 def test_different_losses_in_the_second_run_are_a_fault(monkeypatch):
@@ -386,37 +386,37 @@ def test_different_losses_in_the_second_run_are_a_fault(monkeypatch):
         return {name: term + shift for name, term in real(self, outputs).items()}
 
     monkeypatch.setattr(Learner, "loss", loss)
-    (found,) = methods.check_method("seq_lora", "tiny-llama", "cpu")
-    assert found.mark == "fault"
-    assert "losses from step 5 on" in found.found
+    (finding,) = methods.check_method("seq_lora", "tiny-llama", "cpu")
+    assert finding.mark == "fault"
+    assert "losses from step 5 on" in finding.found
 
 
 @pytest.mark.parametrize(("name", "family"), [*zip(METHODS, itertools.cycle(methods.FAMILIES))])
 def test_every_method_can_be_checked(name, family):
-    """On one of the families each; the command looks at both, and does so on a cluster below."""
-    (found,) = methods.check_method(name, family, "cpu")
-    assert found.mark == "ok"
+    """Each method on one of the families."""
+    (finding,) = methods.check_method(name, family, "cpu")
+    assert finding.mark == "ok"
 
 
-def against_cpu(monkeypatch, there, here):
-    found = {"cuda": there, "cpu": here}
-    monkeypatch.setattr(methods, "outcome", lambda name, family, device: found[device])
+def against_cpu(monkeypatch, on_gpu, on_cpu):
+    outcomes = {"cuda": on_gpu, "cpu": on_cpu}
+    monkeypatch.setattr(methods, "outcome", lambda name, family, device: outcomes[device])
     return list(methods.check_method("seq_lora", "tiny-t5", "cuda"))
 
 
 def test_a_gpu_is_compared_with_the_cpu_up_to_rounding(monkeypatch):
     here = Outcome([{"task": 6.0}, {"task": 5.0}], ["a"] * 8, {"x": "1"})
     same = Outcome([{"task": 6.0 + ABSOLUTE}, {"task": 5.0}], ["a"] * 8, {"x": "2"}, peak=1 << 20, forecast=1 << 20)
-    assert [found.mark for found in against_cpu(monkeypatch, same, here)] == ["ok"]
+    assert [finding.mark for finding in against_cpu(monkeypatch, same, here)] == ["ok"]
     other = Outcome([{"task": 6.0}, {"task": 5.1}], ["a"] * 8, {})
-    (found,) = against_cpu(monkeypatch, other, here)
-    assert found.mark == "fault" and "step 2, task: 5.1 instead of 5" in found.found
-    (found,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaaaaab"], {}), here)
-    assert found.mark == "warning" and "1 of 8 answers" in found.found
-    (found,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaabbbb"], {}), here)
-    assert found.mark == "fault"
+    (finding,) = against_cpu(monkeypatch, other, here)
+    assert finding.mark == "fault" and "step 2, task: 5.1 instead of 5" in finding.found
+    (finding,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaaaaab"], {}), here)
+    assert finding.mark == "warning" and "1 of 8 answers" in finding.found
+    (finding,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaabbbb"], {}), here)
+    assert finding.mark == "fault"
     greedy = Outcome(here.losses, here.answers, {}, peak=4 << 30, forecast=1 << 20)
-    assert [found.mark for found in against_cpu(monkeypatch, greedy, here)] == ["ok", "warning"]
+    assert [finding.mark for finding in against_cpu(monkeypatch, greedy, here)] == ["ok", "warning"]
 
 
 # --- the sweep -------------------------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ TWO_BENCHMARKS = [
 
 @pytest.mark.parametrize("cluster", [False, True])
 def test_missing_data_is_reported(cluster, tmp_path, capsys, monkeypatch):
-    """Also of a benchmark that the first trial does not read."""
+    """Even for a benchmark that the first trial does not use."""
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     monkeypatch.setattr(examination, "check_nodes", lambda *given: [])
     if cluster:
@@ -483,7 +483,7 @@ def test_a_sweep_that_needs_a_gpu_is_a_fault_without_one(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("asked", "mark", "said"),
+    ("asked", "mark", "request_text"),
     [
         ({"cpus": 64}, "fault", "a trial asks for 64 CPU and 0 GPU on one node"),
         ({"workers": 3}, "fault", "a trial asks for 3 workers at once, each with 1 CPU and 0 GPU"),
@@ -492,12 +492,12 @@ def test_a_sweep_that_needs_a_gpu_is_a_fault_without_one(tmp_path, capsys):
         ({"gpus": 0.5}, "ok", "a trial asks for 1 CPU and 0.5 GPU on one node"),
     ],
 )
-def test_requested_resources_are_compared_with_this_machine(asked, mark, said, monkeypatch):
+def test_requested_resources_are_compared_with_this_machine(asked, mark, request_text, monkeypatch):
     here = {"CPU": 2, "GPU": 1, "accelerator_type:A100": 1}
     monkeypatch.setattr(nodes, "detected_resources", lambda: here)
-    (found,) = nodes.check_resources(ResourceSettings(**asked))
-    assert found.mark == mark
-    assert found.found == f"run.resources: {said}; this machine has 2 CPU, 1 GPU, A100"
+    (finding,) = nodes.check_resources(ResourceSettings(**asked))
+    assert finding.mark == mark
+    assert finding.found == f"run.resources: {request_text}; this machine has 2 CPU, 1 GPU, A100"
 
 
 def test_detected_resources_match_torch():
@@ -513,7 +513,7 @@ def test_automatic_settings_are_resolved_for_the_first_step(tmp_path, capsys):
 
 
 def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 2 << 30))  # the libraries alone take more
+    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 2 << 30))  # less than the libraries need
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 0
     assert "warning  first step: not taken: tiny-llama is forecast to need 1.5" in printed
@@ -565,14 +565,14 @@ def test_nodes_report_their_differences():
     def of_node(answer, unseen=""):
         return [finding.text() for finding in nodes._of_node(node, answer, here, "4 CPU", False, unseen)]
 
-    (said,) = of_node(Answer(nodes.NodeReport([ok("CPU", "4 cores")], here, True)))
-    assert said.startswith("  ok       node-7: node: 4 CPU: 1 checks")
-    (said,) = of_node(Answer(nodes.NodeReport([], {**here, "torch": "2.9.0"}, True)))
-    assert said.startswith("  fault    node-7: versions: torch 2.9.0 there, 2.13.0 here; expected the same")
-    (said,) = of_node(Answer(nodes.NodeReport([], here, False)), "this node does not see it")
-    assert said.startswith("  fault    node-7: storage: this node does not see it")
-    (said,) = of_node(Answer(error=ModuleNotFoundError("No module named 'latent_sweep'")))
-    assert said.startswith("  fault    node-7: node: could not be checked: ModuleNotFoundError")
+    (text,) = of_node(Answer(nodes.NodeReport([ok("CPU", "4 cores")], here, True)))
+    assert text.startswith("  ok       node-7: node: 4 CPU: 1 checks")
+    (text,) = of_node(Answer(nodes.NodeReport([], {**here, "torch": "2.9.0"}, True)))
+    assert text.startswith("  fault    node-7: versions: torch 2.9.0 there, 2.13.0 here; expected the same")
+    (text,) = of_node(Answer(nodes.NodeReport([], here, False)), "this node does not see it")
+    assert text.startswith("  fault    node-7: storage: this node does not see it")
+    (text,) = of_node(Answer(error=ModuleNotFoundError("No module named 'latent_sweep'")))
+    assert text.startswith("  fault    node-7: node: could not be checked: ModuleNotFoundError")
 
 
 @pytest.mark.slow
@@ -608,7 +608,7 @@ def test_a_real_server_accepts_the_probe_and_shows_no_trace(tmp_path):
     server = Server(tmp_path / "server", empty_database(tmp_path))
     try:
         server.start()
-        marks = [(found.subject, found.mark) for found in tracker.check_tracker(server.uri, False)]
+        marks = [(finding.subject, finding.mark) for finding in tracker.check_tracker(server.uri, False)]
         assert marks == [("tracker", "ok"), ("MLflow", "ok")]
         assert [experiment.name for experiment in server.client().search_experiments()] == ["Default"]
     finally:

@@ -1,4 +1,4 @@
-"""How commands end that are cut off: by SIGTERM, by a reader that has gone, by a stream without the characters."""
+"""How commands end on SIGTERM, without a reader, and with a limited encoding."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from latent_sweep.run import run_command
 
 STEPS = 24
 LONG = tiny(trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=5, search={})
-"""One trial that is cut inside its second task."""
+"""One trial that is interrupted in its second task."""
 
 STUBBORN = """
 import argparse, sys, time
@@ -37,7 +37,7 @@ sys.exit(run_command(command, argparse.Namespace()))
 
 
 def runs(process):
-    """Whether a process still runs; one that nothing has collected yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -99,7 +99,7 @@ def test_a_second_sigterm_ends_the_process_at_once():
 
 @pytest.mark.parametrize("raised_anew", [False, True])
 def test_the_exit_code_identifies_the_signal(raised_anew, capsys):
-    """Also where Ray's own code raises a KeyboardInterrupt in the place of ours."""
+    """Even if Ray raises a new KeyboardInterrupt instead of ours."""
     before = signal.getsignal(signal.SIGTERM)
 
     def command(options):
@@ -130,7 +130,7 @@ def test_an_ignored_sigterm_stays_ignored(capsys):
 
 
 def command(*arguments, shell="", **environment):
-    """A command of the console script in a process of its own, behind which a shell may put something."""
+    """Run the console script in a shell, which may append redirections or pipes."""
     line = f'"{sys.executable}" -m latent_sweep.cli.main "$@"{shell}'
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line, "bash", *arguments],

@@ -1,4 +1,4 @@
-"""Whole sweeps in this process, with random weights: what they leave on disk and in MLflow, and what they repeat."""
+"""Whole sweeps in this process with random weights: files, MLflow, and what a second run repeats."""
 
 import contextlib
 import csv
@@ -45,7 +45,7 @@ assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The tiny sweep, run to its end and mirrored into a database of its own."""
+    """The tiny sweep, finished and uploaded to its own database."""
     folder = tmp_path_factory.mktemp("finished")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     path = write(folder, tiny(**ROUTED, run__tracking__uri=uri, run__page=True))
@@ -59,7 +59,7 @@ def modified(folder):
 
 @pytest.mark.parametrize("command", [["run"], ["plan"], ["doctor", "--device", "cpu"]])
 def test_a_cuda_device_without_requested_gpus_is_refused(command, tmp_path, capsys, monkeypatch):
-    """Before anything is started: every trial would fail."""
+    """Before anything starts, as every trial would fail."""
     monkeypatch.setattr("latent_sweep.doctor.examination.method_checks", lambda device: [])
     path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
     assert main([*command, path]) == (1 if command[0] == "doctor" else 2)
@@ -71,7 +71,7 @@ def test_a_cuda_device_without_requested_gpus_is_refused(command, tmp_path, caps
 
 def test_a_local_run_may_use_a_gpu_without_requesting_it(tmp_path, capsys):
     path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
-    main(["run", path, "--local"])  # which finds out whether there is one
+    main(["run", path, "--local"])  # may fail, if there is none
     assert "a worker sees no GPU" not in capsys.readouterr().err
 
 
@@ -297,7 +297,7 @@ def test_combinations_with_and_without_a_router_run_in_one_sweep(tmp_path, capsy
 
 @pytest.fixture(scope="module")
 def diverged(tmp_path_factory):
-    """A sweep one of whose two trials has failed, and what its run has printed."""
+    """A sweep with one failed and one finished trial, and its output."""
     folder, printed = tmp_path_factory.mktemp("diverged"), io.StringIO()
     content = tiny(trial__training__epochs=1, search={"training.learning_rate": [0.1, 1e30]})
     with contextlib.redirect_stdout(printed):
@@ -349,7 +349,7 @@ def test_a_scheduler_that_needs_ray_is_reported_without_it(tmp_path):
 
 @pytest.mark.parametrize("since", [("started", {"attempt": 2}), ("lost", {"kind": "damaged", "message": "cut short"})])
 def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, capsys, since):
-    """A scheduler has stopped it, a mend of it was cut short, and then its data has changed."""
+    """A scheduler stopped the trial, a repair was interrupted, and then its data changed."""
     own = write_benchmark(tmp_path / "own")
     path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"seed": [0]}))
     assert main(["run", path, "--local"]) == 0
@@ -373,7 +373,7 @@ def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, cap
     ids=["test row", "training row"],
 )
 def test_a_changed_example_repeats_only_dependent_stages(tmp_path, capsys, split, stages_repeated, learned_again):
-    """Once that is asked for: until then, results of either rows would stand in one table."""
+    """With --replace only: otherwise one table would mix results of old and new data."""
     own = write_benchmark(tmp_path / "own")
     path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"router.components": [2]}))
     assert main(["run", path, "--local"]) == 0
@@ -411,20 +411,20 @@ def test_a_corrupt_snapshot_is_learned_again(finished, tmp_path):
     trial = next(iter(sweep_folder(tmp_path)))
     snapshot = tmp_path / "runs" / trial.read_json("result.json")["snapshots"][1]
     snapshot.write_bytes(snapshot.read_bytes()[:-1] + b"\x00")
-    (trial.path / "scores.json").unlink()  # so that somebody reads it
+    (trial.path / "scores.json").unlink()  # so that it is read
     assert main(["run", write(tmp_path, tiny(**ROUTED)), "--local"]) == 0
     assert results(sweep_folder(tmp_path)) == before
     assert list((tmp_path / "runs" / "snapshots" / "damaged").iterdir())
 
 
 def test_an_unreachable_tracker_delays_only_the_upload(finished, tmp_path, capsys, monkeypatch):
-    shutil.copy(finished[0] / "mlflow.db", tmp_path)  # making a new one takes seconds
+    shutil.copy(finished[0] / "mlflow.db", tmp_path)  # creating one takes seconds
     content = tiny(
         name="late", trial__training__epochs=1, search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}"
     )
 
     def refuse(uri):
-        raise ConnectionError("nobody there")
+        raise ConnectionError("no server")
 
     with monkeypatch.context() as patch:
         patch.setattr(mlflow_tracker, "quiet_client", refuse)
@@ -439,7 +439,7 @@ def test_an_unreachable_tracker_delays_only_the_upload(finished, tmp_path, capsy
 
 @pytest.mark.slow
 def test_two_drivers_on_one_storage_learn_every_stage_once(tmp_path):
-    """Two sweep files at the same time, alike but for names and the order of their seeds."""
+    """Two sweep files that differ in name and the order of seeds, run at the same time."""
     shared = {"trial__training__epochs": 4, "run__storage": str(tmp_path / "runs")}
     contents = [
         tiny(name="one", search={"seed": [0, 1]}, **shared),

@@ -61,8 +61,8 @@ def _init(options: argparse.Namespace) -> int:
         print("\n".join(f"{name:{width}}  {first_comment(file)}" for name, file in packaged.items()))
         return 0
     if options.copy is not None and options.copy not in packaged:
-        found = unknown_name(options.copy, packaged, "sweep")
-        raise ConfigError(f"--copy: {found}; there are {', '.join(packaged)}")
+        message = unknown_name(options.copy, packaged, "sweep")
+        raise ConfigError(f"--copy: {message}; there are {', '.join(packaged)}")
     if (name := options.sweep or options.copy) is None:
         raise ConfigError("init: found no name; give the sweep's name, or --list to see the sweep files of the package")
     path = local_path(name)
@@ -71,9 +71,9 @@ def _init(options: argparse.Namespace) -> int:
     own = path.with_name(f"{path.stem}_tasks")
     if options.copy is not None and options.own:
         raise ConfigError("--copy: found --own, too; a copied sweep has its benchmark, so leave one of the two out")
-    for there in (path, own) if options.own else (path,):
-        if there.exists():
-            raise ConfigError(f"{there}: already exists; remove it, or choose another name")
+    for target in (path, own) if options.own else (path,):
+        if target.exists():
+            raise ConfigError(f"{target}: already exists; remove it, or choose another name")
     if options.copy is not None:
         text = packaged[options.copy].read_text(encoding="utf-8")
     else:
