@@ -212,11 +212,11 @@ def settings_classes():
 
 
 def test_every_setting_has_its_sentence():
-    to_nfc = {
+    composed = {
         ("TrialSettings", group) for group in ("method", "router", "backbone", "benchmark", "training", "evaluation")
     }
     described_by_their_group = (
-        to_nfc | {("Sweep", name) for name in ("name", "grid", "draws", "run", "tune")} | {("Draw", "kind")}
+        composed | {("Sweep", name) for name in ("name", "grid", "draws", "run", "tune")} | {("Draw", "kind")}
     )
     silent = {
         (kind.__name__, name)

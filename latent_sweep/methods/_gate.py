@@ -17,13 +17,12 @@ from latent_sweep.methods._gpm import (
     MEMORY_ADVICE,
     RELEASED_CHUNKS,
     GpmSettings,
-    Snapshots,
     added_columns,
     check_case,
     columns,
     statistics_batches,
 )
-from latent_sweep.methods.protocol import TaskData, without
+from latent_sweep.methods.protocol import Snapshots, TaskData, without
 from latent_sweep.settings import FROM_PRESET, LEFT_OUT_AT_DEFAULT, Settings
 
 if TYPE_CHECKING:

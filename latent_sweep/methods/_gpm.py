@@ -13,7 +13,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
-from latent_sweep.methods.protocol import MethodContext, TaskData, without
+from latent_sweep.methods.protocol import MethodContext, Snapshots, TaskData, without
 from latent_sweep.settings import FROM_PRESET, LEFT_OUT_AT_DEFAULT, Settings
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ Design = Literal["svd", "random_project"]
 
 MEMORY_ADVICE = "Lower method.gpm.eps_0, raise method.gpm.ramp, or set method.gpm.energy: sigma4"
 
-Snapshots = Sequence[Mapping[str, "Tensor"]]
 Adapt = Callable[[Sequence[Example]], "Adaptation"]
 
 

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -155,23 +155,6 @@ def unpadded(ids: Tensor) -> list[list[int]]:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-class _DrawSettings(Protocol):
-    """How pseudo-samples are generated; `Lfpt5Settings` documents the fields."""
-
-    @property
-    def sample_length(self) -> int: ...
-    @property
-    def samples_per_label(self) -> int: ...
-    @property
-    def samples_per_task(self) -> int: ...
-    @property
-    def tries(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class Samples:
     """Examples of one earlier task that a prompt has written."""
@@ -201,9 +184,13 @@ class Samples:
 
 
 def draw(
-    context: MethodContext, prompt: Tensor, format: RowFormat, settings: _DrawSettings, generator: torch.Generator
+    context: MethodContext, prompt: Tensor, format: RowFormat, settings: Any, generator: torch.Generator
 ) -> Samples:
-    """Have a prompt (vectors, d) write examples of an earlier task until enough are well-formed or tries run out."""
+    """Have a prompt (vectors, d) write examples of an earlier task until enough are well-formed or tries run out.
+
+    Args:
+        settings: `Lfpt5Settings`.
+    """
     s, writer = settings, Adaptation(prompt=prompt)
     sampler = Sampler(s.top_k, s.repetition_penalty, generator)
     question = [*format.name, *virtual_tokens(len(prompt))]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.protocol import Learner, Method, TaskData
+from latent_sweep.methods.protocol import Learner, Method, Snapshots, TaskData
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,7 @@ def defined_in(kind: type, member: str) -> type:
     return next(base for base in kind.__mro__ if member in vars(base))
 
 
-def new_learner(method: Method, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Learner:
+def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
     """Begin a task.
 
     Raises:
@@ -85,9 +85,7 @@ def facts(learner: Learner) -> dict[str, float]:
     return numbers
 
 
-def gates(
-    method: Method, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
-) -> npt.NDArray[np.float64]:
+def gates(method: Method, history: Snapshots, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
     """Return a method's gates, (rows, snapshots).
 
     Raises:

@@ -12,15 +12,15 @@ No code was released for language models with LoRA; `preset: official` trains th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import DataError, NonFiniteLoss
-from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
-from latent_sweep.methods.protocol import MethodContext, TaskData, without
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, o_lora_scripts
+from latent_sweep.methods.protocol import MethodContext, Snapshots, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,11 +65,7 @@ class Ewc(LoraMethod):
     settings_class = EwcSettings
     gradient_rows = FISHER_BATCH
     settings: EwcSettings
-
-    @classmethod
-    def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return SeqLoRA's scripts; none were released for LoRA."""
-        return o_lora_scripts(family, benchmark)
+    official = staticmethod(o_lora_scripts)  # none were released for LoRA
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out the weight at the first task, and how F is summed unless two earlier tasks are weighted."""
@@ -78,7 +74,7 @@ class Ewc(LoraMethod):
             unread += ["fisher", "gamma"]
         return without(super().stage_identity(position), *unread)
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> EwcLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> EwcLearner:
         """Continue from the previous pair.
 
         Raises:
@@ -92,7 +88,7 @@ class Ewc(LoraMethod):
         pair, anchors = self.carried(task, history), self._anchors(history)
         return EwcLearner(pair, self.outputs, self.settings, anchors, task, self.context)
 
-    def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[LoraPair, LoraPair]]:
+    def _anchors(self, history: Snapshots) -> list[tuple[LoraPair, LoraPair]]:
         """Return each (F, theta*) that holds the new pair."""
         device = self.context.backbone.device
         own = ((snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history)

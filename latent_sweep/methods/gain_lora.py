@@ -31,7 +31,7 @@ from latent_sweep.methods.lora import (
     gain_lora_scripts,
 )
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, TaskData, without
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, Snapshots, TaskData, without
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -147,9 +147,7 @@ class GainLora(TaskAdapterMethod):
 
     # --- learning and answering ---
 
-    def gates(
-        self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
-    ) -> npt.NDArray[np.float64]:
+    def gates(self, history: Snapshots, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
         """Return g_t(x) for each snapshot's gate and prompt."""
         import torch
 
@@ -166,7 +164,7 @@ class GainLora(TaskAdapterMethod):
         if self.settings.design:
             try_reading(self.settings.gpm, self.context, task)
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> GainLoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> GainLoraLearner:
         """Start a new pair behind a new gate that is closed for earlier prompts."""
         s, table = self.settings, self.context.backbone.embedding_table
         gate = NewGate(s.gate, s.gpm, table, task, history)

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from latent_sweep.methods.lora import LoraLearner, Scripts, TaskAdapterMethod, TaskAdapterSettings, o_lora_scripts
-from latent_sweep.methods.protocol import TaskData
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from latent_sweep.methods.lora import LoraLearner, TaskAdapterMethod, TaskAdapterSettings, o_lora_scripts
+from latent_sweep.methods.protocol import Snapshots, TaskData
 
 
 class IncLoraSettings(TaskAdapterSettings):
@@ -26,12 +22,8 @@ class IncLora(TaskAdapterMethod):
     """`dW = s sum_t B_t A_t`, where only the newest pair is trained."""
 
     settings_class = IncLoraSettings
+    official = staticmethod(o_lora_scripts)
 
-    @classmethod
-    def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return O-LoRA's scripts, which also run this method."""
-        return o_lora_scripts(family, benchmark)
-
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
         """Start a new pair in addition to the earlier ones."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history))

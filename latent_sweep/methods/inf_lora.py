@@ -17,7 +17,7 @@ from pydantic import Field
 
 from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm, try_reading
 from latent_sweep.methods.lora import LoraLearner, Scripts, TaskAdapterMethod, TaskAdapterSettings, gain_lora_scripts
-from latent_sweep.methods.protocol import TaskData
+from latent_sweep.methods.protocol import Snapshots, TaskData
 from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class InfLora(TaskAdapterMethod):
         """Read the inputs of a few rows; `random_project` would read them only after the first task."""
         try_reading(self.settings.gpm, self.context, task)
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> InfLoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> InfLoraLearner:
         """Design A for a new pair with B = 0."""
         s = self.settings
         memory = InputMemory(s.gpm, s.design, self.context, task, history)

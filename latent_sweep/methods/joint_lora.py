@@ -6,14 +6,11 @@ weight is its number of examples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
-from latent_sweep.methods.protocol import TaskData
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, o_lora_scripts
+from latent_sweep.methods.protocol import Snapshots, TaskData
 
 
 class JointLoraSettings(LoraSettings):
@@ -27,11 +24,7 @@ class JointLora(LoraMethod):
     """One pair for all tasks, trained in the first stage."""
 
     settings_class = JointLoraSettings
-
-    @classmethod
-    def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return SeqLoRA's scripts."""
-        return o_lora_scripts(family, benchmark)
+    official = staticmethod(o_lora_scripts)
 
     def reads_history(self, position: int) -> bool:
         """Return False: no stage reads another's snapshot."""
@@ -41,6 +34,6 @@ class JointLora(LoraMethod):
         """Return all tasks for the first stage, none for later ones."""
         return range(n_tasks) if position == 0 else ()
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
         """Start a new pair."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings)

@@ -7,14 +7,13 @@ Departure: the released code keeps the checkpoint with the best validation loss;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
 from latent_sweep.methods.lora import LoraMethod, Scripts
-from latent_sweep.methods.protocol import TaskData, without
+from latent_sweep.methods.protocol import Snapshots, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +50,7 @@ class KifLora(LoraMethod):
         """Leave out the settings of the fusion at the first task, which has nothing to fuse with."""
         return without(super().stage_identity(position), *(() if position else FUSION))
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> KifLoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> KifLoraLearner:
         """Continue from the fused pair."""
         previous = history[-1] if history else None
         return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)

@@ -22,6 +22,7 @@ from latent_sweep.methods.protocol import (
     LowRankPairs,
     Method,
     MethodSettings,
+    Snapshots,
     TaskData,
     without,
 )
@@ -154,7 +155,7 @@ class LatentLora(Method):
             self._space = LatentSpace(factors, s.s, s.sigma_side, backbone.device, backbone.model.dtype, kind)
         return self._space
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LatentLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> LatentLearner:
         """Start a new R, with the penalty against the earlier ones if lambda > 0."""
         import torch
 
@@ -183,7 +184,7 @@ class LatentLora(Method):
         rights = [right.float().T for right in space.rights]
         return LowRankPairs(rights, space.lefts_times(R, torch.float32), self.settings.s)
 
-    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         """Answer each row with R(x) = sum_t w_t(x) R_t, equation (15)."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.latent import merge

@@ -37,7 +37,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.backbones.registry import EMBEDDED, dropout_rate
-from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData, without
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings, Snapshots, TaskData, without
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Lfpt5(Method):
         separator(self.context.backbone)
         check_inputs(task)
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Lfpt5Learner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> Lfpt5Learner:
         """Continue from the previous prompt, with pseudo-samples of every earlier task that it generates now."""
         from latent_sweep.methods._pseudo_samples import RowFormat, draw
 
@@ -164,7 +164,7 @@ class Lfpt5(Method):
         samples = [draw(self.context, prompt, of_task, self.settings, generator) for of_task in earlier]
         return Lfpt5Learner(self, prompt, format, samples)
 
-    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         """Answer with the newest prompt."""
         from latent_sweep.adapters.bank import Adaptation
 

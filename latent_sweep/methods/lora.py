@@ -16,7 +16,15 @@ from pydantic import Field
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.backbones.registry import EMBEDDED, dropout_rate, family_of
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, LowRankPairs, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import (
+    ADAPTER_COMBINATIONS,
+    Learner,
+    LowRankPairs,
+    Method,
+    MethodSettings,
+    Snapshots,
+    TaskData,
+)
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -189,7 +197,7 @@ class LoraMethod(Method):
 
         return new_pair(self.context.backbone.targets, self.rank(), task.generator("start"))
 
-    def carried(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraPair:
+    def carried(self, task: TaskData, history: Snapshots) -> LoraPair:
         """Return the newest snapshot's pair, or a new one for the first task."""
         return self.pair(history[-1]) if history else self.fresh(task)
 
@@ -203,7 +211,7 @@ class LoraMethod(Method):
         A = [own[:, :n] for own, n in zip(snapshot["A"], self.inputs, strict=True)]
         return LowRankPairs(A, snapshot["B"].split(self.outputs), self.settings.s)
 
-    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         """Answer each row with its own weighted sum of pairs."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import merged
@@ -232,7 +240,7 @@ class TaskAdapterMethod(LoraMethod):
             del identity["old_branch_grad"]
         return identity
 
-    def active(self, history: Sequence[Mapping[str, Tensor]]) -> Sequence[Delta]:
+    def active(self, history: Snapshots) -> Sequence[Delta]:
         """Return the deltas of the frozen earlier pairs that are active in training."""
         from latent_sweep.adapters.lora import DeltaSum, summed
 

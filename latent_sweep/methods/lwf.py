@@ -10,14 +10,14 @@ pair as SeqLoRA.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import Outputs
-from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
-from latent_sweep.methods.protocol import MethodContext, TaskData, without
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, o_lora_scripts
+from latent_sweep.methods.protocol import MethodContext, Snapshots, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +41,7 @@ class Lwf(LoraMethod):
 
     settings_class = LwfSettings
     settings: LwfSettings
-
-    @classmethod
-    def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return SeqLoRA's scripts; none were released for LoRA."""
-        return o_lora_scripts(family, benchmark)
+    official = staticmethod(o_lora_scripts)  # none were released for LoRA
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out both settings at the first task, which has no teacher, and tau if the divergence has no weight."""
@@ -54,7 +50,7 @@ class Lwf(LoraMethod):
             unread += ["temperature"]
         return without(super().stage_identity(position), *unread)
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
         """Continue from the previous pair, which is also the teacher."""
         pair = self.carried(task, history)
         if not history or not self.settings.alpha_kd:

@@ -8,7 +8,7 @@ the released prompts name the task and its data set; here no method sees them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -24,7 +24,7 @@ from latent_sweep.methods.lora import (
     gain_lora_scripts,
     o_lora_scripts,
 )
-from latent_sweep.methods.protocol import TaskData
+from latent_sweep.methods.protocol import Snapshots, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -116,13 +116,13 @@ class OLora(TaskAdapterMethod):
         s = self.settings
         return _at(position, s.lambda_1) if position else 0.0, _at(position, s.lambda_2)
 
-    def penalty(self, position: int, history: Sequence[Mapping[str, Tensor]]) -> OLoraPenalty:
+    def penalty(self, position: int, history: Snapshots) -> OLoraPenalty:
         """Return the penalty for the task at this position."""
         lambda_1, lambda_2 = self.coefficients(position)
         earlier = [self.pair(snapshot)[0] for snapshot in history] if lambda_1 else []
         return OLoraPenalty(earlier, self.outputs, lambda_1, lambda_2, self.settings.penalty)
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> OLoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> OLoraLearner:
         """Start a new pair under the penalty."""
         penalty = self.penalty(task.position, history)
         return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)

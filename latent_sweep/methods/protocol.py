@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.bank import Adaptation, AdapterBank
     from latent_sweep.backbones.loading import Backbone
 
+Snapshots = Sequence[Mapping[str, "Tensor"]]
+"""Tensors of the snapshots of several tasks, oldest first."""
+
 Combination = Literal["soft", "hard", "ngram", "gates", "sum", "last", "oracle"]
 
 ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "ngram", "last", "oracle")
@@ -205,7 +208,7 @@ class Method:
         random numbers and leave nothing behind.
         """
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Learner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> Learner:
         """Make a learner for this task.
 
         Args:
@@ -220,16 +223,14 @@ class Method:
         """Return the token ids that the model reads for this prompt when it answers; may add virtual tokens."""
         return list(ids)
 
-    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         """Return the adaptation in which these snapshots answer, weighted row by row: weights (rows, snapshots).
 
         A single row of weights applies to every row of any batch.
         """
         raise NotImplementedError
 
-    def gates(
-        self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
-    ) -> npt.NDArray[np.float64]:
+    def gates(self, history: Snapshots, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
         """Return the weights of the combination `gates`, (rows, snapshots), from the prompts alone."""
         raise NotImplementedError
 

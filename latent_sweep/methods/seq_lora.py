@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
-from latent_sweep.methods.protocol import TaskData
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, o_lora_scripts
+from latent_sweep.methods.protocol import Snapshots, TaskData
 
 
 class SeqLoraSettings(LoraSettings):
@@ -23,12 +19,8 @@ class SeqLora(LoraMethod):
     """One pair trained on all tasks in turn, with a new optimizer for each."""
 
     settings_class = SeqLoraSettings
+    official = staticmethod(o_lora_scripts)
 
-    @classmethod
-    def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return O-LoRA's scripts, which also run this method."""
-        return o_lora_scripts(family, benchmark)
-
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
         """Continue from the previous pair."""
         return LoraLearner(self.carried(task, history), self.outputs, self.settings)

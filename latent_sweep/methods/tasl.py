@@ -10,14 +10,14 @@ and o projections, here the backbone's targets; it keeps the checkpoint with the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
 from latent_sweep.methods.lora import LoraMethod, Scripts
-from latent_sweep.methods.protocol import TaskData, without
+from latent_sweep.methods.protocol import Snapshots, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class Tasl(LoraMethod):
         """Leave out the settings of the consolidation at the first task, which has nothing to consolidate."""
         return without(super().stage_identity(position), *(() if position else CONSOLIDATION))
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> TaslLearner:
+    def begin_task(self, task: TaskData, history: Snapshots) -> TaslLearner:
         """Continue from the consolidated pair."""
         previous = history[-1] if history else None
         return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings, Snapshots, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,11 +42,11 @@ class ZeroShot(Method):
         """Return 0: nothing is trained."""
         return 0
 
-    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> NothingToLearn:
+    def begin_task(self, task: TaskData, history: Snapshots) -> NothingToLearn:
         """Make a learner without parameters."""
         return NothingToLearn()
 
-    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         """Leave the backbone bare."""
         from latent_sweep.adapters.bank import Adaptation
 
