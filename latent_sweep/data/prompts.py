@@ -16,7 +16,7 @@ The default truncation, `keep_cue`, differs from the released code only in keepi
 right, so a long prompt loses the words that ask for the answer. If a task asks its question after a passage, `keep_cue`
 loses the question or its end: with T5's 512 tokens in 68 of the 100 test examples of Quoref (task002) and 185 of 1,000
 of MultiRC. `keep_ends` keeps it, but departs further from the published protocol: it changes 3,372 training examples of
-the two benchmarks, 2,024 of them in tasks without a question. `latent_sweep/data/README.md` has counts by task.
+the two benchmarks, 2,024 of them in tasks without a question. docs/data.md has counts by task.
 """
 
 from __future__ import annotations

@@ -80,13 +80,13 @@ def settings_of(name: object = "builtin", **changes: object) -> BenchmarkSetting
 
 
 def user_benchmark(folder: Path, rows: list[dict[str, object]] | None = None, **task: object) -> BenchmarkSpec:
-    """A benchmark of one task, `colour`, with `rows` for training and for test."""
-    (folder / "colour").mkdir(parents=True)
-    content = {"tasks": [{"name": "colour", "metric": "accuracy", "instruction": "Name the colour.", **task}]}
+    """A benchmark of one task, `color`, with `rows` for training and for test."""
+    (folder / "color").mkdir(parents=True)
+    content = {"tasks": [{"name": "color", "metric": "accuracy", "instruction": "Name the color.", **task}]}
     (folder / "benchmark.yaml").write_text(json.dumps(content))
     for split in ("train", "test"):
         lines = [json.dumps(row) for row in rows or numbered_rows(40)]
-        (folder / "colour" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "color" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return load_benchmark(str(folder))
 
 
@@ -132,43 +132,40 @@ def test_a_benchmark_is_cached_until_its_file_changes(tmp_path: Path) -> None:
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 
-def test_superni_prompt_is_exact() -> None:
-    spec = load_benchmark("superni")
-    task = next(task for task in spec.tasks if task.name == "task591")
-    assert "".join(prompt_parts(spec, task, "What floats?\nThink.")) == (
-        "Definition: Given a scientific question, generate a correct answer to it.\n"
-        "\n"
-        "Now complete the following example -\n"
-        "Input: What floats?\nThink.\n"
-        "Output: "
-    )
-
-
-def test_long_sequence_prompt_is_exact() -> None:
-    spec = load_benchmark("long_sequence")
-    tasks = {task.name: task for task in spec.tasks}
-    assert "".join(prompt_parts(spec, tasks["sst2"], "Text: a fine film")) == (
-        "Make a judgement on the sentiment of the given text.\nText: a fine film\nOutput: "
-    )
-    assert "".join(prompt_parts(spec, tasks["copa"], "Which one?\nA: x\nB: y")) == "Which one?\nA: x\nB: y\nOutput: "
-
-
-def test_plain_prompt_is_exact() -> None:
-    spec = load_benchmark("builtin")
-    task = next(task for task in spec.tasks if task.name == "mood")
-    assert "".join(prompt_parts(spec, task, "The bed was fine.")) == (
-        "Mark this guest review.\n\nThe bed was fine.\nOutput: "
-    )
-    silent = task.model_copy(update={"instruction": ""})
-    assert "".join(prompt_parts(spec, silent, "Hello")) == "Hello\nOutput: "
-
-
-def test_braces_in_an_instruction_are_literal() -> None:
-    spec = load_benchmark("superni")
-    task = spec.tasks[0].model_copy(update={"instruction": "Fill {0} and {name}."})
-    assert prompt_parts(spec, task, "{x}") == PromptParts(
-        "Definition: Fill {0} and {name}.\n\nNow complete the following example -\nInput: ", "{x}", "\nOutput: "
-    )
+@pytest.mark.parametrize(
+    ("benchmark", "name", "changes", "text", "prompt"),
+    [
+        (
+            "superni",
+            "task591",
+            {},
+            "What floats?\nThink.",
+            "Definition: Given a scientific question, generate a correct answer to it.\n\n"
+            "Now complete the following example -\nInput: What floats?\nThink.\nOutput: ",
+        ),
+        (
+            "superni",
+            "task591",
+            {"instruction": "Fill {0} and {name}."},
+            "{x}",
+            "Definition: Fill {0} and {name}.\n\nNow complete the following example -\nInput: {x}\nOutput: ",
+        ),
+        (
+            "long_sequence",
+            "sst2",
+            {},
+            "Text: a fine film",
+            "Make a judgement on the sentiment of the given text.\nText: a fine film\nOutput: ",
+        ),
+        ("long_sequence", "copa", {}, "Which one?\nA: x\nB: y", "Which one?\nA: x\nB: y\nOutput: "),
+        ("builtin", "mood", {}, "The bed was fine.", "Mark this guest review.\n\nThe bed was fine.\nOutput: "),
+        ("builtin", "mood", {"instruction": ""}, "Hello", "Hello\nOutput: "),
+    ],
+)
+def test_prompts_are_exact(benchmark: str, name: str, changes: dict[str, str], text: str, prompt: str) -> None:
+    spec = load_benchmark(benchmark)
+    task = next(task for task in spec.tasks if task.name == name).model_copy(update=changes)
+    assert "".join(prompt_parts(spec, task, text)) == prompt
 
 
 def test_prompt_that_fits_is_the_tokenized_string() -> None:
@@ -355,21 +352,21 @@ def test_two_orders_with_the_same_first_task_need_a_key(tmp_path: Path) -> None:
 
 def test_a_users_folder_needs_little(tmp_path: Path) -> None:
     rows = [{"input": "sky", "output": ["blue", "azure"], "id": "s"}, {"input": "grass", "output": "green"}]
-    spec = user_benchmark(tmp_path / "colours", rows)
+    spec = user_benchmark(tmp_path / "colors", rows)
     task = spec.tasks[0]
-    assert (spec.name, spec.title, spec.orders) == ("colours", "colours", {"1": ("colour",)})
-    assert (task.title, task.folder) == ("colour", "colour")
+    assert (spec.name, spec.title, spec.orders) == ("colors", "colors", {"1": ("color",)})
+    assert (task.title, task.folder) == ("color", "color")
     assert load_examples(spec, task, "test", settings_of(tmp_path)) == [
         Example("s", "sky", ("blue", "azure")),
-        Example("colour-test-1", "grass", ("green",)),
+        Example("color-test-1", "grass", ("green",)),
     ]
 
 
 def test_json_layouts_read_the_same(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path)
-    task, settings, file = spec.tasks[0], settings_of(tmp_path), tmp_path / "colour" / "train.json"
+    task, settings, file = spec.tasks[0], settings_of(tmp_path), tmp_path / "color" / "train.json"
     expected = load_examples(spec, task, "train", settings)
-    (tmp_path / "colour" / "train.jsonl").unlink()
+    (tmp_path / "color" / "train.jsonl").unlink()
     file.write_text(json.dumps({"Definition": ["Name it."], "Instances": numbered_rows(40)}))
     assert load_examples(spec, task, "train", settings) == expected
     flat = [{"sentence": row["input"], "label": row["output"]} for row in numbered_rows(40)]
@@ -410,16 +407,16 @@ def test_json_layouts_read_the_same(tmp_path: Path) -> None:
 )
 def test_malformed_data_names_file_and_row(tmp_path: Path, file: str, content: bytes, message: str) -> None:
     spec = user_benchmark(tmp_path)
-    (tmp_path / "colour" / "train.jsonl").unlink()
-    (tmp_path / "colour" / file).write_bytes(content)
+    (tmp_path / "color" / "train.jsonl").unlink()
+    (tmp_path / "color" / file).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path))
-    assert str(tmp_path / "colour" / file) in str(caught.value)
+    assert str(tmp_path / "color" / file) in str(caught.value)
 
 
 def test_two_files_for_one_split_are_refused(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path)
-    (tmp_path / "colour" / "train.json").write_text("[]")
+    (tmp_path / "color" / "train.json").write_text("[]")
     with pytest.raises(DataError, match=r"train\.jsonl"):
         load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path))
 
@@ -437,7 +434,7 @@ def test_missing_data_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert str(looked_for) in str(caught.value)
 
     own = user_benchmark(tmp_path / "own")
-    (tmp_path / "own" / "colour" / "test.jsonl").unlink()
+    (tmp_path / "own" / "color" / "test.jsonl").unlink()
     with pytest.raises(DataError, match=r"test.json"):
         count_examples(own, own.tasks[0], "test", settings_of(tmp_path))
 
@@ -457,8 +454,8 @@ def test_the_data_folder_may_be_cl_benchmark_or_hold_it(tmp_path: Path, monkeypa
 
 def test_each_split_has_a_file_of_its_own(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path, [{"input": "a", "output": "red"}])
-    (tmp_path / "colour" / "test.jsonl").write_text('{"input": "b", "output": "blue"}\n')
-    (tmp_path / "colour" / "dev.jsonl").write_text('{"input": "c", "output": "green"}\n')
+    (tmp_path / "color" / "test.jsonl").write_text('{"input": "b", "output": "blue"}\n')
+    (tmp_path / "color" / "dev.jsonl").write_text('{"input": "c", "output": "green"}\n')
     task, settings = spec.tasks[0], settings_of(tmp_path)
     assert [row.input for row in load_examples(spec, task, "train", settings)] == ["a"]
     assert [row.input for row in load_examples(spec, task, "test", settings)] == ["b"]
@@ -496,7 +493,7 @@ def test_validation_rows_come_out_of_the_training_subset(tmp_path: Path) -> None
         data_digest(spec, task, "validation", settings),
     }
     assert len(digests) == 3
-    with pytest.raises(DataError, match="'colour': 1 "):
+    with pytest.raises(DataError, match="'color': 1 "):
         load_examples(spec, task, "validation", settings_of(tmp_path, train_per_task=1))
 
 
@@ -559,9 +556,9 @@ def test_digest_names_the_rows_and_the_texts(tmp_path: Path) -> None:
     assert data_digest(spec, task, "test", settings) != digest
     three, four = (data_digest(spec, task, "train", settings_of(tmp_path, train_per_task=n)) for n in (3, 4))
     assert len({three, four, digest}) == 3
-    reworded = task.model_copy(update={"instruction": "Which colour?"})
+    reworded = task.model_copy(update={"instruction": "Which color?"})
     assert data_digest(spec, reworded, "train", settings) != digest
-    with (tmp_path / "colour" / "train.jsonl").open("a") as file:
+    with (tmp_path / "color" / "train.jsonl").open("a") as file:
         file.write('{"input": "new", "output": "red"}\n')
     assert data_digest(spec, task, "train", settings) != digest
     assert count_examples(spec, task, "train", settings) == 41

@@ -51,7 +51,7 @@ def parquet(folder: Path, labels: list[int]) -> bytes:
 def benchmark(folder: Path, **source: Any) -> str:
     mapped = {"hub": DATASET, "input": "{text}", "output": "{label}", "split": {"test": "validation"}} | source
     folder.mkdir()
-    task = {"name": "colour", "metric": "accuracy", "labels": ["red", "blue"], "source": mapped}
+    task = {"name": "color", "metric": "accuracy", "labels": ["red", "blue"], "source": mapped}
     (folder / "benchmark.yaml").write_text(yaml.safe_dump({"tasks": [task]}))
     return str(folder)
 
@@ -85,10 +85,10 @@ def test_a_data_set_of_the_hub_is_loaded_once_at_its_commit(tmp_path: Path) -> N
     assert newest["revision"] == FIRST
     answers = {"train": ["red", "blue", "blue"], "test": ["blue", "red"]}
     assert newest["rows"] == {
-        split: [[f"colour-{split}-{i}", f"thing {i}", [answer]] for i, answer in enumerate(actual)]
+        split: [[f"color-{split}-{i}", f"thing {i}", [answer]] for i, answer in enumerate(actual)]
         for split, actual in answers.items()
     }
-    assert other["rows"]["train"] == [[f"colour-train-{i}", f"thing {i}", ["blue"]] for i in range(3)]
+    assert other["rows"]["train"] == [[f"color-train-{i}", f"thing {i}", ["blue"]] for i in range(3)]
     assert not set(other["digests"]) & set(newest["digests"])
     assert all(part in expected for part in ("'holdout'", DATASET, FIRST))
 

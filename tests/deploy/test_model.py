@@ -294,15 +294,15 @@ def test_a_task_with_rows_of_its_own(mixed, tmp_path):
     model.close()
     model = ContinualModel.from_folder(tmp_path / "model")
     elsewhere = {"train": "absent.csv", "test": "absent.csv"}  # it is learned from the rows that are given
-    colours = TaskSpec(name="colours", metric="accuracy", instruction="Which colour is it?", source=elsewhere)
+    colors = TaskSpec(name="colors", metric="accuracy", instruction="Which color is it?", source=elsewhere)
     rows = [{"input": f"thing number {i} is {'red' if i % 2 else 'blue'}", "output": f"{i % 2}"} for i in range(12)]
-    model.learn(colours, rows=rows[:8], held_out=rows[8:])
-    assert model.tasks == (*TASKS, "colours")
-    actual = model.answer([row["input"] for row in rows[8:]], task="colours")
-    assert {(one.task, one.known) for one in actual} == {("colours", True)}
+    model.learn(colors, rows=rows[:8], held_out=rows[8:])
+    assert model.tasks == (*TASKS, "colors")
+    actual = model.answer([row["input"] for row in rows[8:]], task="colors")
+    assert {(one.task, one.known) for one in actual} == {("colors", True)}
     model.save(tmp_path / "longer")
     again = ContinualModel.from_folder(tmp_path / "longer")
-    assert again.answer([row["input"] for row in rows[8:]], task="colours") == actual
+    assert again.answer([row["input"] for row in rows[8:]], task="colors") == actual
     assert "learned later" in (tmp_path / "longer" / "README.md").read_text()
     for opened in (model, again):
         opened.close()
