@@ -116,7 +116,7 @@ def test_score_rows_metric_names(metric: Metric, expected: float) -> None:
     assert scores.tolist() == [expected]
 
 
-def test_score_rows_of_nothing_is_empty() -> None:
+def test_score_rows_without_rows_is_empty() -> None:
     assert score_rows("rouge_l", [], [], "single_first").shape == (0,)
 
 

@@ -71,7 +71,9 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
                 record.save(_record_path(path, task.spec.name, kind))
     if method.factored:
         digest = context.backbone.weights_digest
-        method.combine([content.learned[0].snapshot.tensors], torch.ones(1, 1))  # makes them where nobody has asked yet
+        method.combine(
+            [content.learned[0].snapshot.tensors], torch.ones(1, 1)
+        )  # computes factors that do not exist yet
         for factors in kept_factors(digest, method.rank(), context.storage.folder / "factors"):
             write_file(path / "factors" / factors.name, factors.read_bytes())
     write_file(path / "README.md", model_card(content, context).encode())

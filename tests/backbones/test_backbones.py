@@ -45,7 +45,7 @@ def on_the_meta_device(name):
 
 @pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED])
 @pytest.mark.one_machine
-def test_shapes_by_formula_are_the_models_own(name):
+def test_shapes_by_formula_equal_the_models(name):
     shapes = target_shapes(REGISTRY[name].family, REGISTRY[name].config)
     pattern = r"(SelfAttention|EncDecAttention)\.[qv]" if REGISTRY[name].family == "t5" else r"self_attn\.[qv]_proj"
     modules = on_the_meta_device(name).named_modules()

@@ -90,7 +90,7 @@ def test_the_cache_grows_within_an_answer(setting, monkeypatch):
     assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST) == expected
 
 
-# --- what is done for a token ----------------------------------------------------------------------------------------
+# --- work per token ----------------------------------------------------------------------------------------
 
 
 class Calls(TorchFunctionMode):
@@ -358,7 +358,7 @@ def test_invalid_sampler_settings_are_refused(top_k, penalty, name):
 # --- where an answer ends --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_active(setting):
+def test_no_adaptation_stays_active(setting):
     backbone, bank, space, R = setting
     ids = torch.arange(4, 14).reshape(2, 5)
     inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
@@ -377,7 +377,7 @@ def test_a_shorter_limit_gives_a_prefix(setting, longest):
     ]
 
 
-def test_a_stop_string_ends_its_row_alone(setting):
+def test_a_stop_string_ends_only_its_row(setting):
     backbone, bank, space, R = setting
     whole = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
     texts = [backbone.tokenizer.decode(answer) for answer in whole]

@@ -187,7 +187,7 @@ def test_each_run_of_a_pack_shares_its_own_prefix(double, kind):
 # --- who shares ------------------------------------------------------------------------------------------------------
 
 
-def test_adaptations_that_differ_from_row_to_row_share_nothing(double):
+def test_adaptations_that_differ_by_row_do_not_share(double):
     backbone, _, space = double
     R = normal(len(space.rights), 5, LATENT_RANK, LATENT_RANK)
     outputs = outputs_of(backbone.targets)
@@ -233,7 +233,7 @@ def test_sharing_must_save_tokens(double, monkeypatch):
     assert isinstance(collate([saves], backbone).inputs["layout"], Padded)
 
 
-def test_an_encoder_reads_both_ways_and_shares_nothing():
+def test_encoders_do_not_share():
     t5 = load_tiny("tiny-t5")
     assert isinstance(collate([rows_with(INSTRUCTION, 4)], t5, uniform=True).inputs["layout"], Padded)
 

@@ -512,7 +512,7 @@ def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
     assert data_digest(spec, task, "train", held_out) == data_digest(spec, task, "train", usual, carve_validation=True)
 
 
-def test_rows_held_out_are_scored_with_their_instruction_as_it_is() -> None:
+def test_held_out_rows_have_verbatim_instructions() -> None:
     spec = load_benchmark("builtin")
     settings = settings_of("builtin", prompts={"definition": "none"})
     held_out = settings.model_copy(update={"score_on": "validation"})
@@ -619,7 +619,7 @@ def tokenise_mood(folder: Path, tokenizer: PreTrainedTokenizerFast | None, **cha
     return tokenized(spec, task, "test", settings, tokenizer, "bytes", "t5", 512, folder)
 
 
-def test_tokenised_rows_hold_prompt_input_target_and_references(tmp_path: Path) -> None:
+def test_tokenized_examples_have_all_columns(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     rows = tokenise_mood(tmp_path, tokenizer)
     assert len(rows) == 6
@@ -632,7 +632,7 @@ def test_tokenised_rows_hold_prompt_input_target_and_references(tmp_path: Path) 
     assert first["references"] == [origin.target]
 
 
-def test_tokenised_rows_are_read_from_the_cache(tmp_path: Path) -> None:
+def test_tokenized_examples_are_cached(tmp_path: Path) -> None:
     first = tokenise_mood(tmp_path, byte_tokenizer())
     again = tokenise_mood(tmp_path, None)  # nothing is tokenized, so no tokenizer is asked
     assert list(again) == list(first)

@@ -62,7 +62,7 @@ def test_no_setting_answers_in_the_words_of_pydantic(kind):
         (GROUPS["benchmark"], {"name": "builtin", "tasks": "mood"}, "tasks", "[mood]"),
     ],
 )
-def test_a_common_mistake_is_answered_with_what_to_write(kind, content, path, written):
+def test_common_mistakes_get_a_correction(kind, content, path, written):
     (line,) = faults_of(kind, **content)
     assert line.startswith(f"{path}: found ")
     assert line.endswith(f"Write {written}") or f"Write {written}, in quotes" in line
@@ -96,7 +96,7 @@ def test_a_decimal_comma_is_recognized():
     assert "0.5" in line
 
 
-def test_what_was_found_holds_no_secret():
+def test_messages_hide_secrets():
     (line,) = faults_of(RunSettings, pack="https://me:hunter22@host/x")
     assert "hunter22" not in line
     assert "hunter22" not in group_advice("https://me:hunter22@host/x", SchedulerSettings)

@@ -76,7 +76,7 @@ def test_routing_keeps_a_real_task_that_another_follows(learned):
         assert facts["losses"]["task"] < 0.5 * facts["first_losses"]["task"]
 
 
-def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(learned, tmp_path, monkeypatch):
+def test_the_generation_cache_does_not_change_the_matrix(learned, tmp_path, monkeypatch):
     """Exactly, in float32: every stage scored with nothing known, on the snapshots of the first run."""
     assert generated_shares(learned)["soft"] == [1.0, 0.5], "the second stage knows the first task's answers"
     forgotten = shutil.ignore_patterns("tiny", "predictions")

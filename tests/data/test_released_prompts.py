@@ -34,7 +34,7 @@ def word_tokenizer():
     )
 
 
-def test_what_is_left_of_a_cut_prompt_is_tokenized_again():
+def test_cut_prompts_are_retokenized():
     """The unknown word is lost, and so is the blank before a mark, which makes another word of both."""
     tokenizer, parts = word_tokenizer(), PromptParts("Sort ", "a , strange list of words", " Output")
     whole = tokenizer("".join(parts), add_special_tokens=False)["input_ids"]

@@ -194,7 +194,7 @@ READINGS = (
 
 
 @pytest.mark.slow
-def test_every_way_of_reading_prompts_routes_as_its_trial(mixed, home):
+def test_every_pooling_routes_as_its_trial(mixed, home):
     """With truncated prompts, so that the router can read more than the model."""
     search = {"router": [{"combine": "soft", **reading} for reading in READINGS]}
     sweep = sweep_of(
@@ -288,7 +288,7 @@ def test_another_process_needs_neither_ray_nor_mlflow(mixed, tmp_path):
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_with_rows_of_its_own(mixed, tmp_path):
+def test_learning_a_task_from_the_callers_rows(mixed, tmp_path):
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     model.save(tmp_path / "model")
     model.close()
