@@ -106,7 +106,7 @@ def commands_of(parser):
 
 
 def test_the_example_of_each_command_parses():
-    """The example of a command's help is one of its own, and nothing in it is unknown."""
+    """Every example starts with its own command and parses."""
     parser = make_parser()
 
     def check(command, *before):
@@ -151,7 +151,7 @@ def test_bash_completes_commands_options_and_choices(tmp_path):
 
 
 def read(capsys, *arguments, code=0):
-    """What a command prints for programs."""
+    """Return the JSON output of a command."""
     assert main([*arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 

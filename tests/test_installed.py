@@ -23,7 +23,7 @@ UNPACKED = ("latent_sweep", "sweeps", "pyproject.toml", "setup.py", "README.md",
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of this checkout, built with the setuptools that this environment has or that pip fetches."""
+    """Build the wheel of this checkout."""
     source = tmp_path_factory.mktemp("source")
     for name in UNPACKED:
         path = REPOSITORY / name

@@ -18,7 +18,7 @@ PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeP
 
 
 def autoscaling(port):
-    """The launcher file of a cluster of imitated machines, as the head on `port` reads it."""
+    """Return the launcher file of a cluster of simulated machines with its head on `port`."""
     return {
         "cluster_name": "imitated",
         "max_workers": 8,
@@ -54,7 +54,7 @@ def autoscaling(port):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """When the first training on the cluster begins."""
+    """Halts the first training on the cluster at its start."""
     return at_step(tmp_path_factory.mktemp("moment") / "moment", position=0, step=1)
 
 

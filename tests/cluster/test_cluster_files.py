@@ -26,7 +26,7 @@ MACHINES = {
     "a2-highgpu-1g": (12, 1, "A100-40G"),
     "a2-ultragpu-1g": (12, 1, "A100-80G"),
 }
-"""What the clouds say of their machines: CPUs, GPUs, and which."""
+"""Machine types of the clouds: CPUs, GPUs, and the kind of GPU."""
 PLACEHOLDER = "sg-of-aws-setup"
 
 
@@ -46,7 +46,7 @@ def machine_of(node_type):
 
 
 def prepared(launcher):
-    """What the launcher makes of a file: missing settings filled in, then checked."""
+    """Return a file as the launcher reads it, with defaults filled in and validated."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = prepare_config(copy.deepcopy(launcher))
@@ -92,7 +92,7 @@ def is_spot(node_type):
 
 
 def launched(launcher, packs, accelerator="A100"):
-    """The machines that Ray's autoscaler asks for, by type, where so many packs of one GPU wait."""
+    """Return the machines that Ray's autoscaler requests, by type, for a number of waiting packs with one GPU each."""
     from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
     from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
     from ray.core.generated.autoscaler_pb2 import ResourceRequest, ResourceRequestByCount
@@ -128,7 +128,7 @@ def test_spot_machines_are_preferred_to_on_demand_ones(name, packs):
 
 
 def test_ray_requests_a_refused_type_again_as_documented():
-    """Once it takes the next best type instead, the README need not tell how to go on by hand."""
+    """If Ray falls back to the next type one day, the documented manual steps can go."""
     from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
     from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
 
@@ -193,7 +193,7 @@ def test_aws_knows_every_field_and_machine():
 
 
 def google_faults(value, schema, schemas, path):
-    """Where `value` differs from a schema of Google's discovery document: unknown fields, wrong kinds or words."""
+    """Yield differences from a schema of Google's discovery document: unknown fields, wrong types or values."""
     schema = schemas[schema["$ref"]] if "$ref" in schema else schema
     kinds = {"object": dict, "array": list, "boolean": bool, "string": str, "integer": int, "number": (int, float)}
     expected = (str, int) if schema.get("format") in ("int64", "uint64") else kinds[schema["type"]]
@@ -353,7 +353,7 @@ def ray_groups():
 
 
 def kuberay_node_types():
-    """The node types that Ray's autoscaler reads out of the manifest."""
+    """Return the node types that Ray's autoscaler reads from the manifest."""
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
     return _derive_autoscaling_config_from_ray_cr(ray_cluster())["available_node_types"]

@@ -1,4 +1,4 @@
-"""Where the results of jobs are found: by the next job, and by name from the repository."""
+"""Results of jobs are found by the next job, and by name from the repository."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 SWEEP = tiny(
     search={"method.ortho_lambda": [0.0, 1e-5]}, trial__training__epochs=1, run={"storage": "runs", "page": False}
 )
-"""Two trainings that share their first stage; storage and tracker are relative, as in the sweeps of the repository."""
+"""Two trainings that share their first stage, with relative storage and tracker as in the packaged sweeps."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def write(checkout, content):
 
 
 def submit(cluster, checkout, *options, sweep="sweeps/tiny.yaml"):
-    """Submit a sweep as the README says, from the repository; return what came of it."""
+    """Submit a sweep from the repository as documented; return the finished process."""
     command = ["ray", "job", "submit", "--address", cluster.dashboard, *options]
     return done([*command, "--", "python", "-m", "latent_sweep.run", sweep], cluster.environment, checkout)
 
@@ -63,7 +63,7 @@ def done(command, environment, folder):
 
 @pytest.fixture(scope="module")
 def submitted(cluster, checkout):
-    """The sweep, submitted twice with its working directory: the second time with another lambda."""
+    """Submit the sweep twice with its working directory, the second time with another lambda."""
     first = submit(cluster, checkout, "--working-dir", ".")
     assert first.returncode == 0, first.stdout
     before = {trial.trial_id: trial.events() for trial in sweep_folder(checkout)}

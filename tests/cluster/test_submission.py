@@ -1,4 +1,4 @@
-"""Sweeps submitted to a real cluster as people do it: `ray job submit`, with a token, from a working directory."""
+"""Sweeps submitted to a real cluster by `ray job submit`, with a token, from a working directory."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ LONG = tiny(
     search={"router.epsilon": [0.01, 0.1]},
     name="long",
 )
-"""One pack of two trials that is cut inside its second task."""
+"""One pack of two trials that is interrupted in its second task."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def cluster(inside_the_second_task):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A working directory with the code, two sweep files and a model that nobody should ship; results lie beside it."""
+    """A working directory with the code, two sweep files and a model that must not be shipped, next to the results."""
     folder = tmp_path_factory.mktemp("place")
     checkout = folder / "checkout"
     ignore = shutil.ignore_patterns("__pycache__")
@@ -67,7 +67,7 @@ def place(tmp_path_factory):
 
 
 def submit(cluster, place, name, *options, **environment):
-    """`ray job submit` of a sweep; waits for its end unless told otherwise."""
+    """Submit a sweep by `ray job submit`; by default, wait for its end."""
     command = ["ray", "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", *options]
     return subprocess.run(
         [*command, "--", "python", "-m", "latent_sweep.run", f"{name}.yaml"],
@@ -122,7 +122,7 @@ def test_submitting_a_complete_sweep_again_learns_nothing(cluster, place, submit
 
 
 def drivers(cluster, name):
-    """The processes that run a sweep's main job."""
+    """Return the driver processes of a sweep."""
     found = []
     for member in family(cluster.process):
         try:
@@ -152,12 +152,12 @@ def test_a_killed_sweep_resumes_when_submitted_again(cluster, place, inside_the_
 
 
 def results_of(sweep):
-    """What came out in the trials of a sweep, byte for byte; the storage holds other sweeps' snapshots, too."""
+    """Return the result files of a sweep's trials, without snapshots."""
     return {name: content for name, content in results(sweep).items() if name.startswith(sweep.path.name)}
 
 
 def undisturbed(folder):
-    """The same, run at once without Ray."""
+    """The same sweep, run without Ray."""
     assert main(["run", write(folder, LONG), "--local"]) == 0
     return results_of(sweep_folder(folder, "long"))
 

@@ -1,1 +1,1 @@
-"""What the tests share: tiny backbones and sweeps, moments of running programs, servers on loopback."""
+"""Shared by the tests: tiny backbones and sweeps, halted processes, local servers."""

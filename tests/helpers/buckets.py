@@ -1,4 +1,4 @@
-"""The object store of the tests: a folder behind pyarrow's interface."""
+"""An object store for tests: a folder behind pyarrow's interface."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ URI = "s3://bucket/sweeps"
 
 
 class WholeFiles(LocalFileSystem):
-    """Files that are there once they are whole, as objects are: readers see the old one until then."""
+    """Files that appear only when complete, like objects; readers see the old file until then."""
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if "w" not in mode:

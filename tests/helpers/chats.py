@@ -9,9 +9,9 @@ from latent_sweep.backbones.tokenizers import byte_tokenizer
 
 
 def chatting_tokenizer(folder: Path) -> Any:
-    """Bytes with a template whose turns end otherwise than with EOS, saved to a folder.
+    """Save a byte tokenizer with a chat template whose turns do not end with EOS.
 
-    They end with a token that the bytes have: tiny models know no other.
+    They end with a byte token, as tiny models have no others.
     """
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (

@@ -1,4 +1,4 @@
-"""A trial in which every setting is resolved."""
+"""A trial with all settings resolved."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TASKS = ["mood", "ticket"]
 
 
 def method_group(method):
-    """The `method:` group of a sweep file on the tiny backbones."""
+    """Return the `method:` group of a sweep file for the tiny backbones."""
     return {"name": method, **OPTIONS.get(method, {})}
 
 
 def trial_of(method):
-    """A trial on two tasks in which every setting is resolved."""
+    """Return a trial on two tasks with all settings resolved."""
     changes = {
         "trial__method": method_group(method),
         "trial__benchmark": {"name": "builtin", "tasks": TASKS},

@@ -1,4 +1,4 @@
-"""Groups of plain processes, without Ray: what several workers do together, for tests to look at.
+"""Groups of plain worker processes, without Ray.
 
     python tests/helpers/group_of_processes.py RANK SIZE PORT
 
@@ -26,10 +26,10 @@ ZERO_3 = {
     # otherwise weights as small as a tiny model's are not sharded
     "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 }
-"""`run.engine` of shards that tiny weights are put into, too."""
+"""`run.engine` that shards even tiny weights."""
 
 ANSWER_SECONDS = 120.0
-"""How long a job may take."""
+"""Timeout of a job."""
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def main(rank: int, size: int, port: int) -> None:
 
 
 def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) -> list[dict[str, float]]:
-    """Run a sweep in a folder; the terms of the loss at every step."""
+    """Run a sweep in a folder; return the loss terms of every step."""
     from latent_sweep.execution.engines import engine_of
     from latent_sweep.storage.folders import open_sweep
     from latent_sweep.sweep.config import parse_sweep

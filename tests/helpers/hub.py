@@ -1,4 +1,4 @@
-"""A hub on this machine: a server on loopback that answers for one data set repository, as far as it is asked."""
+"""A local server that imitates the hub for one data set repository."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATASET = "somebody/colours"
 
 
 class _Hub(ThreadingHTTPServer):
-    """The server, with what it has been asked for."""
+    """The server, with a record of its requests."""
 
     daemon_threads = True
 
@@ -110,7 +110,7 @@ class _Answers(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(commits: Mapping[str, Mapping[str, bytes]], branches: Mapping[str, str]) -> Iterator[_Hub]:
-    """Serve the files of each commit, by name, under these branches, until the block ends."""
+    """Serve the files of each commit by name under these branches."""
     hub = _Hub(commits, branches)
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -37,47 +37,47 @@ LAUNCHES_NOTHING = {
     *("_unsafe_view", "_reshape_alias", "_local_scalar_dense", "is_pinned", "is_same_size", "result_type"),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "lift_fresh"),
 }
-"""Operators that start no kernel, besides those that give a view."""
+"""Operators that start no kernel, besides views."""
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
-"""Operators whose result, or its shape, the host must know."""
+"""Operators whose result or shape the host must read."""
 CHECKED = {"_linalg_eigh", "linalg_qr", "_linalg_svd", "_linalg_det", "linalg_cholesky_ex", "linalg_inv_ex"}
-"""Factorisations: the host asks whether they have succeeded, or splits the work."""
+"""Factorizations: the host reads whether they succeeded, or splits the work."""
 COMPOSED = "CompositeImplicitAutograd"
-"""What torch calls an operator that launches nothing itself."""
+"""Torch's name for operators that launch nothing themselves."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 PACKAGES = [Path(package.__file__).parent for package in (latent_sweep, transformers, torch.optim, torch.nn.utils)]
-"""Where a place in the code is looked for."""
+"""Packages in which the calling line is looked up."""
 
 
 @dataclass
 class Record:
-    """What has been asked of the GPU; all but launches are counted by their place in the code."""
+    """A record of GPU operations; all but launches are counted by calling line."""
 
     launches: Counter[str] = field(default_factory=Counter)
     """Kernels, by operator."""
     syncs: Counter[str] = field(default_factory=Counter)
-    """Where the host has waited for a value, be it one number or a tensor that it copies."""
+    """Waits of the host for a value or a copied tensor."""
     to_device: Counter[str] = field(default_factory=Counter)
-    """Copies for which the host has waited as well."""
+    """Copies to the GPU for which the host waits."""
     to_device_later: Counter[str] = field(default_factory=Counter)
-    """Copies from pinned memory, for which it has not."""
+    """Copies from pinned memory, without waiting."""
     to_host: Counter[str] = field(default_factory=Counter)
-    """Those of the syncs that copy a tensor."""
+    """The syncs that copy a tensor."""
     mixings: Counter[str] = field(default_factory=Counter)
-    """Operators that were given tensors of both memories, or a tensor of the GPU for one of the host."""
+    """Operators with tensors in both memories, or in the wrong one."""
     unfit_masks: Counter[str] = field(default_factory=Counter)
-    """Attention masks that a GPU's fused kernels refuse, or copy and keep in every layer that learns."""
+    """Attention masks that fused GPU kernels refuse, or copy in every trained layer."""
 
     def __sub__(self, earlier: Record) -> Record:
-        """What has come since."""
+        """Return the operations since another record."""
         return Record(**{name: mine - getattr(earlier, name) for name, mine in vars(self).items()})
 
     def copy(self) -> Record:
-        """As it is now."""
+        """Return a copy."""
         return deepcopy(self)
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind."""
+        """Return the number of operations by kind."""
         return {each.name: getattr(self, each.name).total() for each in fields(self)}
 
 
@@ -104,9 +104,9 @@ def imitated_gpu() -> Iterator[Record]:
 
 
 class _Memory:
-    """Which storages are the GPU's, and which of the host's are pinned.
+    """The storages on the GPU, and the pinned ones of the host.
 
-    A weak reference to a storage keeps its address from being given to another.
+    A weak reference keeps a storage's address from being reused.
     """
 
     def __init__(self) -> None:
@@ -121,13 +121,13 @@ class _Memory:
         return tensor.untyped_storage()._cdata in self._pinned
 
     def take(self, found: Any) -> Any:
-        """Take the tensors of a result for the GPU's, and return it."""
+        """Mark the tensors of a result as on the GPU; return it."""
         for tensor in _tensors(found):
             self._remember(self._device, tensor)
         return found
 
     def give(self, tensor: Tensor) -> Tensor:
-        """Take a tensor for the host's."""
+        """Mark a tensor as on the host."""
         self._device.pop(tensor.untyped_storage()._cdata, None)
         return tensor
 
@@ -136,7 +136,7 @@ class _Memory:
         return tensor
 
     def grouped(self, lists: Any, *others: Any) -> Any:
-        """As torch groups tensors, which asks the storages themselves where they are."""
+        """Group tensors like torch, which asks storages for their device."""
         found = _foreach_utils._group_tensors_by_device_and_dtype(lists, *others)
         return {
             (DEVICE if self.holds(group[0][0][0]) else device, dtype): group for (device, dtype), group in found.items()
@@ -153,7 +153,7 @@ class _Memory:
 
 
 class _Operators(TorchDispatchMode):
-    """Sees every operator, of backward passes and inside of functions, too."""
+    """Observes every operator, including backward passes and functions."""
 
     def __init__(self, record: Record, memory: _Memory):
         super().__init__()
@@ -194,7 +194,7 @@ class _Operators(TorchDispatchMode):
             self._record.syncs[f"copy_: {_place()}"] += 1
 
     def _look(self, name: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note what makes the host wait."""
+        """Record operators that make the host wait."""
         waits = name == "_local_scalar_dense" or name in SHAPED_BY_VALUES | CHECKED
         if name in INDEXING:
             waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
@@ -207,7 +207,7 @@ class _Operators(TorchDispatchMode):
             self._record.mixings[f"a generator of the host, {name}: {_place()}"] += 1
 
     def _mixed(self, name: str, args: Any) -> None:
-        """Note that tensors of both memories came together; torch copies indices by itself."""
+        """Record operators with tensors in both memories; torch copies indices itself."""
         if name in INDEXING and all(map(self._memory.holds, [args[0], *_tensors(args[2:3])])):
             self._record.to_device[f"indices: {_place()}"] += 1
         else:
@@ -215,7 +215,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what is asked of tensors by name: where they are, to be somewhere else, to be made somewhere."""
+    """Observes device queries, device transfers and tensor creation."""
 
     def __init__(self, record: Record, memory: _Memory):
         super().__init__()
@@ -259,7 +259,7 @@ class _Functions(TorchFunctionMode):
         return seen
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Copy between the memories, or within one as torch does."""
+        """Copy between or within the memories."""
         if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):  # as another tensor is
             other = kwargs.pop("other", None) if "other" in kwargs else args[0]
             kwargs |= {"device": DEVICE if self._memory.holds(other) else HOST, "dtype": other.dtype}
@@ -307,7 +307,7 @@ class _Functions(TorchFunctionMode):
         return self._memory.take(x.new_tensor(*args, **options))
 
     def _made(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Make a tensor on the device."""
+        """Create a tensor on the device."""
         if func in (torch.tensor, torch.as_tensor, torch.asarray):
             self._record.to_device[_place()] += 1
         elif func not in (torch.empty, torch.empty_like):
@@ -319,7 +319,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """`rms_norm` as a GPU has it: one kernel forward, and one back, which keep their input and its inverse roots."""
+    """`rms_norm` as on a GPU: one kernel forward and one backward, which keep the input and its inverse roots."""
 
     @staticmethod
     def forward(ctx: Any, record: Record, memory: _Memory, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
@@ -356,7 +356,7 @@ def _is_device(device: Any) -> bool:
 
 
 def _tensors(found: Any) -> list[Tensor]:
-    """All tensors of a result, or of arguments."""
+    """Yield all tensors of a result or of arguments."""
     if isinstance(found, Tensor):
         return [found]
     if isinstance(found, dict):
@@ -368,14 +368,14 @@ def _tensors(found: Any) -> list[Tensor]:
 
 @cache
 def _named(filename: str) -> str | None:
-    """A file of one of the packages, by its path from there."""
+    """Return a file's path relative to its package."""
     path = Path(filename)
     homes = [package for package in PACKAGES if path.is_relative_to(package)]
     return path.relative_to(homes[0].parent).as_posix() if homes else None
 
 
 def _place(depth: int = 3) -> str:
-    """Where this is asked for, from the inside: files and lines of ours, of transformers and of torch's optimizers."""
+    """Return the calling lines, innermost first, in this package, transformers and torch's optimizers."""
     found: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None and len(found) < depth:

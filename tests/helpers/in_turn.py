@@ -1,4 +1,4 @@
-"""Tiny tasks learned one after another by one method, as a trial does it, without a sweep around it."""
+"""Tiny tasks learned in order by one method, without a sweep."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.sweep.schema import TrainingSettings
 
 SMALL = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
-"""Settings of the pair for the tiny backbones."""
+"""Adapter settings for the tiny backbones."""
 TRAINING = TrainingSettings(learning_rate=0.02, batch_size=3, epochs=3, checkpoint_every=2)
 
 
 def method_at_work(kind, backbone, bank, **settings):
-    """A method on this backbone; it uses no folder."""
+    """Return a method on this backbone."""
     return kind(kind.settings_class(**SMALL | settings), MethodContext(backbone, bank, Path("unused"), 4))
 
 
 def begin(method, history=(), rows=(), seed=0):
-    """The learner of the task after these snapshots."""
+    """Return the learner of the task after these snapshots."""
     position = len(history)
     task = task_data(rows or random_rows(7, seed=position), position=position, seed=seed, name=f"task {position}")
     earlier = list(history) if method.reads_history(position) else []
@@ -30,7 +30,7 @@ def begin(method, history=(), rows=(), seed=0):
 
 
 def lesson(method, history, folder, training=TRAINING, learner=None, **others):
-    """Learn the next task; returns its snapshot, the learner and the summary."""
+    """Learn the next task; return its snapshot, the learner and the summary."""
     position, work = len(history), method.context
     learner = learner or begin(method, history)
     rows, checkpoint = random_rows(7, seed=position), folder / f"{position}.safetensors"
@@ -40,11 +40,11 @@ def lesson(method, history, folder, training=TRAINING, learner=None, **others):
 
 
 LEARNED = {}
-"""Snapshots by the backbone, the method and its settings; with the backbone, so that no other one takes its place."""
+"""Snapshots by backbone, method and settings; the backbone is kept, so that its id is not reused."""
 
 
 def learned(method, folder, tasks=3):
-    """Snapshots of tasks learned in turn, by the first who asks for them in this process; copies for everybody."""
+    """Return copies of the snapshots of tasks learned in order; they are learned once per process."""
     backbone = method.context.backbone
     key = id(backbone), type(method), method.settings.model_dump_json()
     _, history = LEARNED.setdefault(key, (backbone, []))
@@ -56,16 +56,16 @@ def learned(method, folder, tasks=3):
 
 
 def equal(snapshot, other):
-    """Whether two snapshots agree bit for bit."""
+    """Return whether two snapshots are equal bit by bit."""
     return snapshot.keys() == other.keys() and all(torch.equal(snapshot[name], other[name]) for name in snapshot)
 
 
 class Cut(BaseException):
-    """The worker is lost."""
+    """Stands for the loss of the worker."""
 
 
 def check_cut_and_resumed(method, history, folder, step):
-    """A lesson that is cut at this step, and begun again from its checkpoint, ends with the same bits."""
+    """Check that training interrupted at this step and resumed gives the same bits."""
     whole, _, summary = lesson(method, history, folder / "whole")
 
     def lose(done, steps, losses):
@@ -83,7 +83,7 @@ def check_cut_and_resumed(method, history, folder, step):
 
 
 def check_identity_is_what_training_reads(kind, backbone, bank, folder, change, base=None):
-    """Over three tasks, what trains to something else is named otherwise, and what is named otherwise trains to it."""
+    """Check over three tasks that the stage identity changes exactly when the trained result does."""
     base = base or {}
     methods = [method_at_work(kind, backbone, bank, **base | settings) for settings in ({}, change)]
     before, after = (learned(method, folder) for method in methods)

@@ -9,7 +9,7 @@ OPTIONS = {
     "gain_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "lfpt5": {"prompt_length": 4, "sample_length": 24, "tries": 2},
 }
-"""Settings of a method for the tiny backbones, where its defaults do not fit them."""
+"""Settings of methods whose defaults do not fit the tiny backbones."""
 
 
 def changes(method, family):

@@ -16,18 +16,18 @@ from latent_sweep.tracking import mlflow as mlflow_mirror
 
 
 def empty_database(folder: Path) -> Path:
-    """An empty database in a folder: making one takes seconds, copying it none."""
+    """Return an empty database to copy; creating one takes seconds."""
     path = folder / "mlflow.db"
     mlflow_mirror.quiet_client(f"sqlite:///{path}").search_experiments()
     return path
 
 
 class Server:
-    """An MLflow server on a port of its own; stopped and started again, it is the same one.
+    """An MLflow server on its own port, which keeps its data when restarted.
 
     Args:
-        folder: a new one, for all that it keeps.
-        database: an empty SQLite database, which is copied, or the address of another that it may use.
+        folder: a new folder for its data.
+        database: an empty SQLite database to copy, or the address of another database.
     """
 
     def __init__(self, folder: Path, database: Path | str, workers: int = 1):
@@ -58,7 +58,7 @@ class Server:
         wait_until(self.listens, self.process)
 
     def listens(self) -> bool:
-        """Whether it answers on its port."""
+        """Return whether it answers on its port."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
         return False
@@ -72,7 +72,7 @@ class Server:
         return mlflow_mirror.quiet_client(self.uri)
 
     def runs(self, kind: str) -> list[Any]:
-        """What it holds of the tiny sweep, by the tag `kind`."""
+        """Return its runs of the tiny sweep with this tag `kind`."""
         experiment = self.client().get_experiment_by_name("tiny")
         if experiment is None:
             return []

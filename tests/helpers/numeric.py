@@ -1,4 +1,4 @@
-"""Which test files compute numbers, that other processors may round otherwise."""
+"""Test files that compute numbers, which other processors may round differently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_NUMERIC = {
     "test_storage.py": "torch is told its number of threads",
     "test_verify.py": "damages files",
 }
-"""Test files that import what computes and compare no numbers, and why they do."""
+"""Test files that import computing modules but compare no numbers, with the reason."""
 COMPUTING = re.compile(
     r"^\s*(?:from|import) (?:torch|numpy|scipy|sklearn|helpers\.(?:tiny|in_turn)|latent_sweep\.testing)\b", re.MULTILINE
 )
@@ -36,5 +36,5 @@ COMPUTING = re.compile(
 
 @cache
 def computes_numbers(path: Path) -> bool:
-    """Whether a test file imports what computes: then other processors may round otherwise in it."""
+    """Return whether a test file imports computing modules, whose results other processors may round differently."""
     return bool(COMPUTING.search(path.read_text(encoding="utf-8")))

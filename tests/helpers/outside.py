@@ -1,4 +1,4 @@
-"""A module from outside of the package, for a test alone."""
+"""A plugin module for one test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def outside_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Iterator[str]:
-    """Yield its name, which is another in every test, since Python imports a name once."""
+    """Yield its name, which is unique per test because Python imports a name once."""
     module = f"outside_{folder.name}".replace("-", "_")
     (folder / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(str(folder))

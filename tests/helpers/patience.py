@@ -1,4 +1,4 @@
-"""How long a test waits for what has to happen."""
+"""Timeout of tests."""
 
 PATIENCE = 1000.0
-"""Seconds: much longer than the slowest and busiest machine takes, so that only what hangs reaches them."""
+"""Seconds; much longer than needed on a slow, busy machine."""

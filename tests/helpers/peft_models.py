@@ -1,4 +1,4 @@
-"""The same adapter as peft has it."""
+"""The same adapter in peft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from latent_sweep.adapters.lora import outputs_of
 
 
 def peft_model(backbone, pair, alpha):
-    """The backbone's model with peft's LoRA in its targets, holding the same A and B."""
+    """Return the backbone's model with peft's LoRA in its targets and the same A and B."""
     A, B = pair
     config = LoraConfig(r=A.shape[1], lora_alpha=alpha, lora_dropout=0.0, target_modules=list(backbone.targets))
     model = LoraModel(backbone.model, config, "default")

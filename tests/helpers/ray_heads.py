@@ -1,4 +1,4 @@
-"""Real Ray clusters for the tests: on the loopback interface, with ports and a token of their own."""
+"""Real Ray clusters for tests, on the loopback interface with their own ports and token."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Head:
-    """A running head; `environment` is what a process needs to belong to its cluster."""
+    """A running head; `environment` lets a process join its cluster."""
 
     process: subprocess.Popen[str]
     environment: dict[str, str]
     dashboard: str
 
     def workers(self) -> int:
-        """Nodes beside the head, as the machine's processes show."""
+        """Count the nodes besides the head by their processes."""
         parents = dict(filter(None, map(raylet_and_parent, family(self.process))))
         # what a raylet has just forked, to become a worker, still bears its name
         return sum(parent not in parents for parent in parents.values()) - 1
 
 
 def raylet_and_parent(process: psutil.Process) -> tuple[int, int] | None:
-    """The process ids of a raylet and of its parent; None for any other process and for one that has ended."""
+    """Return the ids of a raylet and its parent; None for other and ended processes."""
     try:
         return (process.pid, process.ppid()) if process.name() == "raylet" else None
     except psutil.NoSuchProcess:
@@ -49,7 +49,7 @@ def raylet_and_parent(process: psutil.Process) -> tuple[int, int] | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on."""
+    """Return unused ports of the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -65,14 +65,14 @@ def head(
     root: Path | None = None,
     **environment: str,
 ) -> Iterator[Head]:
-    """A head started by cluster/local.sh, with everything below it gone at the end.
+    """Run a head by cluster/local.sh; end all its processes afterwards.
 
     Args:
-        options: further ones of `ray start`.
-        dashboard: whether it takes jobs.
-        prepare: gets the head's port and returns options that need it.
-        root: a copy of the repository, which gets the results; None is this one, and they go with the head.
-        environment: further variables.
+        options: more options of `ray start`.
+        dashboard: whether it accepts jobs.
+        prepare: receives the head's port and returns options.
+        root: a copy of the repository to store results in; None stores them in a temporary folder.
+        environment: more variables.
     """
     port, dashboard_port, agent_port, client_port = free_ports(4)
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:  # short, for names of sockets
@@ -125,7 +125,7 @@ def head(
 
 @contextlib.contextmanager
 def nodes(*cpus: int, **environment: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """A cluster of nodes with so many CPUs each, the head first; its nodes and what a driver needs to belong to it."""
+    """Run a cluster of nodes with these CPUs, the head first; yield it with the environment of a driver."""
     own = {
         "RAY_prestart_worker_first_driver": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -156,12 +156,12 @@ def nodes(*cpus: int, **environment: str) -> Iterator[tuple[Any, dict[str, str]]
 
 
 def node(cpus: int) -> dict[str, int]:
-    """What a cluster of `nodes` needs to add another one."""
+    """Return the arguments to add a node to a cluster of `nodes`."""
     return {"num_cpus": cpus, "object_store_memory": 80_000_000}
 
 
 def answers(of: Head) -> bool:
-    """Whether the dashboard of a head is up, for somebody with the token."""
+    """Return whether a head's dashboard answers a client with the token."""
     token = Path(of.environment["HOME"]) / ".ray" / "auth_token"
     if not token.exists():
         return False
@@ -175,13 +175,13 @@ def answers(of: Head) -> bool:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody listens on a port of the loopback interface."""
+    """Return whether a port of the loopback interface is in use."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether `condition` comes true in time."""
+    """Return whether `condition` becomes true in time."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:

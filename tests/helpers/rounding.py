@@ -15,24 +15,24 @@ from torch import Tensor
 PRODUCT = 64 * torch.finfo(torch.float32).eps
 """What a product of matrices may move, as a share of its largest entry: the tiny backbones' longest sums have 64."""
 PASS = 26 * PRODUCT
-"""The same after as many products as follow one another in the tiny T5, the deeper backbone; 0.0002."""
+"""The same after as many consecutive products as in the tiny T5, the deeper backbone: 0.0002."""
 GRADIENT = 3 * PASS
 """The same for gradients: a backward pass has two products for one of the forward pass."""
 
 
 def assert_same_to_rounding(found: Tensor, expected: Tensor, share: float = PRODUCT) -> None:
-    """Two tensors agree up to `share` of the largest entry."""
+    """Check that two tensors agree up to `share` of the largest entry."""
     largest = float(expected.detach().abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=share * largest)
 
 
 def same_to_rounding(found: Tensor, expected: Tensor, share: float = PRODUCT) -> bool:
-    """Whether two tensors agree up to `share` of the largest entry."""
+    """Return whether two tensors agree up to `share` of the largest entry."""
     return bool((found - expected).abs().max() <= share * expected.abs().max())
 
 
 ALIKE = 1e-3
-"""Share of the movement by which two trainings of one learner may part."""
+"""Relative difference allowed between two trainings of one learner."""
 
 
 def assert_trained_alike(found: Tensor, expected: Tensor, start: Tensor | float = 0.0) -> None:

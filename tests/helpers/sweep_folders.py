@@ -1,4 +1,4 @@
-"""Sweep folders as a run leaves them, for the tests of what reads them."""
+"""Sweep folders as a run writes them, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONTEXT = {
 
 
 class PackOf:
-    """As much of a pack of these trials as its progress tells."""
+    """The parts of a pack that progress files need."""
 
     def __init__(self, *trials: TrialFolder):
         self.pack_id, self.trials = "-".join(trial.trial_id for trial in trials), trials
@@ -52,7 +52,7 @@ def write_sweep(
     tuning_of: str | None = None,
     answering: Collection[str] = (),
 ) -> SweepFolder:
-    """A sweep over the grid of `axes`, none of whose trials has started; trials that differ in `answering` share one
+    """Write a planned sweep over the grid of `axes`; trials that differ only in `answering` share one
     training."""
     trials: list[dict[str, Any]] = []
     trainings: dict[str, str] = {}
@@ -112,7 +112,7 @@ def learn(
     trained: int = 147_456,
     constant: float | None = None,
 ) -> None:
-    """The stage after `tasks_seen` tasks, with the scores of the tasks seen, or one for all of them.
+    """Append the stage after `tasks_seen` tasks, with a score per task seen or one for all.
 
     Args:
         constant: score of the most frequent training answer; None as earlier versions left it out.
@@ -134,7 +134,7 @@ def learn(
 
 
 def finish(trial: TrialFolder, average: float, forgetting: float) -> None:
-    """The end of a trial whose stages are there, with the files that lie beside its journal."""
+    """Append the end of a trial with all its stages, and write its files."""
     snapshots = trial.path.parents[2] / "snapshots"
     snapshots.mkdir(exist_ok=True)
     (snapshots / f"{trial.training_id}_{len(TASKS)}.safetensors").write_bytes(b"weights")
@@ -155,7 +155,7 @@ def finish(trial: TrialFolder, average: float, forgetting: float) -> None:
 
 
 def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:
-    """A whole trial: started, every stage, finished."""
+    """Write a complete trial."""
     start(trial)
     for tasks_seen in range(1, len(TASKS) + 1):
         learn(trial, tasks_seen, average)
@@ -163,7 +163,7 @@ def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:
 
 
 def run_copies(sweep: SweepFolder, n_tasks: int, trials: list[TrialFolder] | None = None) -> None:
-    """Whole trials of so many tasks, all alike: one is written, with what a real one leaves, and copied for the others.
+    """Write identical complete trials with this many tasks, like those of a real run.
 
     Each stage tells 13 metrics, a score for every task seen and a second one for every other task, and keeps its
     answers; the end has predictions for all tasks, and every stage a snapshot.
@@ -207,7 +207,7 @@ def run_copies(sweep: SweepFolder, n_tasks: int, trials: list[TrialFolder] | Non
 def run_with_rows(
     trial: TrialFolder, rows: dict[str, list[float]], forgetting: float = 0.0, rows_from: str = "test"
 ) -> None:
-    """A whole trial whose last stage has left a score for each test row, by task; ids say where rows are from."""
+    """Write a complete trial with a score for each test example of the last stage, by task."""
     scores = [statistics.fmean(rows[task]) for task in TASKS]
     matrix = [scores[:seen] for seen in range(1, len(TASKS) + 1)]
     _run(trial, matrix, {len(TASKS): _predictions(rows, rows_from)}, forgetting)
@@ -216,10 +216,10 @@ def run_with_rows(
 def run_with_answers(
     trial: TrialFolder, by_stage: list[dict[str, list[float]]], kept: Sequence[int] = (1, 2, 3)
 ) -> None:
-    """A whole trial that has kept the answers of these stages.
+    """Write a complete trial with saved answers of these stages.
 
     Args:
-        by_stage: the scores of all rows of the tasks seen.
+        by_stage: scores of all examples of the tasks seen.
     """
     files, before = {len(TASKS): _predictions(by_stage[-1])}, {}
     for seen, rows in enumerate(by_stage, start=1):
@@ -243,7 +243,7 @@ def _predictions(rows: dict[str, list[float]], rows_from: str = "test") -> dict[
 
 
 def _run(trial: TrialFolder, matrix: list[list[float]], files: dict[int, dict[str, str]], forgetting: float) -> None:
-    """A whole trial with these scores, and files by the tasks seen."""
+    """Write a complete trial with these scores, and files by tasks seen."""
     start(trial)
     for seen, row in enumerate(matrix, start=1):
         for name, content in (left := files.get(seen, {})).items():

@@ -1,4 +1,4 @@
-"""Tiny sweeps that the tests of the sweep file, the plan and the runs share."""
+"""Tiny sweeps, shared by tests of sweep files, plans and runs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ TINY: dict[str, Any] = {
     "search": {"seed": [0, 1], "router.epsilon": [0.01, 0.1]},
     "run": {"tracking": {"uri": "none"}, "page": False},
 }
-"""A sweep that runs in seconds and whose scores are not all zero: two trainings of two tasks, four trials."""
+"""A sweep of seconds with some nonzero scores: two trainings of two tasks, four trials."""
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """`TINY` with some settings changed; a double underscore stands for a dot, None removes: `search__seed=[3]`."""
+    """Return `TINY` with changed settings, e.g. `search__seed=[3]`; None removes a setting."""
     content = copy.deepcopy(TINY)
     for path, value in changes.items():
         *groups, last = path.split("__")
@@ -53,11 +53,11 @@ SMALL = tiny(search={"router.components": [1, 2]})
 """One training of two tasks, two trials."""
 
 HALTING_STEPS = 24
-"""Of sweeps on `two_cpus` whose tasks have so many steps, the first one halts in its second task."""
+"""A sweep on `two_cpus` with this many steps per task halts in its second task."""
 
 
 def write(folder: Path, content: dict[str, Any]) -> str:
-    """`content` as a sweep file in `folder`, below which it stores what it computes; returns the file's path."""
+    """Write `content` as a sweep file with its storage in `folder`; return the file's path."""
     content = copy.deepcopy(content)
     content.setdefault("run", {}).setdefault("storage", str(folder / "runs"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,12 +67,12 @@ def write(folder: Path, content: dict[str, Any]) -> str:
 
 
 def sweep_folder(folder: Path, name: str = "tiny") -> SweepFolder:
-    """What a sweep file of `write` has left behind."""
+    """Return the sweep folder of a file written by `write`."""
     return open_sweep(folder / "runs" / name)
 
 
 def results(sweep: SweepFolder) -> dict[str, bytes]:
-    """Every file that says what came out, byte for byte: score matrices, predictions, kept answers and snapshots."""
+    """Return the bytes of all result files: score matrices, predictions, saved answers and snapshots."""
     files = [trial.path / "scores.json" for trial in sweep]
     files += [
         path for trial in sweep for kept in ("predictions", "answers") for path in trial.path.glob(f"{kept}/*.jsonl")
@@ -83,7 +83,7 @@ def results(sweep: SweepFolder) -> dict[str, bytes]:
 
 
 def rewrite_line(path: Path, number: int, **values: Any) -> dict[str, Any]:
-    """Change one line of a file of JSON lines; returns what stood there."""
+    """Change one line of a JSON lines file; return the old line."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     before = dict(lines[number])
     lines[number] |= values
@@ -92,12 +92,12 @@ def rewrite_line(path: Path, number: int, **values: Any) -> dict[str, Any]:
 
 
 def events(sweep: SweepFolder, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in all journals of a sweep."""
+    """Return the events of one kind in all journals of a sweep."""
     return [event for trial in sweep for event in trial.events() if event.name == kind]
 
 
 def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), rows: int = 24) -> Path:
-    """A user's own benchmark folder with two-word answers; returns the folder."""
+    """Write a user's benchmark with two-word answers; return its folder."""
     for number, task in enumerate(tasks):
         (folder / task).mkdir(parents=True)
         for split, count in (("train", rows), ("test", 6)):
@@ -116,7 +116,7 @@ def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), ro
 
 
 def change_benchmark(folder: Path, **changes: Any) -> None:
-    """Change keys of the file that `write_benchmark` has written; `task_x` is the key x of its first task."""
+    """Change keys of the file written by `write_benchmark`; `task_x` is key x of its first task."""
     content = yaml.safe_load((folder / "benchmark.yaml").read_text())
     for key, value in changes.items():
         (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
@@ -124,12 +124,12 @@ def change_benchmark(folder: Path, **changes: Any) -> None:
 
 
 def start(path: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """The main job in a process group of its own, on one thread; of Ray it knows what `environment` says."""
+    """Start `latent_sweep.run` in its own process group on one thread, with this environment for Ray."""
     return launch("-m", "latent_sweep.run", path, *arguments, **environment)
 
 
 def launch(*command: str, **environment: str) -> subprocess.Popen[str]:
-    """Python with this command line, as `start` has it."""
+    """Start Python with this command line, like `start`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, *command],
@@ -142,7 +142,7 @@ def launch(*command: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    """Wait for `condition` while `process` runs; that it ends first is a failure of the test, with what it printed."""
+    """Wait for `condition`; fail with the output of `process` if that ends first."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if process.poll() is not None:
@@ -152,7 +152,7 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> 
 
 
 def wait_for_line(part: str, process: subprocess.Popen[str]) -> str:
-    """Read and return what `process` prints up to a line with this in it; that it ends first is a failure."""
+    """Return the output of `process` up to a line with this text; fail if it ends first."""
     assert process.stdout is not None
     printed = []
     for line in process.stdout:
@@ -163,7 +163,7 @@ def wait_for_line(part: str, process: subprocess.Popen[str]) -> str:
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """A process and everything below it; empty where it has ended."""
+    """Return a process and its descendants; empty if it has ended."""
     try:
         root = psutil.Process(process.pid)
         return [root, *root.children(recursive=True)]
@@ -172,7 +172,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def end(process: subprocess.Popen[str], members: Iterable[psutil.Process] = ()) -> None:
-    """Kill a process with everything below it, and what was below it earlier, and nothing else."""
+    """Kill a process with its present and earlier descendants."""
     doomed = {*family(process), *members}
     for member in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def load_tiny(name: str, dtype: str = "float32"):
-    """A tiny backbone of its own, for a test that edits its weights."""
+    """Return a separate tiny backbone, for a test that edits its weights."""
     from latent_sweep.backbones.loading import load_backbone
     from latent_sweep.backbones.registry import BackboneSettings
 
@@ -32,14 +32,14 @@ def load_tiny(name: str, dtype: str = "float32"):
 
 
 def bank_of(backbone):
-    """A bank of a backbone; `remove()` takes its hooks off again."""
+    """Return a bank of a backbone; `remove()` removes its hooks."""
     from latent_sweep.adapters.bank import AdapterBank
 
     return AdapterBank(backbone.targets, backbone.prompt_embedding)
 
 
 def learns(event) -> bool:
-    """Whether an event of a run is an optimizer step."""
+    """Return whether an event of a run is an optimizer step."""
     return getattr(event, "doing", None) == "learning"
 
 
@@ -52,7 +52,7 @@ class Runs(testing.Runs):
 
 
 def checkpoint_at(path: Path):
-    """A checkpoint inside a task, at this path of a plain folder."""
+    """Return a task checkpoint at this path of a local folder."""
     from latent_sweep.storage.snapshots import TaskCheckpoint
     from latent_sweep.storage.storage import Storage
 
@@ -60,7 +60,7 @@ def checkpoint_at(path: Path):
 
 
 def journal_at(path: Path):
-    """A journal at this path of a plain folder."""
+    """Return a journal at this path of a local folder."""
     from latent_sweep.storage.journal import Journal
     from latent_sweep.storage.storage import Storage
 

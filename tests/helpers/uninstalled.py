@@ -1,4 +1,4 @@
-"""Processes for which this package is code that nobody has installed, as a job brings it to the nodes of a cluster."""
+"""Processes in which this package is not installed, as on the nodes that run a job."""
 
 HIDING = """
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What a person sees, in a real browser: the report's page, and MLflow's comparison of a sweep."""
+"""The HTML report and MLflow's comparison of a sweep in a real browser."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ def browser():
 
 
 class Opened:
-    """A page with what went wrong in it, and every address that it asked for."""
+    """A page with its errors and all requested addresses."""
 
     def __init__(self, browser, address, size):
         self.page = browser.new_page(viewport=size)
@@ -42,11 +42,11 @@ class Opened:
         self.page.goto(address)
 
     def overflow(self):
-        """By how many pixels the page is wider than the window."""
+        """Return by how many pixels the page is wider than the window."""
         return self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
 
     def column(self, number):
-        """The texts of a column of the first table."""
+        """Return the texts of a column of the first table."""
         return self.page.locator(f"table >> nth=0 >> tbody tr td:nth-child({number})").all_inner_texts()
 
 
@@ -85,7 +85,7 @@ def test_links_of_the_contents_work(browser, sweep):
 
 @pytest.mark.parametrize(("size", "scale"), [(NARROW, 1.0), (WIDE, 0.75)], ids=["narrow", "wide"])
 def test_pictures_are_large_enough_to_read(browser, sweep, size, scale):
-    """On a telephone a picture scrolls; letters have 7 points or more at its own size."""
+    """On a phone the picture scrolls and keeps its size."""
     opened = Opened(browser, (sweep.path / "report.html").as_uri(), size)
     pictures = opened.page.locator("figure img")
     for number in range(pictures.count()):
@@ -125,7 +125,7 @@ def test_it_prints(browser, sweep):
 
 @pytest.fixture
 def served(sweep, tmp_path):
-    """A server that holds the sweep, and the link that is printed."""
+    """A server with the sweep, and the printed link."""
     server = Server(tmp_path / "server", empty_database(tmp_path))
     server.start()
     try:
