@@ -123,7 +123,10 @@ FILES = {
         "search: 10,000,000 points; at most 10,000 are possible. Leave values out, spread them over several sweep "
         "files, or draw fewer (run.num_samples)",
     ),
-    "a long axis": (sweep(f"search: {{seed: {list(range(10_001))}}}\n"), "search.seed: found 10,001 values; at most"),
+    "a long axis": (
+        sweep(f"search: {{seed: {list(range(10_001))}}}\n"),
+        "search.seed: found 10,001 values; expected at most",
+    ),
     "a backbone misspelt": (sweep(backbone="{name: tiny-lama}"), "did you mean 'tiny-llama'?"),
     "a benchmark misspelt": (sweep(benchmark="{name: superno}"), "did you mean 'superni'?"),
     "a benchmark of 5000 letters": (
@@ -164,7 +167,7 @@ OVERRIDES = {
     "no YAML": ("trial.seed={", "--set trial.seed={: is not valid YAML"),
     "a control character": ("trial.seed=\a", "is not valid YAML: unacceptable character"),
     "a NUL character": ('name="a\\0"', "a NUL character"),
-    "an empty variable": ("trial.seed=", "--set trial.seed=: nothing stands behind the '='; "),
+    "an empty variable": ("trial.seed=", "--set trial.seed=: found nothing after '='; "),
     "an axis that is not there": ("search.method.alpha=null", "search has no axis 'method.alpha' to remove"),
     "below a number": ("trial.seed.first=1", "trial.seed is a plain value, not a group"),
     "a long number": ("trial.seed=" + "9" * 30, "a whole number of more than 64 bits"),

@@ -459,7 +459,7 @@ def test_no_trial_is_judged_on_rows_used_for_tuning(tmp_path):
 
 
 def test_epochs_are_not_selected_on_the_rows_that_score_a_tuning_trial():
-    with pytest.raises(ConfigError, match=r"training\.select: found best_validation .*; use last"):
+    with pytest.raises(ConfigError, match=r"training\.select: found best_validation.*; use last"):
         find_selections(sweep_of({"search": {"training.select": ["last", "best_validation"]}}))
 
 
