@@ -195,14 +195,10 @@ def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, asked: str, run: 
     from ray import tune
 
     # only ASHA reads reports, and each costs the driver milliseconds for which the worker waits
-    report = tune.report if run.scheduler.name == "asha" else _report_nothing
+    report = tune.report if run.scheduler.name == "asha" else lambda measures: None
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", STOP_SECONDS)
     pack, launched = ray.get(config["work"])
     _run_work(pack, launched, sweep, asked, run, report)
-
-
-def _report_nothing(measures: Mapping[str, float]) -> None:
-    pass
 
 
 def _run_work(

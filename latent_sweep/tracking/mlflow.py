@@ -571,28 +571,17 @@ class MlflowTracker:
 class NullTracker:
     """The tracker of a sweep without tracking; it does nothing."""
 
-    def open(self) -> None:
-        """Do nothing."""
-
-    def sync(self) -> int:
-        """Return 0."""
-        return 0
-
     def close(self) -> int:
         """Return 0."""
         return 0
+
+    open = sync = close
 
     def link(self) -> str:
         """Return an empty string."""
         return ""
 
-    def ui_command(self) -> str:
-        """Return an empty string."""
-        return ""
-
-    def sync_command(self) -> str:
-        """Return an empty string."""
-        return ""
+    ui_command = sync_command = link
 
 
 def tracking_uri(uri: str | None) -> str:
