@@ -191,11 +191,11 @@ def test_json_of_plan_has_the_tuning_trials(tmp_path, capsys):
 
 def test_json_of_settings_has_every_setting(capsys):
     sections = read(capsys, "settings")
-    told = {setting["path"]: setting for section in sections.values() for setting in section}
+    settings = {setting["path"]: setting for section in sections.values() for setting in section}
     assert main(["settings"]) == 0
     printed = capsys.readouterr().out
-    assert told["trial.seed"]["default"] == "0"
-    assert all(f"| `{path}` |" in printed for path in told) and printed.count("\n| `") == sum(
+    assert settings["trial.seed"]["default"] == "0"
+    assert all(f"| `{path}` |" in printed for path in settings) and printed.count("\n| `") == sum(
         map(len, sections.values())
     )
 
