@@ -141,7 +141,7 @@ def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
     write_reserve(folder.path)
     tracker = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
     with screen_for(folder, log=True) as screen:
-        thread = SyncThread(tracker, log_line=screen.tell)
+        thread = SyncThread(tracker, log_line=screen.write)
         thread.start()
         try:
             if todo:
@@ -152,15 +152,15 @@ def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
                         with loading_modules():
                             from latent_sweep.execution.local import run_local
 
-                        run_local(todo, folder, sweep.run, options.fail_fast, screen.tell)
+                        run_local(todo, folder, sweep.run, options.fail_fast, screen.write)
                     else:
                         from latent_sweep.execution.ray_tune import run_on_ray
 
                         run_on_ray(todo, folder, sweep.run, options.fail_fast)
             if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
-                _write_page(folder, screen.tell)
+                _write_page(folder, screen.write)
             if sweep.run.log_model == "best" and sweep.tuning_of is None:
-                _write_model(folder, screen.tell)
+                _write_model(folder, screen.write)
         finally:
             free_reserve(folder.path)
             thread.stop()

@@ -41,7 +41,7 @@ class Screen(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def tell(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print lines that stay."""
 
     def show(self, state: SweepState) -> None:
@@ -105,7 +105,7 @@ class Reel:
         """Show and return the current state."""
         state = self._watch.look()
         for line in news(self._last, state):
-            self._screen.tell(f"[{duration(time.monotonic() - self._began)}] {line}")
+            self._screen.write(f"[{duration(time.monotonic() - self._began)}] {line}")
         self._last = state
         self._screen.show(state)
         return state
@@ -152,7 +152,7 @@ class Lines:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def tell(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print lines."""
         self._write(text)
 
@@ -163,7 +163,7 @@ class Lines:
         interval = max(self._interval, min(MOST_LINE_SECONDS, (now - self._began) / 10))
         if doing != self._doing or now - self._last_progress >= interval:
             self._doing, self._last_progress = doing, now
-            self.tell(f"[{duration(now - self._began)}] {summary(state)}")
+            self.write(f"[{duration(now - self._began)}] {summary(state)}")
 
 
 def _print(text: str) -> None:
@@ -196,7 +196,7 @@ class Live:
             self._exits.enter_context(redirect_stderr(file))
             self._exits.callback(setattr, logging.getLogger(), "handlers", logging.getLogger().handlers)
             logging.getLogger().handlers = self._handlers(file)
-            self.tell(f"output    of workers and libraries goes to {self._log}")
+            self.write(f"output    of workers and libraries goes to {self._log}")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -204,7 +204,7 @@ class Live:
             self._live.stop()
         self._exits.close()
 
-    def tell(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print lines above the part that changes."""
         from rich.text import Text
 
@@ -229,20 +229,20 @@ class Live:
     def _handlers(self, file: _Log) -> list[logging.Handler]:
         log = logging.StreamHandler(file)
         log.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-        return [log, _Warnings(self.tell)]
+        return [log, _Warnings(self.write)]
 
 
 class _Warnings(logging.Handler):
     """Shows warnings above the screen."""
 
-    def __init__(self, tell: Callable[[str], None]):
+    def __init__(self, write: Callable[[str], None]):
         super().__init__(logging.WARNING)
-        self._tell = tell
+        self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.ERROR:
             with suppress(Exception):  # a handler must not raise
-                self._tell(f"WARNING {record.getMessage()}")
+                self._write(f"WARNING {record.getMessage()}")
 
 
 class _Log(io.TextIOBase):

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from latent_sweep.errors import StorageError
-from latent_sweep.labels import label, short_names
 from latent_sweep.monitor.progress import DRIVING, WORKING
+from latent_sweep.results.definition import trial_name
 from latent_sweep.results.trial_states import ENDED, Tally, TrialState, advanced
 from latent_sweep.storage.files import NO_FILE, FileState, read_json_or_nothing, state_of
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since, driver_of, tuning_name
@@ -172,11 +172,11 @@ class SweepWatch:
         self.sweep = sweep
         self._drives, self._began = drives, time.time()
         self._trials: list[TrialFolder] = []
-        self._numbers: dict[str, int] = {}
-        self._known: list[tuple[FileState, Position]] = []
+        self._indices: dict[str, int] = {}
+        self._read: list[tuple[FileState, Position]] = []
         self._tally = Tally([])
         self._driven: float | None = None
-        self._told: dict[Path, tuple[FileState, dict[str, Any]]] = {}
+        self._heartbeats: dict[Path, tuple[FileState, dict[str, Any]]] = {}
         self._round = 0
 
     def look(self) -> SweepState:
@@ -186,16 +186,16 @@ class SweepWatch:
             StorageError: a journal is corrupt, or the object store is unreachable.
         """
         since = self._began if self._drives else driven_since(self.sweep)  # first: journals end before the lease does
-        told = self._read_told()
+        heartbeats = self._read_heartbeats()
         if not self._trials:
             self._begin()
         everything = since is None or since != self._driven
-        for number in range(len(self._trials)) if everything else self._moved(told):
-            self._look_at(number)
+        for index in range(len(self._trials)) if everything else self._updated(heartbeats):
+            self._look_at(index)
         self._driven = since
         self._tally.since(since or 0.0)
         now, tally = time.time(), self._tally
-        working, driving = ([], {}) if since is None else _said(told, since)
+        working, driving = ([], {}) if since is None else _reports(heartbeats, since)
         return SweepState(
             name=self.sweep.name,
             place=str(self.sweep.path),
@@ -206,7 +206,7 @@ class SweepWatch:
             driving=str(driving["doing"]) if "doing" in driving else None,
             driving_since=driving.get("time", 0.0),
             trials=tuple(tally.trials),
-            running=_workers(working, tally.trials, self._numbers),
+            running=_workers(working, tally.trials, self._indices),
             counts=tally.counts,
             tasks=tally.tasks,
             tasks_done=tally.tasks_done,
@@ -219,84 +219,77 @@ class SweepWatch:
         )
 
     def _begin(self) -> None:
-        names = short_names(self.sweep.axes)
-
-        def pending(trial: TrialFolder) -> TrialState:
-            name = label({names[path]: value for path, value in trial.values.items()}) or trial.trial_id
-            return TrialState(trial.trial_id, trial.training_id, name, trial.n_tasks)
-
         self._trials = list(self.sweep)
-        self._numbers = {trial.trial_id: number for number, trial in enumerate(self._trials)}
-        self._known = [(NO_FILE, START)] * len(self._trials)
-        self._tally = Tally(map(pending, self._trials))
+        self._indices = {trial.trial_id: index for index, trial in enumerate(self._trials)}
+        self._read = [(NO_FILE, START)] * len(self._trials)
+        self._tally = Tally(
+            TrialState(trial.trial_id, trial.training_id, trial_name(self.sweep, trial), trial.n_tasks)
+            for trial in self._trials
+        )
 
-    def _moved(self, told: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _updated(self, heartbeats: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return indices of trials with reported updates, plus the next slice of the round-robin scan."""
-        written = set(heartbeat_of(self.sweep.path).recent_writes()).union(*map(journal_writes, told))
+        written = set(heartbeat_of(self.sweep.path).recent_writes()).union(*map(journal_writes, heartbeats))
         self._round = (self._round + 1) % ROUND
         turn = range(self._round, len(self._trials), ROUND)
-        return [*(self._numbers[trial_id] for trial_id in written if trial_id in self._numbers), *turn]
+        return [*(self._indices[trial_id] for trial_id in written if trial_id in self._indices), *turn]
 
-    def _look_at(self, number: int) -> None:
-        trial, (known, place) = self._trials[number], self._known[number]
+    def _look_at(self, index: int) -> None:
+        trial, (before, position) = self._trials[index], self._read[index]
         version = state_of(trial.journal.path)
-        if version == known:
+        if version == before:
             return
-        state = self._tally.trials[number]
+        state = self._tally.trials[index]
         try:
-            if version.size < place.offset:
+            if version.size < position.offset:
                 raise StorageError(f"{trial.journal.path}: shorter than before")
-            events, place = trial.journal.read_on(place)
+            events, position = trial.journal.read_on(position)
         except StorageError:  # the journal was replaced, or it is corrupt: read it from its start
             state = TrialState(state.trial_id, state.training_id, state.name, state.n_tasks)
-            events, place = trial.journal.read_on(START)
-        self._known[number] = version, place
-        self._tally.advance(number, advanced(state, events))
+            events, position = trial.journal.read_on(START)
+        self._read[index] = version, position
+        self._tally.advance(index, advanced(state, events))
 
-    def _read_told(self) -> list[dict[str, Any]]:
+    def _read_heartbeats(self) -> list[dict[str, Any]]:
         """Read the heartbeats that have changed."""
-        paths = sorted((self.sweep.path / FOLDER).glob("*.json"))
-        found = {}
-        for path in paths:
-            version = state_of(path)
-            known = self._told.get(path)
-            if known is None or known[0] != version:
-                known = version, read_json_or_nothing(path)
-            found[path] = known
-        self._told = found
-        return [content for _, content in found.values() if isinstance(content, dict)]
+        current = {}
+        for path in sorted((self.sweep.path / FOLDER).glob("*.json")):
+            version, before = state_of(path), self._heartbeats.get(path)
+            current[path] = before if before and before[0] == version else (version, read_json_or_nothing(path))
+        self._heartbeats = current
+        return [content for _, content in current.values() if isinstance(content, dict)]
 
 
-def _said(told: Sequence[Mapping[str, Any]], since: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _reports(heartbeats: Sequence[Mapping[str, Any]], since: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the workers' reports, newest first, and the driver's, both since the driver began."""
 
-    def said(part: str) -> list[dict[str, Any]]:
-        found = []
-        for content in told:
+    def reports(part: str) -> list[dict[str, Any]]:
+        valid = []
+        for content in heartbeats:
             with suppress(KeyError, TypeError, ValueError, OverflowError):  # malformed; only for display
-                one = {"host": content["host"], "pid": content["pid"]} | content[part]
-                found.append(one | {"time": _moment(one["time"])})
-        return sorted((one for one in found if one["time"] >= since), key=lambda one: -one["time"])
+                report = {"host": content["host"], "pid": content["pid"]} | content[part]
+                valid.append(report | {"time": _moment(report["time"])})
+        return sorted((report for report in valid if report["time"] >= since), key=lambda report: -report["time"])
 
-    working, driving = said(WORKING), said(DRIVING)
+    working, driving = reports(WORKING), reports(DRIVING)
     newest = working[0]["time"] if working else since
     return working, driving[0] if driving and driving[0]["time"] >= newest else {}
 
 
 def _workers(
-    told: Sequence[Mapping[str, Any]], trials: Sequence[TrialState], numbers: Mapping[str, int]
+    reports: Sequence[Mapping[str, Any]], trials: Sequence[TrialState], indices: Mapping[str, int]
 ) -> tuple[Running, ...]:
     """Return the activity of each worker with trials left; the newest report of a trial counts."""
-    named = [trials[numbers[i]] for content in told for i in _strings(content.get("trials")) if i in numbers]
+    named = [trials[indices[i]] for report in reports for i in _strings(report.get("trials")) if i in indices]
     left = {trial.trial_id: trial for trial in named if trial.status not in ("finished", "stopped")}
-    found = []
-    for content in told:
+    workers = []
+    for report in reports:
         with suppress(KeyError, TypeError, ValueError, OverflowError):  # malformed; only for display
-            if (worker := _running(content, left)) is not None:
-                found.append(worker)
-                for trial_id in content["trials"]:
+            if (worker := _running(report, left)) is not None:
+                workers.append(worker)
+                for trial_id in report["trials"]:
                     left.pop(trial_id, None)
-    return tuple(sorted(found, key=lambda worker: worker.trials))
+    return tuple(sorted(workers, key=lambda worker: worker.trials))
 
 
 def _running(content: Mapping[str, Any], left: Mapping[str, TrialState]) -> Running | None:
@@ -332,8 +325,8 @@ def _running(content: Mapping[str, Any], left: Mapping[str, TrialState]) -> Runn
     )
 
 
-def _strings(found: Any) -> list[str]:
-    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+def _strings(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _moment(seconds: Any) -> float:

@@ -93,7 +93,7 @@ def _cell(cell: Cell, heading: str, number: bool) -> str:
 
 def _numbers(text: str, best: bool) -> str:
     """Convert `42.00 ± 2.65`, `+0.81 [-1.37, +2.99] n.s.`, `64 to 68` or `1/3` to math mode."""
-    numbers = [_math(found) for found in _NUMBER.findall(text)]
+    numbers = list(map(_math, _NUMBER.findall(text)))
     if best:
         numbers[0] = rf"\mathbf{{{numbers[0]}}}"
     between = []
@@ -126,9 +126,9 @@ def _text(text: str) -> str:
     words = []
     for word in one_line(text).split(" "):
         name, equals, value = word.partition("=")
-        known = word.removeprefix("method=").rstrip(",;:")
-        if known in METHOD_NAMES:
-            words.append(METHOD_NAMES[known] + word.removeprefix("method=").removeprefix(known))
+        method = word.removeprefix("method=").rstrip(",;:")
+        if method in METHOD_NAMES:
+            words.append(METHOD_NAMES[method] + word.removeprefix("method=").removeprefix(method))
         elif equals and _NUMBER.fullmatch(value):
             words.append(f"{_HEADINGS.get(name, _escaped(name))}=${_math(value)}$")
         elif _NUMBER.fullmatch(number := word.rstrip(",;:")) and (word[0] in "+-" or "e" in number):

@@ -70,10 +70,10 @@ def _comparison_record(comparison: Comparison | None, is_compared: bool) -> dict
     """Return the columns of a comparison; none if no configuration was compared."""
     if not is_compared:
         return {}
-    known = comparison or Comparison("", 0, {})
-    row: dict[str, Any] = {"baseline": known.baseline or None, "n_pairs": known.n}
+    own = comparison or Comparison("", 0, {})
+    row: dict[str, Any] = {"baseline": own.baseline or None, "n_pairs": own.n}
     for measure in MEASURES:
-        row |= _difference_record(measure, known.differences.get(measure))
+        row |= _difference_record(measure, own.differences.get(measure))
     return row
 
 
@@ -136,18 +136,18 @@ def render(summary: Summary, format: str = "text", width: int | None = None, ver
         verbose: include definitions and other details.
 
     Raises:
-        ConfigError: the format is unknown.
+        ConfigError: the format is unown.
     """
     if format not in FORMATS:
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")
     if format == "csv":
         return printable(_csv_table(records(summary)))
-    found = sections(summary)
+    parts = sections(summary)
     if format != "markdown":
-        return printable(_listed(format, found, summary.name, width, verbose))
+        return printable(_listed(format, parts, summary.name, width, verbose))
     marked = " Highest AP in bold." * any(map(summary.is_marked, summary.configurations))
     head = f"# Sweep {_escape_markdown(summary.name)}\n\n{counts(summary)}.{marked}\n\n"
-    return printable(head + _list_markdown([replace(found[0], title=""), *found[1:]], verbose))
+    return printable(head + _list_markdown([replace(parts[0], title=""), *parts[1:]], verbose))
 
 
 def render_all(
@@ -160,7 +160,7 @@ def render_all(
         verbose: as for `render`.
 
     Raises:
-        ConfigError: the format is unknown.
+        ConfigError: the format is unown.
     """
     if len(summaries) == 1:
         return render(summaries[0], format, width, verbose)
@@ -185,20 +185,20 @@ def _csv_cell(name: str, value: Any) -> str:
     return f"{value:.{DECIMALS}f}" if isinstance(value, float) and is_score else format_value(value)
 
 
-def _listed(format: str, found: Sequence[Section], name: str, width: int | None, verbose: bool) -> str:
+def _listed(format: str, parts: Sequence[Section], name: str, width: int | None, verbose: bool) -> str:
     if format == "markdown":
-        return _list_markdown(found, verbose)
-    found = [replace(section, notes=_notes(section, verbose)) for section in found]
-    return latex(found, name) if format == "latex" else plain(found, width)
+        return _list_markdown(parts, verbose)
+    parts = [replace(section, notes=_notes(section, verbose)) for section in parts]
+    return latex(parts, name) if format == "latex" else plain(parts, width)
 
 
 def _notes(section: Section, verbose: bool) -> list[str]:
     return [*section.notes, *(section.details if verbose else ())]
 
 
-def _list_markdown(found: Sequence[Section], verbose: bool) -> str:
+def _list_markdown(parts: Sequence[Section], verbose: bool) -> str:
     parts = []
-    for section in found:
+    for section in parts:
         if section.title:
             parts.append(f"## {_escape_markdown(section.title)}")
         if (table := section.table) is not None:

@@ -71,12 +71,12 @@ def sections(summary: Summary) -> list[Section]:
     lists = {
         "tuned": ("Selected by tuning, by AP on held-out training examples", summary.tuned),
         "ended": ("Ended early", ended_lines(summary)),
-        "again": ("Restarted", summary.started_again),
+        "again": ("Restarted", summary.restarted_lines),
         "compute": ("Compute used", [items_text(summary.compute_used)] if summary.compute_used else []),
         "alike": (NOT_ALIKE, list(mixed_lines(summary))),
     }
-    found = [section for section in tables if section.table is not None]
-    return found + [Section(name, title, None, lines) for name, (title, lines) in lists.items() if lines]
+    with_rows = [section for section in tables if section.table is not None]
+    return with_rows + [Section(name, title, None, lines) for name, (title, lines) in lists.items() if lines]
 
 
 def joint_sections(summaries: Sequence[Summary]) -> list[Section]:
@@ -295,7 +295,7 @@ def _by_label(summary: Summary, chosen: Set[str]) -> dict[str, Configuration]:
     by_label: dict[str, list[Configuration]] = {}
     for one in summary.configurations:
         if one.average_performance is not None and not one.n_stopped:
-            left_out = chosen | summary.beside
+            left_out = chosen | summary.added
             name = label({name: value for name, value in one.values.items() if name not in left_out})
             by_label.setdefault(name, []).append(one)
     return {name: alike[0] for name, alike in by_label.items() if len(alike) == 1}
@@ -328,11 +328,11 @@ class _Names:
     def __init__(self, summaries: Sequence[Summary]):
         self._axes = _Axes(summaries[0]) if len(summaries) == 1 else None
         self._labels = {
-            id(one): label({name: value for name, value in one.values.items() if name not in summary.apart})
+            id(one): label({name: value for name, value in one.values.items() if name not in summary.differing})
             for summary in summaries
             for one in summary.configurations
         }
-        self._apart = list(dict.fromkeys(name for summary in summaries for name in summary.apart))
+        self._apart = list(dict.fromkeys(name for summary in summaries for name in summary.differing))
         labels = ["configuration"] * any(self._labels.values())
         self.header = self._axes.header if self._axes else ["sweep", *labels, *self._apart]
 

@@ -115,8 +115,8 @@ class Rescored:
         measures = (self.measures or {}).items()
         verdict = "NOT EQUAL" if self.differs else "equal" if self.equal else "equal as far as it could be rescored"
         counts = f"{len(self.cells)} scores of {sum(cell.rows for cell in self.cells)} answers recomputed"
-        known = [f"{name} {100 * one.recomputed:.2f} %" for name, one in measures if one.recomputed is not None]
-        yield f"{self.name}: {verdict}; {', '.join([counts, *known])}"
+        percentages = [f"{name} {100 * one.recomputed:.2f} %" for name, one in measures if one.recomputed is not None]
+        yield f"{self.name}: {verdict}; {', '.join([counts, *percentages])}"
         for cell in self.different:
             values = f"stored {cell.stored!r}, recomputed {cell.recomputed!r}"
             yield f"  stage {cell.stage}, task {cell.task}, {cell.rows} examples: {values}"
@@ -173,7 +173,7 @@ class _Rescoring:
         self.ids = {task: [line["id"] for line in own] for task, own in lines.items()}
         self.references = {task: [line["references"] for line in own] for task, own in lines.items()}
         self.settings = trial.benchmark()
-        self.known: dict[tuple[str, int, str], float] = {}
+        self._cache: dict[tuple[str, int, str], float] = {}
         """Scores by task, example and prediction: most answers are the same as at the stage before."""
 
     def result(self, blank: Rescored) -> Rescored:
@@ -240,14 +240,14 @@ class _Rescoring:
         if len(answers) != len(self.references[task]):
             raise ValueError(f"task {task}: {len(answers)} answers for {len(self.references[task])} examples")
         keys = [(task, row, answer.prediction) for row, answer in enumerate(answers)]
-        if new := [key for key in keys if key not in self.known]:
+        if new := [key for key in keys if key not in self._cache]:
             references = [self.references[task][row] for _, row, _ in new]
             inputs = self._inputs(task) if takes_input(metric) else None
             texts = None if inputs is None else [inputs[row] for _, row, _ in new]
             predictions = [prediction for *_, prediction in new]
             scores = score_rows(metric, predictions, references, self.settings.references, texts)
-            self.known |= dict(zip(new, map(float, scores), strict=True))
-        return [self.known[key] for key in keys]
+            self._cache |= dict(zip(new, map(float, scores), strict=True))
+        return [self._cache[key] for key in keys]
 
     def _measures(self, rows: Mapping[int, tuple[float, ...]]) -> dict[str, Measure]:
         """Return AP and FM as stored and from the recomputed rows."""

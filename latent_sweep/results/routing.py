@@ -135,13 +135,13 @@ def routings(sweep: SweepFolder) -> tuple[list[Routing], list[str]]:
     first: dict[str, TrialResults] = {}
     for name, trial in routed_apart(sweep, finished_trials(sweep)):
         first.setdefault(name, trial)
-    found, gaps = [], []
+    read, gaps = [], []
     for name, trial in list(first.items())[:MOST_DRAWN]:
         try:
-            found.append(routing(trial, name))
+            read.append(routing(trial, name))
         except UNREADABLE as error:
             gaps.append(f"{trial.name}: {reason(error)}")
-    return found, gaps
+    return read, gaps
 
 
 def routed_apart(sweep: SweepFolder, trials: Sequence[TrialResults]) -> list[tuple[str, TrialResults]]:
@@ -153,14 +153,14 @@ def routed_apart(sweep: SweepFolder, trials: Sequence[TrialResults]) -> list[tup
         return []
     names = {path: name for path, name in short_names(sweep.axes).items() if path.startswith(READ)}
     names.pop(sweep.seed_axis, None)
-    found: dict[str, tuple[str, TrialResults]] = {}
+    apart: dict[str, tuple[str, TrialResults]] = {}
     for trial in trials:
         params = trial.folder.params
         if params.get("router.combine") in COMBINATIONS:
             read = {path: value for path, value in params.items() if path.startswith(READ) or path == "seed"}
             name = label({name: trial.folder.values.get(path) for path, name in names.items()})
-            found.setdefault(json.dumps(read, sort_keys=True, default=str), (name, trial))
-    return list(found.values())
+            apart.setdefault(json.dumps(read, sort_keys=True, default=str), (name, trial))
+    return list(apart.values())
 
 
 def routing(trial: TrialResults, name: str) -> Routing:

@@ -148,14 +148,14 @@ class Summary:
 
     name: str
     axes: tuple[str, ...]
-    """Columns of its configurations: short names of all axes except those that repeat them, and `beside`."""
+    """Columns of its configurations: short names of all axes except those that repeat them, and `added`."""
     paths: Mapping[str, str]
     """The dotted paths of these."""
     repeats: tuple[str, ...]
     """Short names of the axes that repeat a configuration, the seed first."""
     configurations: tuple[Configuration, ...]
     ended_early: tuple[Ended, ...]
-    started_again: tuple[str, ...]
+    restarted_lines: tuple[str, ...]
     """A line for each restarted trial: the reasons, and what was changed."""
     mixed: Mapping[str, Mapping[str, tuple[str, ...]]]
     """Library, `device` or `dtype` that varied -> value -> the trials computed with it."""
@@ -171,10 +171,10 @@ class Summary:
     cost: Cost
     compute_used: tuple[Item, ...]
     """See `results/compute_used.py`."""
-    apart: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
     """Those of `axes` in which it differs from the sweeps that it is compared with."""
-    beside: frozenset[str] = frozenset()
-    """Those of `apart` that are not axes of this sweep."""
+    added: frozenset[str] = frozenset()
+    """Those of `differing` that are not axes of this sweep."""
 
     @cached_property
     def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
@@ -319,7 +319,7 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
             for each in trials.values()
             if each.status in ("failed", "stopped") or (each.status == "running" and each.reason and not driven)
         ),
-        started_again=tuple(f"{each.name} {each.restarted}" for each in trials.values() if each.restarted),
+        restarted_lines=tuple(f"{each.name} {each.restarted}" for each in trials.values() if each.restarted),
         mixed=_mixed({each.name: each.computed_with for each in trials.values()}),
         tuned=tuple(tuning_lines(tuning)),
         chosen=frozenset(names[axis] for selection in tuning for axis in selection.values if axis in names),
@@ -349,19 +349,19 @@ def _with_differing_columns(summaries: Sequence[Summary], axes: Sequence[str], r
 def _with_columns(summary: Summary, names: Mapping[str, str], apart: Sequence[str]) -> Summary:
     """Add columns for these paths to the sweep's axes, and rename all columns."""
     own = {path: name for name, path in summary.paths.items()}
-    beside = [path for path in apart if path not in own]
+    added = [path for path in apart if path not in own]
 
     def columns(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
         renamed = {names[path]: values[name] for path, name in own.items()}
-        return renamed | {names[path]: value_read(settings, path) for path in beside}
+        return renamed | {names[path]: value_read(settings, path) for path in added}
 
     return replace(
         summary,
-        axes=tuple(names[path] for path in (*own, *beside)),
-        paths={names[path]: path for path in (*own, *beside)},
+        axes=tuple(names[path] for path in (*own, *added)),
+        paths={names[path]: path for path in (*own, *added)},
         chosen=frozenset(names[summary.paths[name]] for name in summary.chosen),
-        apart=tuple(names[path] for path in apart),
-        beside=frozenset(names[path] for path in beside),
+        differing=tuple(names[path] for path in apart),
+        added=frozenset(names[path] for path in added),
         configurations=tuple(
             replace(one, values=columns(one.values, one.settings), read=columns(one.read, one.settings))
             for one in summary.configurations

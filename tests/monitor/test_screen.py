@@ -148,7 +148,7 @@ def test_other_output_goes_to_the_log(tmp_path):
             pass
         logging.getLogger("latent_sweep.x").warning("no node yet for [red] %s", "trials")
         logging.getLogger("latent_sweep.x").error("a long traceback")
-        screen.tell("[red] a line of ours")
+        screen.write("[red] a line of ours")
     assert (sys.stdout, sys.stderr, logging.getLogger().handlers) == before
     shown, log = without_escapes(console.file.getvalue()), (sweep.path / LOG).read_text()
     assert "WARNING no node yet for [red] trials" in shown

@@ -686,7 +686,7 @@ def test_restarted_trials_are_listed_with_reasons(tmp_path, format):
     start(second)
     summary = summaries.summarize(sweep)
     line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"
-    assert summary.started_again == (line,)
+    assert summary.restarted_lines == (line,)
     assert line in report.render(summary, format)
 
 

@@ -84,7 +84,7 @@ def test_each_sweep_is_compared_with_its_own_baseline_where_it_has_one(tmp_path)
             run_to_end(trial, METHODS[trial.values["method.name"]] + shift, 0.0)
         sweeps.append(sweep)
     for summary in summarize_all(sweeps, baseline=["method=seq_lora"]):
-        assert summary.apart == ()
+        assert summary.differing == ()
         assert summary.configurations[1].comparison.differences["AP"].mean == pytest.approx(0.2)
 
 
