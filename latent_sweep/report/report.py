@@ -197,19 +197,19 @@ def _notes(section: Section, verbose: bool) -> list[str]:
 
 
 def _list_markdown(parts: Sequence[Section], verbose: bool) -> str:
-    parts = []
+    blocks = []
     for section in parts:
         if section.title:
-            parts.append(f"## {_escape_markdown(section.title)}")
+            blocks.append(f"## {_escape_markdown(section.title)}")
         if (table := section.table) is not None:
             rows = [
                 [f"**{_escape_markdown(cell.text)}**" if cell.best else _escape_markdown(cell.text) for cell in row]
                 for row in table.rows
             ]
             lines = [list(map(_escape_markdown, table.header)), ["---"] * len(table.header), *rows]
-            parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-        parts.append("\n".join(f"- {_escape_markdown(note)}" for note in _notes(section, verbose)))
-    return "\n\n".join(filter(None, parts)) + "\n"
+            blocks.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        blocks.append("\n".join(f"- {_escape_markdown(note)}" for note in _notes(section, verbose)))
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 _MARKDOWN = re.compile(r"[\\`*\[\]|]|~(?=~)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
