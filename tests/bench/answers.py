@@ -1,4 +1,4 @@
-"""Answering test rows: against transformers' `generate`, and with the answers that are already known."""
+"""Answering test rows: compared with transformers' `generate`, and with a cache of generated answers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ from latent_sweep.routing.combination import Array
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.evaluation import batched
 
-GENERATION_RATE = "ours, trained adapter: rows answered"
-"""The row that the profile's rate is taken from."""
-
 ANSWER_TOKENS = 16
 """Longest answer where only the number of generations matters."""
 
 
 def generate(bench: Workbench) -> list[Reading]:
-    """Evaluation's answers against transformers' `generate`: same prompts, adapter and stops, sorted batches."""
+    """Compare evaluation's answers with transformers' `generate`: same prompts, adapter and stops, sorted batches."""
     rows = []
     for name, steps in (("untrained adapter", 0), ("trained adapter", bench.sizes.learning_steps)):
         rows += _generate(bench, name, steps)
@@ -71,7 +68,7 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Reading]:
 def compared(
     name: str, seconds: Mapping[str, Sequence[float]], ours: Sequence[str], theirs: Sequence[str]
 ) -> list[Reading]:
-    """Compare the time of both ways where they wrote the same: other answers have other lengths, and are other work."""
+    """Compare the times only if all answers are equal, as other answers have other lengths."""
     equal = [mine == baseline for mine, baseline in zip(ours, theirs, strict=True)]
     share = statistics.fmean(equal)
     if not all(equal):
@@ -84,25 +81,25 @@ def compared(
 
 
 def evaluate(bench: Workbench) -> list[Reading]:
-    """Scoring all tasks seen after each task: how many answers have to be generated, and the time that saves."""
+    """Score all tasks seen after each task: the share of answers to generate, and the time that the cache saves."""
     share, routed = _routed_share(bench)
     whole = bench.subject.benchmark == "superni" and bench.sizes.routed_tasks is None
     note = f"{routed} tasks of {bench.subject.benchmark}, K = 5, from the router's posteriors alone"
-    kept, recomputed = (_score_all_stages(bench, keep) for keep in (True, False))
+    cached, recomputed = (_score_all_stages(bench, keep) for keep in (True, False))
     tasks = len(bench.trial.tasks)
-    equal = [mine == again for mine, again in zip(kept.answers, recomputed.answers, strict=True)]
+    equal = [mine == again for mine, again in zip(cached.answers, recomputed.answers, strict=True)]
     return [
         Reading("generations run / full triangle", share, "share", None, Target(0.14) if whole else None, note),
-        Reading("known answers kept: all stages scored", kept.seconds, "s", note=f"{tasks} tasks"),
-        Reading("no answers kept: all stages scored", recomputed.seconds, "s", note=f"{tasks} tasks"),
-        Reading("known answers kept / not kept", kept.seconds / recomputed.seconds, "x"),
-        Reading("generations run there", kept.generated / recomputed.generated, "share"),
-        Reading("equal answers, kept and not kept", statistics.fmean(equal), "share", note=f"{len(equal)} answers"),
+        Reading("cached answers: all stages scored", cached.seconds, "s", note=f"{tasks} tasks"),
+        Reading("no cache: all stages scored", recomputed.seconds, "s", note=f"{tasks} tasks"),
+        Reading("cached answers / no cache", cached.seconds / recomputed.seconds, "x"),
+        Reading("generations run there", cached.generated / recomputed.generated, "share"),
+        Reading("equal answers, cached and not", statistics.fmean(equal), "share", note=f"{len(equal)} answers"),
     ]
 
 
 def _routed_share(bench: Workbench) -> tuple[float, int]:
-    """Return the share of the triangle's generations that evaluation would run, and over how many tasks."""
+    """Return the share of the triangle's generations that an evaluation runs, and the number of tasks."""
     benchmark: dict[str, Any] = {"name": bench.subject.benchmark, "order": 1}
     if bench.sizes.routed_tasks is not None:
         benchmark["tasks"] = list(TASKS[bench.subject.benchmark][: bench.sizes.routed_tasks])
@@ -114,31 +111,29 @@ def _routed_share(bench: Workbench) -> tuple[float, int]:
 
 
 def generated_share(weights: Sequence[Sequence[Array]], lengths: Sequence[Sequence[int]], batch_size: int) -> float:
-    """Return the rows that evaluation has to generate, over all rows that it scores after all tasks.
+    """Return the rows that an evaluation generates, over all rows that it scores after all tasks.
 
-    A batch is known where every weight in it is what it was at an earlier stage.
+    A batch is cached if every weight in it is what it was at an earlier stage.
 
     Args:
         weights: for each stage, for each task seen, the weights (rows, tasks seen).
         lengths: for each task, the prompt length of each row: batches are cut from the rows sorted by it.
     """
-    known: set[Any] = set()
+    cached: set[Any] = set()
     generated = total = 0
     for stage in weights:
         for position, of_task in enumerate(stage):
             for rows in batched(range(len(of_task)), lengths[position], of_task, batch_size):
                 batch = of_task[rows]
-                blend = (position, *rows, *((i, batch[:, i].tobytes()) for i in np.flatnonzero(batch.any(axis=0))))
-                generated += 0 if blend in known else len(batch)
+                key = (position, *rows, *((i, batch[:, i].tobytes()) for i in np.flatnonzero(batch.any(axis=0))))
+                generated += 0 if key in cached else len(batch)
                 total += len(batch)
-                known.add(blend)
+                cached.add(key)
     return generated / total
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """The outcome of scoring all stages, and the time it took."""
-
     seconds: float
     generated: int
     """Rows whose answer was generated."""
@@ -146,7 +141,7 @@ class _Scored:
 
 
 def _score_all_stages(bench: Workbench, keep: bool) -> _Scored:
-    """Answer the tests of all tasks seen after each task, keeping known answers from stage to stage or not."""
+    """Answer the tests of all tasks seen after each task, with or without a cache across stages."""
     tasks, rows = range(len(bench.trial.tasks)), bench.one_batch()
     history = [Snapshot(f"task{i}", bench.training(rows, 1, seed=i).learner.finish(), {}) for i in tasks]
     combiner = bench.combiner(bench.trial)

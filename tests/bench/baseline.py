@@ -1,13 +1,13 @@
-"""the baseline to run such a sweep, which `latent-sweep bench` compares with: one Ray Tune trial per point.
+"""The benchmark's baseline: the same sweep with peft, the transformers Trainer and Ray Tune, one trial per point.
 
     python -m bench.baseline CONFIG.json RESULT.json
 
-Each trial loads the model once, trains a LoRA adapter per task (peft, r = 8 on query and value) in the transformers
-`Trainer`, and after each task answers the test rows of all tasks seen with batched `generate`, batches sorted by
-length, one thread per trial. It compares with Latent-LoRA as closely as the baseline parts go: lambda weighs O-LoRA's
-overlap of the down-projection with those of earlier tasks, and the adapter that answers a row is that of the nearest of
-K centroids per task, found by K-means on mean token embeddings. K is a setting like any other here, so each value of it
-is a trial. Rows come tokenized, and answers are scored by the same functions as ours: neither is compared.
+Each trial loads the model once, trains a LoRA adapter per task (rank 8 on query and value) in the `Trainer`, and after
+each task answers the test rows of all tasks seen with batched `generate`, batches sorted by length, one thread per
+trial. It resembles Latent-LoRA as far as the parts allow: lambda weighs O-LoRA's overlap of the down-projection with
+those of earlier tasks, and a row is answered by the adapter of the nearest of K centroids per task, found by K-means on
+mean token embeddings. K is an ordinary setting here, so each value is a trial. Rows are tokenized beforehand and
+answers are scored by our functions.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ Example = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """One task of the sequence."""
-
     name: str
     metric: Any
     """A name in `latent_sweep.metrics`."""
@@ -52,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Config:
-    """The settings that all trials of the sweep have in common, and its three axes."""
+    """Settings common to all trials of the sweep, and its three axes."""
 
     model: str
     """A transformers folder with model and tokenizer."""
@@ -73,7 +71,7 @@ class Config:
     """Values of K."""
     seed: Sequence[int]
     concurrent: int
-    """Trials at a time, one thread each; on a GPU they share it."""
+    """Trials at a time, one thread each; they share a GPU."""
     rank: int = 8
     alpha: int = 16
     learning_rate: float = 4e-3
@@ -81,12 +79,10 @@ class Config:
 
     @classmethod
     def read(cls, path: Path) -> Config:
-        """Read the configuration that `write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         return cls(**content | {"tasks": [Task(**task) for task in content["tasks"]]})
 
     def write(self, path: Path) -> None:
-        """Write the configuration as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
@@ -94,21 +90,19 @@ class Config:
 
 
 def load(config: Config) -> tuple[Any, Any]:
-    """Load model and tokenizer."""
     architecture = AutoModelForSeq2SeqLM if config.encoder_decoder else AutoModelForCausalLM
     model = architecture.from_pretrained(config.model, dtype=getattr(torch, config.dtype)).to(config.device)
     return model, with_padding(AutoTokenizer.from_pretrained(config.model))
 
 
 def with_padding(tokenizer: Any) -> Any:
-    """The tokenizer, padding with its end-of-sequence token where it has none for it (Llama)."""
+    """Pad with the end-of-sequence token if the tokenizer has no padding token (Llama)."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def lora_config(config: Config) -> LoraConfig:
-    """LoRA on the projections that the paper adapts."""
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -119,7 +113,7 @@ def lora_config(config: Config) -> LoraConfig:
 
 
 def features(row: Example, encoder_decoder: bool) -> dict[str, list[int]]:
-    """A row as the Trainer's data collator reads it: no loss on the prompt."""
+    """Return a row as the Trainer's data collator reads it, without loss on the prompt."""
     prompt, target = list(row["prompt_ids"]), list(row["target_ids"])
     if encoder_decoder:
         return {"input_ids": prompt, "attention_mask": [1] * len(prompt), "labels": target}
@@ -128,14 +122,14 @@ def features(row: Example, encoder_decoder: bool) -> dict[str, list[int]]:
 
 
 class OrthoTrainer(Trainer):
-    """The Trainer, with lambda times the overlap of the new down-projections with those of earlier adapters."""
+    """A Trainer with a penalty on the overlap of the new down-projections with those of earlier adapters."""
 
     def __init__(self, ortho_lambda: float, earlier: Sequence[str], current: str, **arguments: Any):
         super().__init__(**arguments)
         self.ortho_lambda, self.earlier, self.current = ortho_lambda, earlier, current
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The task's loss and the penalty: sum over projections and earlier adapters of ||A_i A_t^T||_F^2."""
+        """Add lambda * sum over projections and earlier adapters of ||A_i A_t^T||_F^2."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.ortho_lambda and self.earlier:
             loss = loss + self.ortho_lambda * self._overlap(model)
@@ -150,7 +144,7 @@ class OrthoTrainer(Trainer):
 def trainer_arguments(
     config: Config, model: Any, tokenizer: Any, rows: Sequence[Example], seed: int, folder: str
 ) -> dict[str, Any]:
-    """A Trainer's arguments: constant rate, batches of similar length, nothing logged, saved or shown."""
+    """Return a Trainer's arguments: constant rate, batches of similar length, no logging and saving."""
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=config.steps,
@@ -189,7 +183,7 @@ def generate_answers(
     stop: Sequence[str],
     batch_size: int,
 ) -> list[list[int]]:
-    """Greedy answers by `generate`, as token ids with whatever special tokens end them; batches sorted by length."""
+    """Return greedy answers of `generate` as token ids, including the special tokens that end them."""
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     answers: list[list[int]] = [[] for _ in prompts]
     stops = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
@@ -206,12 +200,10 @@ def generate_answers(
 
 
 def answer_texts(tokenizer: Any, answers: Sequence[Sequence[int]], stop: Sequence[str]) -> list[str]:
-    """Answers as text, cut at the first stop string."""
     return [cut_answer(text, stop) for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
 
 def mean_embeddings(table: Tensor, rows: Sequence[Example]) -> Any:
-    """Mean token embedding of each row's prompt, (rows, width)."""
     means = [table[torch.tensor(row["prompt_ids"], device=table.device)].float().mean(0) for row in rows]
     return torch.stack(means).detach().cpu().numpy()
 
@@ -220,7 +212,7 @@ def mean_embeddings(table: Tensor, rows: Sequence[Example]) -> Any:
 
 
 class BaselineTrial:
-    """One point of the sweep: learn task after task, and after each answer the tests of all tasks seen."""
+    """One point of the sweep."""
 
     def __init__(self, config: Config, ortho_lambda: float, components: int, seed: int):
         self.config, self.ortho_lambda, self.components, self.seed = config, ortho_lambda, components, seed
@@ -239,7 +231,6 @@ class BaselineTrial:
         return sum(scores) / len(scores)
 
     def learn(self, position: int) -> None:
-        """Train the task's own adapter and find its centroids."""
         from sklearn.cluster import KMeans
 
         config, task = self.config, self.config.tasks[position]
@@ -255,7 +246,6 @@ class BaselineTrial:
         self.centroids.append(kmeans.fit(mean_embeddings(self.table, task.train)).cluster_centers_)
 
     def score(self, task: Task) -> float:
-        """Mean score of a task's test rows, each answered by the adapter of the nearest centroid."""
         config = self.config
         owners = self.route(task.test)
         predictions = [""] * len(task.test)
@@ -272,7 +262,6 @@ class BaselineTrial:
         return float(score_rows(task.metric, predictions, references, "single_first").mean())
 
     def route(self, rows: Sequence[Example]) -> list[int]:
-        """Position of the task whose centroid is nearest, row by row."""
         from sklearn.metrics import pairwise_distances_argmin
 
         if len(self.centroids) == 1:
@@ -289,7 +278,6 @@ AXES = ("ortho_lambda", "components", "seed")
 
 
 def run_trial(point: Mapping[str, Any], config: Config) -> None:
-    """Run one Ray Tune trial."""
     from ray import tune
 
     quiet()
@@ -298,11 +286,7 @@ def run_trial(point: Mapping[str, Any], config: Config) -> None:
 
 
 def run_sweep(config: Config) -> list[dict[str, Any]]:
-    """Run every point of the grid as a trial; return each point with its AP.
-
-    Raises:
-        RuntimeError: a trial failed; the message is Ray's.
-    """
+    """Run every point of the grid as a Ray Tune trial; return each point with its AP."""
     import ray
     from ray import tune
 
@@ -322,7 +306,6 @@ def run_sweep(config: Config) -> list[dict[str, Any]]:
 
 
 def quiet() -> None:
-    """Turn off transformers' bars and advice."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

@@ -1,4 +1,4 @@
-"""What every registered method costs, early and late in one task sequence: steps, answers, storage."""
+"""The cost of every registered method, early and late in one task sequence: steps, answers, storage."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from latent_sweep.training.run import ActiveRun
 from latent_sweep.training.trainer import Trainer, TrainingSummary
 
 REFERENCE = "seq_lora"
-"""The method that the others are compared with: one LoRA pair, carried from task to task."""
+"""The method that the others are compared with."""
 
 ANSWER_TOKENS = 8
-"""Length of every answer, whatever a method would say: the time must not depend on what it has learned."""
+"""Length of every answer, so that times do not depend on what a method has learned."""
 
 SHORTENED: Mapping[str, Mapping[str, Any]] = {"lfpt5": {"prompt_length": 20, "sample_length": 32, "tries": 4}}
-"""Settings that keep the benchmark short; everything else is at its default."""
+"""Settings that keep the benchmark short."""
 
 NOTES = {
-    "gain_lora": "gates weigh every prompt apart: earlier pairs never fold into one",
+    "gain_lora": "gates weigh every prompt separately, so earlier pairs cannot be merged",
     "joint_lora": "learns all tasks in the first stage",
-    "lfpt5": "a short prompt, few tries; as it is untrained, hardly anything is well-formed and replayed",
+    "lfpt5": "a short prompt and few tries; untrained, so hardly any sample is well-formed and replayed",
     "zero_shot": "the bare backbone",
 }
 
 
 def methods(bench: Workbench) -> list[Reading]:
-    """Every method, early and late in a sequence of built-in tasks: storage, steps, work around them, answers."""
+    """Every method early and late in a sequence of built-in tasks: storage, steps, work around them, answers."""
     trials = {name: method_trial(bench, name) for name in METHODS}
     contenders = {name: _Contender(bench, trial) for name, trial in trials.items()}
     return [*_size_rows(contenders), *_step_rows(bench, contenders), *_answer_rows(bench, contenders)]
 
 
 def method_trial(bench: Workbench, name: str) -> Trial:
-    """A trial of a method at its default settings, over as many tasks as are learned here."""
+    """Return a trial of a method with default settings."""
     sizes = bench.sizes
     benchmark = {"name": "builtin", "train_per_task": 2 * sizes.batch_size, "test_per_task": sizes.test_rows}
     sweep = bench.subject.sweep(benchmark, {"learning_rate": 1e-4, "max_steps": 1})
@@ -80,7 +80,7 @@ class _Contender:
         return [snapshot.tensors for snapshot in self.run.snapshots[:stage]]
 
     def _learn(self, position: int) -> None:
-        """Leave the snapshot of a task behind; a stage that learns nothing leaves what was there."""
+        """Learn a task, or recall the snapshot of a stage that learns nothing."""
         lineage, stage = self.run.lineages[position], position + 1
         snapshot = self.context.store.get(lineage)
         self.outside[stage] = 0.0
@@ -102,10 +102,7 @@ class _Contender:
         return snapshot
 
     def step_seconds(self, stage: int) -> float:
-        """Seconds of one optimizer step at a stage, a mean over a turn: on rows of the first task, whatever the stage.
-
-        A method may add rows of its own.
-        """
+        """Return the mean seconds of a step at a stage, on rows of the first task and any that the method adds."""
         training, clock, steps = self.trainings[stage], self.bench.clock(), self.bench.sizes.steps + 1
         rows = self.context.tokens(self.trial, 0, "train")
         examples = list(rows)[: self.bench.sizes.batch_size]
@@ -116,12 +113,12 @@ class _Contender:
         return clock.seconds_per_step
 
     def alike(self, stage: int) -> bool:
-        """Whether one blend of snapshots answers all rows: what their prompts begin with is then read once."""
+        """Whether one merged adapter answers all rows."""
         weights = self._weights[stage]
         return bool((weights == weights[0]).all()) and path_of(weights[0]) is not None
 
     def answer_seconds(self, stage: int) -> float:
-        """Seconds for the test rows of the first task, in one batch, with the snapshots of a stage."""
+        """Return the seconds for the test rows of the first task, in one batch, with the snapshots of a stage."""
         weights = self._weights[stage]
         used = np.flatnonzero(weights.any(axis=0))
         history = self._tensors(stage)
@@ -140,18 +137,16 @@ class _Contender:
         return self.bench.timed(answer)[0]
 
     def stored_bytes(self, stage: int) -> int:
-        """Size of the file that learning a stage's task has left behind."""
         return self.context.store.path(self.run.lineages[stage - 1]).stat().st_size
 
     @property
     def parameters(self) -> int:
-        """Numbers that a task trains."""
         shapes = {name: (m.out_features, m.in_features) for name, m in self.bench.backbone.targets.items()}
         return self.run.method.parameter_count(shapes, self.bench.backbone.embedding_table.shape[1])
 
 
 def _never_ending(bench: Workbench) -> Callable[[Tensor, Tensor], Tensor]:
-    """Greedy decoding that never takes the end-of-sequence token."""
+    """Return greedy decoding that never takes the end-of-sequence token."""
 
     def choose(logits: Tensor, answers: Tensor) -> Tensor:
         logits[:, bench.backbone.eos_id] = -torch.inf

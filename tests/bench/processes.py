@@ -1,4 +1,4 @@
-"""What only whole processes show: a sweep from start to end, a warm start, threads, and memory."""
+"""Measurements of whole processes: a sweep from start to end, a warm start, threads, and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def sweep(bench: Workbench) -> list[Reading]:
-    """A small sweep, run by our command and the baseline, from the start of the process to its end."""
+    """Run a small sweep with our command and with the baseline, from the start of the process to its end."""
     sizes, folder = bench.sizes, Path(bench.subject.folder)
     tasks = TASKS["builtin"][: sizes.tasks]
     benchmark = {
@@ -63,7 +63,7 @@ def _range(scores: Sequence[float]) -> str:
 
 
 def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[float]]:
-    """Run a sweep by our command; return its seconds, and each trial's AP."""
+    """Return the seconds of a sweep run by our command, and each trial's AP."""
     import yaml
 
     from latent_sweep.storage.folders import open_sweep
@@ -78,14 +78,14 @@ def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[fl
 
 
 def _baseline_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
-    """Run a sweep the baseline; return its seconds, and each trial's AP."""
+    """Return the seconds of a sweep run by the baseline, and each trial's AP."""
     config.write(folder / "baseline.json")
     seconds = _run_to_the_end("bench.baseline", str(folder / "baseline.json"), str(folder / "scores.json"))
     return seconds, [point["AP"] for point in json.loads((folder / "scores.json").read_text(encoding="utf-8"))]
 
 
 def start(bench: Workbench) -> list[Reading]:
-    """From the start of a process to the end of its first optimizer step, on one row, with warm caches."""
+    """Time from the start of a process to the end of its first optimizer step, on one row, with warm caches."""
     bench.free()
     times = [_child(bench.subject, "start", str(time.time())) for _ in range(bench.sizes.few_turns + 1)][1:]
     imports = [found["imported"] for found in times]
@@ -98,7 +98,7 @@ def start(bench: Workbench) -> list[Reading]:
 
 
 def threads(bench: Workbench) -> list[Reading]:
-    """Two trials with a thread each, against one with two."""
+    """Compare two trials with a thread each with one trial with two."""
     bench.free()
     turns, steps = bench.sizes.turns, bench.sizes.steps
     arrangements = {"1 x 2 threads": [2], "2 x 1 thread": [1, 1]}
@@ -119,7 +119,7 @@ def threads(bench: Workbench) -> list[Reading]:
 
 
 def memory(bench: Workbench) -> list[Reading]:
-    """Peak memory of a process that takes training steps, against one that runs the bare backbone."""
+    """Compare the peak memory of training steps with that of the bare backbone."""
     bench.free()
     peaks = {what: _child(bench.subject, what)["peak_gib"] for what in ("bare", "train")}
     kind = "of the GPU" if bench.subject.device == "cuda" else "resident"
@@ -131,7 +131,7 @@ def memory(bench: Workbench) -> list[Reading]:
 
 
 def environment_of(threads: int | None = None) -> dict[str, str]:
-    """Return a process's environment: nothing of a surrounding Ray cluster, its own reached by this machine only."""
+    """Return the environment of a process that starts a Ray cluster of its own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
@@ -148,11 +148,7 @@ def _command(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _run_to_the_end(module: str, *arguments: str) -> float:
-    """Run a module as a program and return its seconds.
-
-    Raises:
-        LatentSweepError: it failed; the message ends with what it said.
-    """
+    """Run a module as a program and return its seconds."""
     began = time.perf_counter()
     _run(module, arguments)
     return time.perf_counter() - began
@@ -188,18 +184,16 @@ class _Trainee:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End the process: the last turn is over, or something went wrong."""
         self._process.kill()
         self._process.communicate()
 
     def go(self) -> None:
-        """Begin a turn."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
     def seconds(self) -> float:
-        """Wait for the end of the turn, and say how long it took."""
+        """Wait for the end of the turn, and return its seconds."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -208,7 +202,6 @@ class _Trainee:
 
 
 def _measure_start(subject: Subject, began: str) -> None:
-    """Run a trial up to its first optimizer step."""
     import datasets  # noqa: F401
     import sklearn.cluster  # noqa: F401
     import torch  # noqa: F401
@@ -236,7 +229,7 @@ def _measure_start(subject: Subject, began: str) -> None:
 
 
 def _measure_turns(subject: Subject, threads: str) -> None:
-    """Train; after the first step, and then after every turn, say how long it took and wait to be told to go on."""
+    """Train; after the first step and after every turn, print its seconds and wait for `go`."""
     import torch
 
     torch.set_num_threads(int(threads))
@@ -255,7 +248,6 @@ def _measure_turns(subject: Subject, threads: str) -> None:
 
 
 def _measure_bare(subject: Subject) -> None:
-    """Run the bare backbone."""
     from bench.steps import bare_step_seconds
 
     bare_step_seconds(Workbench(subject))
@@ -263,7 +255,6 @@ def _measure_bare(subject: Subject) -> None:
 
 
 def _measure_train(subject: Subject) -> None:
-    """Take optimizer steps."""
     Workbench(subject).step_seconds()
     _print_peak(subject)
 
@@ -273,14 +264,14 @@ def _print_peak(subject: Subject) -> None:
 
 
 def peak_bytes(subject: Subject) -> int:
-    """The most memory this process has held: of the GPU, else resident."""
+    """Return the peak memory of this process, of the GPU or resident."""
     import torch
 
     return torch.cuda.max_memory_allocated() if subject.device == "cuda" else _peak_resident()
 
 
 def _peak_resident() -> int:
-    """Return bytes. Linux's own `ru_maxrss` begins with what the parent held when it started this process."""
+    """Return bytes. Linux's `ru_maxrss` starts with what the parent held when it started this process."""
     import resource
 
     status = Path("/proc/self/status")

@@ -1,4 +1,4 @@
-"""What a benchmark finds, as rows of a table: medians over turns, quartiles as spread, and the target beside each."""
+"""The benchmark's rows, targets and report: medians over turns, with quartiles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ Contender = TypeVar("Contender", bound=Hashable)
 
 @dataclass(frozen=True)
 class Target:
-    """The limit that a value should keep to."""
+    """An upper or lower limit for a value."""
 
     limit: float
     at_most: bool = True
 
     def reached_by(self, value: float) -> bool:
-        """Whether the value is on the right side, the limit included."""
         return value <= self.limit if self.at_most else value >= self.limit
 
     def __str__(self) -> str:
@@ -28,21 +27,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Reading:
-    """One line of the table."""
+    """One row of a table."""
 
     name: str
     value: float
-    """Median over the turns."""
     unit: str
-    """`x` for a ratio, `share` for a part of a whole."""
+    """`x` for a ratio, `share` for a fraction."""
     quartiles: tuple[float, float] | None = None
-    """Of the turns; None for what was measured once, or is a count."""
+    """None for a single measurement or a count."""
     target: Target | None = None
     note: str = ""
 
     @classmethod
     def of(cls, name: str, turns: Sequence[float], unit: str, target: Target | None = None, note: str = "") -> Reading:
-        """The row of a value that was measured in several turns."""
+        """Summarize a value measured in several turns."""
         if len(turns) == 1:
             return cls(name, turns[0], unit, None, target, note)
         low, median, high = statistics.quantiles(turns, n=4, method="inclusive")
@@ -50,11 +48,11 @@ class Reading:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the target is reached; None without one."""
+        """Whether the target is reached; None without a target."""
         return None if self.target is None else self.target.reached_by(self.value)
 
     def content(self) -> dict[str, Any]:
-        """The row as JSON values."""
+        """Return the row as JSON values."""
         target = None if self.target is None else str(self.target)
         return asdict(self) | {"target": target, "reached": self.reached}
 
@@ -62,12 +60,12 @@ class Reading:
 def ratio(
     name: str, numerator: Sequence[float], denominator: Sequence[float], target: Target | None = None, note: str = ""
 ) -> Reading:
-    """Divide numerator by denominator, turn by turn: how many times the second the first takes."""
+    """Divide turn by turn."""
     return Reading.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target, note)
 
 
 def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) -> dict[Contender, list[float]]:
-    """Measure each contender in turns: A B C, C B A, A B C, ..., so that a drift of the machine favours none."""
+    """Measure contenders alternately (A B C, C B A, ...), so that a drift of the machine favors none."""
     found: dict[Contender, list[float]] = {name: [] for name in contenders}
     for turn in range(turns):
         order = list(contenders.items())
@@ -81,43 +79,38 @@ def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows that one part found at one type."""
+    """The rows of one part with one dtype."""
 
     part: str
     dtype: str
     what: str
     rows: Sequence[Reading]
     failure: str = ""
-    """What ended the part before its end."""
+    """The error that ended the part."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was measured, and on what."""
+    """All tables, and what they were measured on."""
 
     backbone: str
     device: str
     benchmark: str
     benchmark_note: str
-    """Why it is not SuperNI, where it is not."""
+    """Why it is not SuperNI."""
     measured_at: str
     versions: Mapping[str, str]
     hardware: Mapping[str, Any]
     tables: Sequence[Table]
     quick: bool = False
-    """Whether little of everything was measured, which shows that it runs, and no more."""
-    interrupted: bool = False
-    """Whether the user ended it before its last part."""
-    terminated: bool = False
-    """Whether SIGTERM did that."""
+    """Whether sizes were tiny, so that the numbers mean nothing."""
 
     def text(self) -> str:
-        """Write the report as a table for people."""
         machine = " ".join(f"{name} {value}" for name, value in self.hardware.items() if value is not None)
         versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"{self.backbone} on {self.device}, {self.benchmark} rows, {self.measured_at}",
-            *(["quick: little of everything was measured, which shows that it runs, and no more"] * self.quick),
+            *(["quick: the numbers mean nothing"] * self.quick),
             *([self.benchmark_note] if self.benchmark_note else []),
             machine,
             versions,
@@ -126,22 +119,19 @@ class Report:
             lines += ["", f"{table.part} ({table.dtype}): {table.what}"]
             lines += [line_of(row) for row in table.rows]
             lines += [f"  FAILED: {table.failure}"] * bool(table.failure)
-        lines += ["", "interrupted: the parts behind these were not measured"] * self.interrupted
         return "\n".join(lines)
 
     def json(self) -> str:
-        """Write the report as JSON for programs."""
         tables = [asdict(table) | {"rows": [row.content() for row in table.rows]} for table in self.tables]
         return json.dumps(asdict(self) | {"tables": tables}, indent=1)
 
 
 def line_of(row: Reading) -> str:
-    """Write a row as a line for people."""
     spread = "" if row.quartiles is None else f"[{_number(row.quartiles[0])}, {_number(row.quartiles[1])}]"
     target = "" if row.target is None else f"{row.target}  {'reached' if row.reached else 'NOT reached'}"
     return f"  {row.name:<48} {_number(row.value):>9} {row.unit:<14} {spread:<20} {target}  {row.note}".rstrip()
 
 
 def _number(value: float) -> str:
-    """Write three digits, or all that stand before the point."""
+    """Format with three significant digits, or as an integer from 100."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Workers that share a trial: what each of them holds, and how fast they are together, by what the engine shards."""
+"""Workers that share a trial: the memory of each and their speed, by what the engine shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LITTLE_AT_A_TIME = {
         "stage3_prefetch_bucket_size": 10_000_000,
     }
 }
-"""DeepSpeed's defaults keep a billion numbers gathered: a small model whole."""
+"""DeepSpeed's defaults keep a billion parameters gathered, all of a small model."""
 
 ZERO_3 = {"name": "deepspeed", "zero_stage": 3, "config": LITTLE_AT_A_TIME}
 ENGINES: Mapping[str, Mapping[str, Any]] = {
@@ -36,7 +36,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 
 
 def shards(bench: Workbench) -> list[Reading]:
-    """Memory of each worker and speed of all, whole and sharded: two workers on a CPU, one on each GPU."""
+    """Measure memory per worker and speed, whole and sharded: two workers on a CPU, one on each GPU."""
     import torch
 
     cuda = bench.subject.device == "cuda"
@@ -68,7 +68,7 @@ def _rows(
 
 
 def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dict[str, float]:
-    """Predict the memory of a worker in GiB by the memory model of `plan`."""
+    """Return the memory of a worker in GiB as `plan` predicts it."""
     from latent_sweep.sweep.memory import predict
     from latent_sweep.sweep.schema import RunSettings
 
@@ -81,7 +81,7 @@ def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dic
 
 
 def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> list[dict[str, float]]:
-    """Run a group of workers and return the values that each measured."""
+    """Run a group of workers; return the values that each measured."""
     from latent_sweep.training.worker_group import listen
 
     meeting = listen("127.0.0.1")
@@ -107,7 +107,7 @@ def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> lis
 
 
 def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[str, Any]) -> None:
-    """Be one worker: load, take steps, and print what that took."""
+    """Be one worker: load, take steps, print the measurements."""
     import torch
 
     from latent_sweep.execution.engines import engine_of
@@ -140,7 +140,7 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
 
 
 def _forget_peak(cuda: bool) -> None:
-    """Start the peak anew: memory held so far counts no more for it."""
+    """Reset the peak memory."""
     import torch
 
     if cuda:
@@ -150,7 +150,7 @@ def _forget_peak(cuda: bool) -> None:
 
 
 def _own_bytes() -> int:
-    """Return the resident memory of this process that no file stands behind, in bytes."""
+    """Return the anonymous resident memory of this process."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
 

@@ -1,4 +1,4 @@
-"""One optimizer step: against the bare backbone, against peft in the Trainer, in packs, and late in a task sequence."""
+"""One optimizer step: against the bare backbone and the baseline, in packs, and late in a task sequence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from bench.workbench import Workbench
 
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.outputs import Example, Outputs
-
-TRAINING_RATE = "latent: tokens trained"
-"""The row that the profile's rate is taken from."""
 
 
 def step(bench: Workbench) -> list[Reading]:
@@ -40,9 +37,9 @@ def step(bench: Workbench) -> list[Reading]:
     rows += _operations(bench)
     tokens = sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in batch)
     note = f"{len(batch)} rows, {tokens} tokens a step"
-    rows.append(Reading.of(TRAINING_RATE, [tokens / s for s in seconds["latent"]], "tokens/s", note=note))
+    rows.append(Reading.of("latent: tokens trained", [tokens / s for s in seconds["latent"]], "tokens/s", note=note))
     run = collate([batch], bench.backbone, uniform=True).inputs["input_ids"].numel()  # what rows share is run once
-    return rows + _utilisation(bench, run, seconds["latent"])
+    return rows + _utilization(bench, run, seconds["latent"])
 
 
 def tasks(bench: Workbench) -> list[Reading]:
@@ -79,13 +76,13 @@ def tasks(bench: Workbench) -> list[Reading]:
 
 
 def _tokens(bench: Workbench, rows: Sequence[Example]) -> tuple[int, int]:
-    """Count the tokens that a step runs, and those of the padded rows."""
+    """Return the tokens that a step runs, and those of the padded rows."""
     ours, padded = (collate([rows], bench.backbone, alike).inputs["input_ids"].numel() for alike in (True, False))
     return ours, padded
 
 
 def bare_step_seconds(bench: Workbench, rows: Sequence[Example] | None = None) -> float:
-    """Time the limit: the frozen backbone alone, forward and back to its input embeddings, logits at labels only."""
+    """Time a lower bound: the backbone alone, forward and back to its input embeddings, logits at labels only."""
     rows, clock = rows or bench.one_batch(), bench.clock()
     embedding = bench.backbone.model.get_input_embeddings()
     denominator = sum(len(row["target_ids"]) for row in rows)
@@ -100,7 +97,7 @@ def bare_step_seconds(bench: Workbench, rows: Sequence[Example] | None = None) -
 
 
 def _operations(bench: Workbench) -> list[Reading]:
-    """Count what a step has the device do: operators that compute; on a GPU each is a launch or a few."""
+    """Count the operators of a step that compute; on a GPU each is one or more launches."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operators(TorchDispatchMode):
@@ -140,7 +137,7 @@ class _BaselineStep:
         self.model = get_peft_model(model, baseline.lora_config(self.config))
 
     def seconds(self, rows: Sequence[Example] | None = None) -> float:
-        """Seconds of one step, a mean over a turn."""
+        """Return the mean seconds of a step over a turn."""
         from bench.baseline import trainer_arguments
         from transformers import Trainer, TrainerCallback
 
@@ -157,11 +154,11 @@ class _BaselineStep:
         return clock.seconds_per_step
 
 
-def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Reading]:
+def _utilization(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Reading]:
     """Compare achieved arithmetic on a GPU with a large matrix product: 4 N per token, as no weight gets a gradient.
 
-    N counts the layers' weights, not the embeddings and the head. An encoder-decoder's halves read different tokens, so
-    it has no row.
+    N counts the layers' weights, without embeddings and head. An encoder-decoder's halves read different tokens, so it
+    has no such row.
     """
     model = bench.backbone.model
     if bench.subject.device != "cuda" or bench.backbone.traits.encoder_decoder:
@@ -173,7 +170,7 @@ def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> lis
     return [
         Reading("matrix product", peak, "TFLOP/s", note="8192 x 8192, the same type"),
         Reading.of("latent: achieved", achieved, "TFLOP/s"),
-        Reading.of("latent: utilisation", [rate / peak for rate in achieved], "share"),
+        Reading.of("latent: utilization", [rate / peak for rate in achieved], "share"),
     ]
 
 
@@ -187,28 +184,28 @@ def _matrix_product_rate(bench: Workbench, size: int = 8192, products: int = 20)
 
 
 def packs(bench: Workbench) -> list[Reading]:
-    """Members that train side by side, each on batches of its own: member-steps per second, as far as memory goes."""
+    """Train runs side by side, each on its own batches: run-steps per second, as far as memory allows."""
     rows = bench.train_rows()
 
-    def rate(members: int) -> float:
-        clock, steps = bench.clock(), 2  # one is timed: it is as many as there are members
-        trainings = [bench.training(rows, steps, seed=member) for member in range(members - 1)]
-        bench.train([*trainings, bench.training(rows, steps, clock.tick, seed=members - 1)])
-        return members / clock.seconds_per_step
+    def rate(size: int) -> float:
+        clock, steps = bench.clock(), 2  # the second is timed; a clock ticks once per run
+        trainings = [bench.training(rows, steps, seed=i) for i in range(size - 1)]
+        bench.train([*trainings, bench.training(rows, steps, clock.tick, seed=size - 1)])
+        return size / clock.seconds_per_step
 
     sizes: Sequence[int] = bench.sizes.pack_sizes
     if bench.subject.device == "cuda":
         sizes = fitting(sizes, rate)
     rates = take_turns({str(n): partial(rate, n) for n in sizes}, bench.sizes.few_turns)
-    found = [Reading.of(f"pack of {n}", turns, "member-steps/s") for n, turns in rates.items()]
+    found = [Reading.of(f"pack of {n}", turns, "run-steps/s") for n, turns in rates.items()]
     return found + [ratio(f"pack of {n} / pack of 1", rates[n], rates["1"]) for n in list(rates)[1:]]
 
 
 def fitting(sizes: Sequence[int], measure: Callable[[int], float]) -> Sequence[int]:
-    """The sizes, in rising order, that can be measured within the GPU's memory.
+    """Return the sizes, in rising order, that fit the GPU's memory.
 
     Raises:
-        torch.cuda.OutOfMemoryError: not even the first can.
+        torch.cuda.OutOfMemoryError: not even the first does.
     """
     for count, size in enumerate(sizes):
         try:

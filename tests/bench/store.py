@@ -1,4 +1,4 @@
-"""What it costs to keep what is computed, where sweeps keep it: milliseconds and, of an object store, requests."""
+"""The cost of storing results: milliseconds and, for an object store, requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = 5
 
 
 def store(bench: Workbench) -> list[Reading]:
-    """Files, events and leases where sweeps lie (`--storage`), with the requests that each takes."""
+    """Time files, events and leases in the storage (`--storage`), and count their requests."""
     storage = open_storage(bench.subject.place)
     storage.create()
     folder = storage.folder / PROBES / f"bench-{uuid.uuid4().hex}"
@@ -38,7 +38,6 @@ def store(bench: Workbench) -> list[Reading]:
 
 
 def _operations(storage: Storage, folder: Path) -> dict[str, Callable[[], object]]:
-    """What is measured, by name; each does the same at every call."""
     journal = Journal(storage, folder / "trials" / "trial" / "journal.jsonl")
     fetched = folder / "fetched" / "file"
     storage.write(fetched, SMALL)

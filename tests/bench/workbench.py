@@ -1,4 +1,4 @@
-"""What is measured and how much of it, and what the parts of the benchmark do with a backbone."""
+"""The sizes and the subject of a measurement, and what the parts do with its backbone."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that say how much is measured."""
-
     turns: int
     steps: int
     """Timed optimizer steps of a turn; one more comes before them."""
@@ -59,7 +57,7 @@ class Sizes:
 
     @property
     def few_turns(self) -> int:
-        """Turns of what takes long."""
+        """Turns of slow measurements."""
         return (self.turns + 1) // 2
 
 
@@ -124,7 +122,7 @@ SWEEP_LEARNING_RATE = 2e-2
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a measurement, and its place: all that a measuring process has to be told."""
+    """What a measuring process is told: the backbone, and where and how to run it."""
 
     backbone: str
     dtype: str
@@ -139,16 +137,14 @@ class Subject:
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes that say how much is measured."""
         return QUICK if self.quick else GPU if self.device == "cuda" else CPU
 
     @property
     def storage(self) -> Storage:
-        """Return the storage where sweeps keep what they compute."""
         return Storage(Path(self.folder) / "runs")
 
     def sweep(self, benchmark: Mapping[str, Any], training: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """A sweep file's content: Latent-LoRA on this backbone, two trials at a time with a thread each."""
+        """Return a sweep file's content: Latent-LoRA on this backbone, two trials at a time with a thread each."""
         template = {
             "method": {"name": "latent_lora", "rank": self.rank, "ortho_lambda": LAMBDAS[-1]},
             "backbone": {"name": self.backbone, "dtype": self.dtype, "device": self.device},
@@ -165,7 +161,7 @@ class Subject:
 
     @property
     def rank(self) -> int:
-        """The paper's 32, or what a smaller backbone allows."""
+        """The paper's 32, or the largest that a smaller backbone allows."""
         from latent_sweep.backbones.registry import BackboneSettings, describe
 
         settings = BackboneSettings(name=self.backbone)
@@ -175,7 +171,7 @@ class Subject:
 
 
 class Workbench:
-    """A subject with its backbone loaded, and what the parts do with it."""
+    """A subject with its backbone loaded."""
 
     def __init__(self, subject: Subject, engine: Engine | None = None):
         self.subject, self.sizes = subject, subject.sizes
@@ -195,13 +191,12 @@ class Workbench:
 
     @cached_property
     def context(self) -> Context:
-        """Return what all measurements share: the backbone, its adapter bank, tokens."""
         from latent_sweep.training.context import Context
 
         return Context(self.trial, self.subject.storage, self._engine)
 
     def free(self) -> None:
-        """Give the memory of the backbone and all that hangs on it to other processes; it is loaded again if needed."""
+        """Free the memory of the backbone for other processes; it is reloaded if needed."""
         from latent_sweep.training.engine import forget_backbone
 
         self.__dict__.pop("context", None)
@@ -210,12 +205,10 @@ class Workbench:
 
     @property
     def backbone(self) -> Backbone:
-        """The frozen model."""
         return self.context.backbone
 
     @property
     def bank(self) -> AdapterBank:
-        """Return the adapter bank of the backbone."""
         return self.context.bank
 
     @cached_property
@@ -227,7 +220,7 @@ class Workbench:
         return folder
 
     def method(self, name: str = "latent_lora") -> Method:
-        """A method at its default settings; Latent-LoRA with the trial's."""
+        """Return a method with default settings; Latent-LoRA with the trial's."""
         from latent_sweep.methods import method_class
 
         kind, own = method_class(name), self.trial.settings.method
@@ -236,11 +229,10 @@ class Workbench:
         return self.context.method(resolved, self.subject.rank)
 
     def train_rows(self, count: int | None = None) -> Sequence[Example]:
-        """The first training rows of the first task."""
         return list(self.context.tokens(self.trial, 0, "train"))[:count]
 
     def one_batch(self) -> Sequence[Example]:
-        """The rows of the step that is timed, again and again."""
+        """Return the rows of the step that is timed."""
         return self.train_rows(self.sizes.batch_size)
 
     def training(
@@ -252,7 +244,7 @@ class Workbench:
         history: Sequence[Mapping[str, Tensor]] = (),
         seed: int = 0,
     ) -> Trainer:
-        """Make the task training that `train_pack` needs to train one adapter on rows for some steps."""
+        """Return a trainer of one adapter for some steps."""
         import torch
 
         from latent_sweep.methods.protocol import TaskData
@@ -271,7 +263,7 @@ class Workbench:
         return Trainer(learner, rows, settings, (seed, "bench"), checkpoint, (), on_step)
 
     def train(self, trainings: Sequence[Trainer]) -> list[TrainingSummary]:
-        """Train side by side; what goes wrong is raised."""
+        """Train side by side; raise any error."""
         from latent_sweep.training.loop import train_pack
 
         outcomes = train_pack(trainings, self.context.engine, self.bank)
@@ -281,10 +273,7 @@ class Workbench:
         return outcomes  # type: ignore[return-value]
 
     def batches_of_tasks(self) -> dict[str, Sequence[Example]]:
-        """A batch of every task of the benchmark's first order, by its name: rows of similar length, as in training.
-
-        Of eight such batches, the one with the median number of tokens.
-        """
+        """Return for each task of the first order the batch with the median number of tokens, of eight."""
         import torch
 
         from latent_sweep.backbones.batches import epoch_batches
@@ -302,17 +291,16 @@ class Workbench:
         return found
 
     def step_seconds(self, rows: Sequence[Example] | None = None, **training: Any) -> float:
-        """Seconds of one of our optimizer steps, a mean over a turn; other arguments are `training`'s."""
+        """Return the mean seconds of an optimizer step over a turn; other arguments go to `training`."""
         clock = self.clock()
         self.train([self.training(rows or self.one_batch(), self.sizes.steps + 1, clock.tick, **training)])
         return clock.seconds_per_step
 
     def clock(self) -> Clock:
-        """A clock that waits for this device."""
         return Clock(self.subject.device == "cuda")
 
     def timed(self, call: Callable[[], Found]) -> tuple[float, Found]:
-        """The seconds that a call took, and what it returned."""
+        """Return the seconds of a call, and its result."""
         clock = self.clock()
         clock.tick()
         found = call()
@@ -320,13 +308,12 @@ class Workbench:
         return clock.seconds_per_step, found
 
     def combiner(self, trial: Trial, gates: Gates | None = None) -> Combiner:
-        """Make the combiner of a trial's snapshots; `gates` are needed where that is how its method mixes."""
         return self.context.combiner(trial, gates or _no_gates)
 
     def answer(
         self, history: Sequence[Snapshot], weights: Array, position: int, max_new_tokens: int, cache: Path
     ) -> tuple[list[str], int]:
-        """Answers to a task's test rows as evaluation gives them, and how many were not known in the folder `cache`."""
+        """Return an evaluation's answers to a task's test rows, and the number of rows that were not cached."""
         from latent_sweep.training.evaluation import Evaluator
 
         s = self.trial.settings
@@ -345,7 +332,7 @@ class Workbench:
         return [row["prediction"] for row in score.predictions], score.generated
 
     def baseline_config(self, trial: Trial, steps: int) -> Config:
-        """the baseline's settings, with a trial's rows."""
+        """Return the baseline's settings, with a trial's rows."""
         from bench.baseline import Config, Task
 
         def rows(position: int, split: Split, *columns: str) -> list[dict[str, Any]]:
@@ -387,7 +374,7 @@ class Clock:
         self.ticks: list[float] = []
 
     def tick(self, *step: Any) -> None:
-        """Note the end of a step; a GPU is waited for."""
+        """Note the end of a step, after waiting for a GPU."""
         if self.on_gpu:
             import torch
 
@@ -396,7 +383,7 @@ class Clock:
 
     @property
     def seconds_per_step(self) -> float:
-        """Return the mean seconds of a step; the first step, which warms up, is not counted."""
+        """Return the mean seconds of a step, without the first, which warms up."""
         return (self.ticks[-1] - self.ticks[0]) / (len(self.ticks) - 1)
 
 
@@ -405,7 +392,6 @@ def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
 
 
 def first_trial(sweep: Mapping[str, Any]) -> Trial:
-    """The first trial of a sweep file's content."""
     from latent_sweep.sweep.config import parse_sweep
     from latent_sweep.sweep.plan import expand
 
