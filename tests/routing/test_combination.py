@@ -1,4 +1,4 @@
-"""Weights of the snapshots, and what the router pools: by hand on tiny token lists."""
+"""Weights of the snapshots and pooled embeddings, against direct computations."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ NAMES = ("one", "two", "three")
 
 
 class Rows(dict):
-    """Tokenised rows as the combiner reads them: columns, a length, and the cache that names them."""
+    """Tokenized rows as the combiner reads them: columns, a length, and a cache name."""
 
     def __init__(self, name, prompts, inputs=None):
         super().__init__(prompt_ids=prompts, input_ids=inputs or prompts)
@@ -29,7 +29,7 @@ class Rows(dict):
 
 
 def rows_of(task, split, count):
-    """Rows whose tokens come from a handful of their task's own: easy to route."""
+    """Return rows whose tokens come from a few of their task's own, easy to route."""
     source = torch.Generator().manual_seed(10 * task + (split == "test"))
     sizes = torch.randint(4, 9, (count,), generator=source).tolist()
     prompts = [(10 + 60 * task + torch.randint(0, 5, (n,), generator=source)).tolist() for n in sizes]
@@ -55,7 +55,7 @@ def combiner(llama, tmp_path):
 
 
 def gates_of(tasks_seen, prompts):
-    """A gate for every snapshot that depends on the prompt's length."""
+    """Return gates that depend on the prompt's length."""
     return np.array([[len(prompt) / (10 + task) for task in range(tasks_seen)] for prompt in prompts])
 
 
@@ -114,8 +114,8 @@ def test_posterior_weights_sum_to_one_and_find_their_task(combiner, mode):
         assert {float(w) for weights in found for w in weights.ravel()} == {0.0, 1.0}
 
 
-def test_the_string_match_takes_the_nearest_definition(combiner, llama):
-    """Whatever the inputs are, and with nothing pooled; what a task is known by is stored, and read again."""
+def test_ngram_chooses_the_nearest_definition(combiner, llama):
+    """Without pooling; a task's n-grams are stored and read again."""
     definitions = ["Name the colour of it.", "Count the animals.", "Is the review good?"]
     for (task, split), rows in combiner.rows.items():
         combiner.rows[task, split] = Rows(
@@ -138,17 +138,17 @@ def test_the_string_match_takes_the_nearest_definition(combiner, llama):
     records[0].write_bytes(b"damaged")
     for one, other in zip(combiner(combine="ngram").weights(3), found, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert before == [path.read_bytes() for path in records], "it is made again"
+    assert before == [path.read_bytes() for path in records], "it is recomputed"
 
 
 def test_the_first_stage_knows_one_task(combiner):
     (weights,) = combiner(combine="soft").weights(1)
     np.testing.assert_array_equal(weights, np.ones((24, 1)))
-    assert {task for task, _ in combiner.asked} == {0}, "tasks that are still to come are not read"
+    assert {task for task, _ in combiner.asked} == {0}, "future tasks are not read"
 
 
 def test_the_posterior_is_bayes_rule_over_gaussian_densities(combiner, llama):
-    """Equations (12) to (14) with scipy's densities; one component, so that K-means has nothing to decide."""
+    """Equations (12) to (14) with scipy's densities and one component."""
     from scipy.stats import multivariate_normal
 
     settings = dict(combine="soft", components=1, epsilon=20.0, prune_below=0.0)
@@ -163,10 +163,10 @@ def test_the_posterior_is_bayes_rule_over_gaussian_densities(combiner, llama):
         density = np.exp(logs - logs.max(axis=1, keepdims=True))
         expected = density / density.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(found[task], expected, atol=1e-4)
-        assert 0.01 < np.median(1 - expected.max(axis=1)) < 0.5, "a posterior of zeros and ones would show little"
+        assert 0.01 < np.median(1 - expected.max(axis=1)) < 0.5, "the posterior must not be trivial"
 
 
-def test_a_covariance_of_all_tasks_reads_those_to_come(combiner):
+def test_a_covariance_of_all_tasks_reads_future_ones(combiner):
     per_task = combiner(combine="soft", epsilon=100.0, cov={"refresh": "per_task"}).weights(2)
     assert {task for task, _ in combiner.asked} == {0, 1}
     final = combiner(combine="soft", epsilon=100.0, cov={"refresh": "final"}).weights(2)
@@ -174,11 +174,11 @@ def test_a_covariance_of_all_tasks_reads_those_to_come(combiner):
     assert not np.array_equal(per_task[0], final[0])
 
 
-# --- evidence --------------------------------------------------------------------------------------------------------
+# --- routing metrics ---------------------------------------------------------------------------------------------------
 
 
-def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(combiner, llama):
-    """One component, so that K-means has nothing to decide; scipy's densities, an inverse, and pairs of rows."""
+def test_routing_metrics_follow_from_gaussian_densities(combiner, llama):
+    """With scipy's densities, an inverse covariance, and all pairs of rows."""
     from scipy.stats import multivariate_normal
 
     found = routing_metrics(combiner(combine="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
@@ -212,7 +212,7 @@ def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(combiner
     assert "router/nll/three" not in found
 
 
-def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(combiner):
+def test_gates_that_are_probabilities_have_the_metrics_of_a_posterior(combiner):
     def gates(tasks_seen, prompts):
         """Sure of each row's first token, whose task it is of, but for a tenth."""
         own = np.array([[(prompt[0] - 10) // 60 == task for task in range(tasks_seen)] for prompt in prompts])
@@ -232,7 +232,7 @@ def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(combiner):
     sure = measured(lambda tasks_seen, prompts: np.eye(tasks_seen)[[(prompt[0] - 10) // 60 for prompt in prompts]])
     assert (sure["router_nll"], sure["router_one_hot"]) == (0.0, 1.0)
     open_and_shut = measured(lambda tasks_seen, prompts: 0.5 + gates(tasks_seen, prompts))
-    assert open_and_shut == {}, "each is open or shut on its own, as GainLoRA's"
+    assert open_and_shut == {}, "independent gates, as GainLoRA's"
 
 
 def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(combiner):
@@ -249,8 +249,8 @@ def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(c
     assert 0.43 < routing_metrics(combiner(combine="soft"), 1)["router_novelty_auroc"] < 0.57
 
 
-def test_every_task_to_come_is_unseen(combiner):
-    """The next task is like the one that is seen, the last one is not: half of the unseen rows are far."""
+def test_every_future_task_counts_as_unseen(combiner):
+    """The next task equals the first one, the last does not: half of the unseen rows are far."""
     combiner.rows[1, "test"] = Rows("again", list(combiner.rows[0, "test"]["prompt_ids"]))
     n, m = len(combiner.rows[0, "test"]), len(combiner.rows[2, "test"])
     assert routing_metrics(combiner(combine="soft"), 1)["router_novelty_auroc"] == pytest.approx(
@@ -258,7 +258,7 @@ def test_every_task_to_come_is_unseen(combiner):
     )
 
 
-def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(combiner, caplog):
+def test_unreadable_rows_of_future_tasks_do_not_fail_this_stage(combiner, caplog):
     one = combiner(combine="soft")
     read = one.tokens
 
@@ -275,8 +275,8 @@ def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(combiner, c
 
 
 @pytest.mark.parametrize(("limit", "most"), [("DISTANCE_ROWS", 5), ("DISTANCE_ROWS_IN_ALL", 17)])
-def test_distances_are_of_rows_from_the_whole_of_a_task(combiner, monkeypatch, limit, most):
-    """So many of each of three tasks, or of all of them: of a long stream the router looks at as many as of a short."""
+def test_distances_use_rows_from_the_whole_task(combiner, monkeypatch, limit, most):
+    """Up to a limit per task and for all tasks."""
     from latent_sweep.routing import combination
 
     asked = []
@@ -290,7 +290,7 @@ def test_distances_are_of_rows_from_the_whole_of_a_task(combiner, monkeypatch, l
 
 
 def test_components_of_earlier_tasks_are_read_once(combiner, monkeypatch):
-    """By all mixers that share them; others of the same tasks are others."""
+    """By all combiners that share them."""
     known, looked_for, load = {}, [], TaskGmm.load
     monkeypatch.setattr(TaskGmm, "load", classmethod(lambda cls, path: looked_for.append(path) or load(path)))
     fresh = [combiner(combine="soft").weights(seen) for seen in (1, 2, 3)]
@@ -303,17 +303,17 @@ def test_components_of_earlier_tasks_are_read_once(combiner, monkeypatch):
     assert len(looked_for) == len(known) == 6
 
 
-def test_after_the_last_task_nothing_is_unseen(combiner):
+def test_after_the_last_task_there_is_no_novelty(combiner):
     assert "router_novelty_auroc" not in routing_metrics(combiner(combine="hard"), 3)
 
 
 @pytest.mark.parametrize("mode", ["last", "sum", "oracle", "gates"])
-def test_without_a_router_there_is_no_evidence(combiner, mode):
+def test_without_a_router_there_are_no_metrics(combiner, mode):
     assert routing_metrics(combiner(combine=mode), 2) == {}
     assert not (combiner.folder / "embeddings").exists()
 
 
-def test_evidence_fits_no_second_router_and_pools_each_row_once(combiner, monkeypatch):
+def test_metrics_fit_no_second_router_and_pool_each_row_once(combiner, monkeypatch):
     from latent_sweep.routing import combination
 
     fitted, pooled = [], []
@@ -353,7 +353,7 @@ def test_phi_is_the_mean_of_the_embeddings_that_count(backbone, pool_settings, k
 
 
 def test_a_row_without_tokens_has_no_mean(backbone):
-    with pytest.raises(DataError, match=r"row 1 \(0-based\) of a task has no .* scope input_only and special keep"):
+    with pytest.raises(DataError, match=r"row 1 .*input_only.*keep"):
         pool(backbone, Rows("x", PROMPTS, [[11, 12], []]), RouterSettings(pool={"scope": "input_only"}))
     with pytest.raises(DataError, match="row 0 "):
         pool(backbone, Rows("x", [[1, 2], [10]], INPUTS), RouterSettings(pool={"special": "drop"}))
@@ -395,10 +395,10 @@ def test_embeddings_and_records_are_computed_once(combiner, monkeypatch):
         combiner(combine="hard", epsilon=0.5, temperature=2.0).weights(3)
     combiner(combine="soft", components=3).weights(3)
     combiner(combine="soft", seed=1).weights(3)
-    assert len(stored(combiner.folder)) == 6 + 3 + 3 * 3, "another K and another seed have means of their own"
+    assert len(stored(combiner.folder)) == 6 + 3 + 3 * 3, "means depend on K and the seed"
 
 
-def test_other_pooling_has_embeddings_and_records_of_its_own(combiner):
+def test_records_depend_on_the_pooling(combiner):
     for rows in combiner.rows.values():
         rows["input_ids"] = [row[1:] for row in rows["prompt_ids"]]
     whole = combiner(combine="soft", epsilon=100.0).weights(3)
@@ -407,8 +407,8 @@ def test_other_pooling_has_embeddings_and_records_of_its_own(combiner):
     assert len(stored(combiner.folder)) == 2 * (6 + 6)
 
 
-def test_another_backbone_has_embeddings_and_records_of_its_own(combiner, llama):
-    """Two backbones may read the same tokens, and share a storage: of one tokenizer and other weights."""
+def test_records_depend_on_the_backbone(combiner, llama):
+    """Even with the same tokenizer and storage."""
     combiner(combine="soft").weights(3)
     other = combiner(combine="soft")
     table = llama.embedding_table.flip(0).contiguous()
@@ -431,7 +431,7 @@ def test_no_example_is_kept_in_a_record(combiner):
 
 @pytest.mark.parametrize("refresh", ["per_task", "final", "frozen_first"])
 def test_weights_do_not_depend_on_interruptions(combiner, refresh):
-    """One worker that keeps its folds, against a new one for every stage: the same bits."""
+    """A worker that keeps its sums has the same bits as a new one for every stage."""
     settings = dict(combine="soft", epsilon=1.0, cov={"refresh": refresh}, prune_below=0.0)
     sums = {}
     for seen in (1, 2, 3, 2):
@@ -460,12 +460,12 @@ def test_a_new_task_is_one_addition(combiner, monkeypatch):
     ids=["cut short", "empty", "a number missing", "a bit flipped"],
 )
 @pytest.mark.one_machine
-def test_a_damaged_file_is_made_again(combiner, kind, damage, caplog):
+def test_a_corrupt_file_is_replaced(combiner, kind, damage, caplog):
     before = combiner(combine="soft").weights(3)
     files = stored(combiner.folder)
     for path in (combiner.folder / kind).iterdir():
         content = path.read_bytes()
-        path.unlink()  # what is mapped must not be cut
+        path.unlink()  # a mapped file must not be truncated
         path.write_bytes(damage(content))
     if kind == "embeddings":
         for path in (combiner.folder / "router").iterdir():

@@ -1,4 +1,4 @@
-"""The string match: by hand on small texts, against scikit-learn's vectors, and what it does in a sweep."""
+"""The n-gram baseline: on small texts, against scikit-learn, and in a sweep."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def prompts_of(task, words=("one", "two", "three")):
     return [f"{DEFINITIONS[task]}\n\n{word} {task}\nOutput: " for word in words]
 
 
-def test_a_task_is_what_its_training_prompts_begin_with():
+def test_a_task_is_the_common_beginning_of_its_training_prompts():
     task = fit_ngrams(["Say it. Now: abc", "Say it. Now: xyz"])
     assert task.shares == dict.fromkeys(ngrams_of("Say it. Now: "), 1.0)
     assert ngrams_of("Say  IT") == {"say", "ay ", "y i", " it", "say ", "ay i", "y it", "say i", "ay it"}
@@ -40,16 +40,16 @@ def test_similarities_are_scikit_learns_cosines():
     known = [fit_ngrams([f"{definition} "[:-1]]) for definition in DEFINITIONS] + [fit_ngrams(train[3])]
     expected = cosine_similarity(vectors.transform(plain[4]).toarray(), tasks)
     np.testing.assert_allclose(similarities(queries, known), expected, atol=PRODUCT)
-    assert (similarities(queries, known)[3] == 0).all(), "nothing in common"
+    assert (similarities(queries, known)[3] == 0).all(), "no n-gram in common"
     np.testing.assert_array_equal(nearest(queries, known).argmax(axis=1), [0, 1, 3, 0])
 
 
-def test_a_prompt_without_ngrams_is_like_nothing():
+def test_a_prompt_without_ngrams_has_no_similarity():
     assert similarities(["", "ab"], [fit_ngrams(prompts_of(0)), TaskNgrams({})]).tolist() == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("texts", [["grün 🙂 и ещё", "grün 🙂 и нет"], ["a", "b"], ["abc\0def", "xyz"], ["ab"]])
-def test_what_is_stored_is_read_again(tmp_path, texts):
+def test_ngrams_are_read_as_they_were_written(tmp_path, texts):
     path = tmp_path / "router" / "record.safetensors"
     task = fit_ngrams(texts)
     task.save(path)
@@ -69,7 +69,7 @@ def trials_over(**changes):
     return expand(parse_sweep(tiny(**changes), "sweep.yaml"))
 
 
-def test_it_reads_no_setting_of_the_router():
+def test_it_reads_no_other_router_setting():
     trials = trials_over(
         search={"router.combine": ["hard", "ngram"], "router.components": [1, 2], "router.epsilon": [1.0, 2.0]}
     )
@@ -78,7 +78,7 @@ def test_it_reads_no_setting_of_the_router():
     assert len({trial.training_id for trial in trials}) == 1
 
 
-def test_rows_know_the_version_of_its_records(monkeypatch):
+def test_row_keys_contain_the_version_of_its_records(monkeypatch):
     def keys(mode):
         return [trial.row_keys() for trial in trials_over(search={}, trial__router__combine=mode)]
 
@@ -88,8 +88,8 @@ def test_rows_know_the_version_of_its_records(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["inc_lora", "latent_lora"])
-def test_a_trial_is_answered_by_it(runs, method):
-    """Learned, routed, resumed: its accuracy is in the journal, and a second trial asks for nothing new."""
+def test_a_trial_with_ngram(runs, method):
+    """Its accuracy is in the journal, and a second trial reuses its records."""
     changes = {
         "trial__benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3},
         "trial__training": {"learning_rate": 0.1, "epochs": 1, "batch_size": 4},
@@ -105,4 +105,4 @@ def test_a_trial_is_answered_by_it(runs, method):
     assert accuracies == [1.0, 1.0]
     records = {path.name for path in (runs.folder / "router").iterdir()}
     runs.run(runs.packs(**(changes | {"search": {"benchmark.prompts.definition": ["verbatim", "none"]}})))
-    assert {path.name for path in (runs.folder / "router").iterdir()} == records, "what it knows of tasks is shared"
+    assert {path.name for path in (runs.folder / "router").iterdir()} == records, "records are shared"

@@ -1,4 +1,4 @@
-"""What is measured of the router, against its definitions: loops over rows, float64, no code in common."""
+"""Routing metrics against their definitions, as loops over rows."""
 
 import math
 
@@ -12,7 +12,7 @@ NAMES = ("mood", "ticket", "date")
 
 
 def routing_measures(log_posteriors, names):
-    """What is measured of these rows, one task after the other."""
+    """Return the metrics of rows, added task by task."""
     measures = PosteriorMetrics(PRUNE_BELOW)
     for name, rows in zip(names, log_posteriors, strict=True):
         measures.add(name, rows)
@@ -20,7 +20,7 @@ def routing_measures(log_posteriors, names):
 
 
 def log_posteriors():
-    """Rows of three tasks, some sure and right, some sure and wrong, some undecided."""
+    """Rows of three tasks: certain and right, certain and wrong, undecided."""
     rng = np.random.default_rng(0)
     found = []
     for task, count in enumerate((40, 7, 60)):
@@ -31,7 +31,7 @@ def log_posteriors():
 
 
 def by_definition(rows, tasks):
-    """Every measure of rows of log posteriors, each with the column of its own task."""
+    """Compute every metric of log posteriors, each with the column of its task."""
     bins = [[] for _ in range(15)]
     p_correct, accuracy, nll, one_hot = [], [], [], []
     for row, task in zip(rows, tasks, strict=True):
@@ -52,23 +52,23 @@ def by_definition(rows, tasks):
     return {name: sum(values) / len(rows) for name, values in shares.items()} | {"ece": ece}
 
 
-def test_every_measure_is_its_definition():
+def test_every_metric_equals_its_definition():
     posteriors = log_posteriors()
     found = routing_measures(posteriors, NAMES)
     expected = [by_definition(rows, [task] * len(rows)) for task, rows in enumerate(posteriors)]
     for name, measures in zip(NAMES, expected, strict=True):
         assert {key: found.pop(f"router/{key}/{name}") for key in measures} == pytest.approx(measures, abs=1e-12)
-        assert 0 < measures["one_hot"] < 1, "all or nothing would show little"
+        assert 0 < measures["one_hot"] < 1, "must not be trivial"
         assert measures["accuracy"] not in (0, 1)
     macro = {
         f"router_{key}": np.mean([m[key] for m in expected]) for key in ("p_correct", "accuracy", "nll", "one_hot")
     }
     whole = by_definition(np.concatenate(posteriors), np.repeat([0, 1, 2], [len(rows) for rows in posteriors]))
     assert found == pytest.approx(macro | {"router_ece": whole["ece"]}, abs=1e-12)
-    assert whole["ece"] != pytest.approx(np.mean([m["ece"] for m in expected])), "it is of all rows together"
+    assert whole["ece"] != pytest.approx(np.mean([m["ece"] for m in expected])), "it is over all rows together"
 
 
-def test_a_log_loss_has_an_end():
+def test_the_log_loss_is_bounded():
     rows = np.array([[-1e6, 0.0], [-800.0, 0.0], [0.0, -1e6]])
     found = task_measures(rows, 0, PRUNE_BELOW)
     assert found["nll"] == pytest.approx(2 * 52 * math.log(2) / 3)
@@ -83,17 +83,17 @@ def test_one_task_is_certain_and_right():
     assert found == {f"router_{key}": value for key, value in expected.items()} | {
         f"router/{key}/mood": value for key, value in expected.items()
     }
-    assert f"{found['router_nll']:.2f}" == "0.00", "and not -0.00"
+    assert f"{found['router_nll']:.2f}" == "0.00", "not -0.00"
 
 
 def test_calibration_by_hand():
-    """Two bins: 0.62 and 0.66 lie in (9/15, 10/15], right one time of two; 0.9 alone in its own, and right."""
+    """0.62 and 0.66 are in one bin, one of them right; 0.9 is alone in its bin, and right."""
     found = expected_calibration_error(np.array([0.62, 0.66, 0.9]), np.array([True, False, True]))
     assert found == pytest.approx(2 / 3 * abs(0.5 - 0.64) + 1 / 3 * abs(1 - 0.9))
     assert expected_calibration_error(np.array([1.0, 0.5]), np.array([True, True])) == pytest.approx(0.25)
 
 
-def test_a_router_that_means_what_it_says_is_calibrated():
+def test_a_calibrated_router_has_no_error():
     rng = np.random.default_rng(3)
     confidence = rng.uniform(0.3, 1.0, size=200_000)
     correct = rng.uniform(size=len(confidence)) < confidence
@@ -101,7 +101,7 @@ def test_a_router_that_means_what_it_says_is_calibrated():
     assert expected_calibration_error(np.sqrt(confidence), correct) > 0.05
 
 
-def test_the_area_is_the_share_of_pairs_in_order():
+def test_the_auroc_is_the_share_of_ordered_pairs():
     rng = np.random.default_rng(1)
     seen, unseen = rng.integers(0, 9, size=31).astype(float), rng.integers(3, 12, size=17).astype(float)
     pairs = [(a < b) + 0.5 * (a == b) for a in seen for b in unseen]

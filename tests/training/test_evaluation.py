@@ -1,4 +1,4 @@
-"""Scoring: blends against single adapters, and that what is known is neither generated again nor trusted blindly."""
+"""Scoring: combined adapters against single ones, and the generation cache."""
 
 import json
 
@@ -32,7 +32,7 @@ def method(backbone, bank, tmp_path):
 
 @pytest.fixture
 def history(backbone):
-    """Three snapshots whose adapters change the answers."""
+    """Three snapshots with different answers."""
     shape = (len(backbone.targets), 6, 6)
     draws = [1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     return [Snapshot(f"lineage {i}", {"R": R}, {}) for i, R in enumerate(draws)]
@@ -50,7 +50,7 @@ def rows():
 
 @pytest.fixture
 def generated(monkeypatch):
-    """Rows that are generated, batch by batch."""
+    """Numbers of rows generated, batch by batch."""
     counts, real = [], evaluation.generate
 
     def counting(backbone, bank, prompts, *arguments):
@@ -63,7 +63,7 @@ def generated(monkeypatch):
 
 @pytest.fixture
 def embedded(backbone):
-    """Shapes of what is embedded, pass by pass."""
+    """Shapes of the embedded ids, pass by pass."""
     shapes = []
     handle = backbone.model.get_input_embeddings().register_forward_pre_hook(
         lambda module, inputs: shapes.append(tuple(inputs[0].shape))
@@ -88,19 +88,17 @@ def answers(score):
 
 
 def alone(backbone, bank, method, snapshot, prompts):
-    """Each prompt answered by itself with one snapshot's plain adapter: one matrix, no rows, no blend."""
+    """Answer each prompt by itself with one snapshot's adapter."""
     deltas = Adaptation(method.space.deltas(snapshot.tensors["R"]))
     return [answer_text(backbone, *generate(backbone, bank, [prompt], deltas, LONGEST)) for prompt in prompts]
 
 
 def soft(seed=0):
-    weights = np.random.default_rng(seed).dirichlet(np.ones(3), COUNT)
-    return weights
+    return np.random.default_rng(seed).dirichlet(np.ones(3), COUNT)
 
 
 @pytest.mark.parametrize("task", range(3))
-def test_a_posterior_of_one_task_is_that_tasks_adapter(backbone, bank, method, history, rows, evaluator, task):
-    """The routed forward with a one-hot posterior equals the single-adapter forward."""
+def test_a_one_hot_posterior_equals_the_tasks_adapter(backbone, bank, method, history, rows, evaluator, task):
     weights = np.tile(np.eye(3)[task], (COUNT, 1))
     expected = alone(backbone, bank, method, history[task], rows["prompt_ids"])
     assert answers(evaluator().score(history, weights, rows, "accuracy")) == expected
@@ -114,21 +112,21 @@ def test_a_posterior_of_one_task_is_that_tasks_adapter(backbone, bank, method, h
     assert_same_to_rounding(routed, single, PASS)
 
 
-def test_rows_of_one_batch_answer_with_their_own_blends(backbone, bank, method, history, rows, evaluator):
+def test_rows_of_one_batch_answer_with_their_own_weights(backbone, bank, method, history, rows, evaluator):
     weights = soft()
-    blended = []
+    combined = []
     for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
         R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
-        blended += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
+        combined += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
     score = evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
-    assert answers(score) == blended
-    assert len(set(blended)) > 2
+    assert answers(score) == combined
+    assert len(set(combined)) > 2
     assert [row["weights"] for row in score.predictions] == [
         {str(i): float(w) for i, w in enumerate(mix)} for mix in weights
     ]
 
 
-def test_a_sum_is_the_sum_of_the_adapters(backbone, bank, method, history, rows, evaluator):
+def test_unit_weights_sum_the_adapters(backbone, bank, method, history, rows, evaluator):
     total = Snapshot("", {"R": sum(s.tensors["R"] for s in history)}, {})
     score = evaluator().score(history, np.ones((COUNT, 3)), rows, "accuracy")
     assert answers(score) == [text.strip() for text in alone(backbone, bank, method, total, rows["prompt_ids"])]
@@ -142,27 +140,27 @@ def test_a_sum_is_the_sum_of_the_adapters(backbone, bank, method, history, rows,
         (np.tile([0.25, 0.0, 0.75], (COUNT, 1)), [(3, 2), (3, 2), (1, 2)]),
         (soft(), [(3, 3), (3, 3), (1, 3)]),
     ],
-    ids=["sum", "one", "blended alike", "soft"],
+    ids=["sum", "one", "equal weights", "soft"],
 )
-def test_rows_of_whole_weights_share_one_adapter_and_their_instruction(
+def test_rows_with_weights_of_0_and_1_share_a_merged_adapter_and_their_instruction(
     backbone, bank, method, history, rows, evaluator, embedded, monkeypatch, weights, given
 ):
     rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
-    blended = []
+    combined = []
     for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
         R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
-        blended += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
+        combined += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
     shapes, real = [], method.combine
     monkeypatch.setattr(method, "combine", lambda h, weights: shapes.append(tuple(weights.shape)) or real(h, weights))
     embedded.clear()
-    assert answers(evaluator().score(history, weights, rows, "accuracy")) == blended
+    assert answers(evaluator().score(history, weights, rows, "accuracy")) == combined
     assert shapes == given
     shared = backbone.family == "llama" and given[0][0] == 1
-    assert embedded.count((1, 40)) == (3 if shared else 0), "the last batch has one row, and reads as the others do"
+    assert embedded.count((1, 40)) == (3 if shared else 0), "even in the last batch, of one row"
 
 
 class Counted(dict):
-    """Tensors that tell how often they are read."""
+    """Tensors that count reads."""
 
     reads = 0
 
@@ -172,15 +170,15 @@ class Counted(dict):
 
 
 @pytest.mark.parametrize("weights", [np.ones((COUNT, 3)), soft()], ids=["sum", "soft"])
-def test_what_answers_several_batches_is_read_once(history, rows, evaluator, weights):
+def test_snapshots_are_read_once_for_several_batches(history, rows, evaluator, weights):
     counted = [Snapshot(s.lineage, Counted(s.tensors), {}) for s in history]
     evaluator(batch_size=2, passes=2).score(counted, weights, rows, "accuracy")
     assert [snapshot.tensors.reads for snapshot in counted] == [1, 1, 1]
 
 
-def test_the_blends_of_another_batch_are_others(method, history):
-    """One after the other, with what the batch before has left at hand; a lineage may be there twice."""
-    of, blends = {snapshot.lineage: snapshot for snapshot in history}, CombinedAdapters(method)
+def test_adapters_of_the_previous_batch_are_not_confused(method, history):
+    """A lineage may occur twice in a batch."""
+    of, adapters = {snapshot.lineage: snapshot for snapshot in history}, CombinedAdapters(method)
     lineages = [snapshot.lineage for snapshot in history]
     for names, weights in [
         (lineages[:2], [[1.0, 1.0]]),
@@ -191,7 +189,7 @@ def test_the_blends_of_another_batch_are_others(method, history):
         (lineages[:2], [[1.0, 1.0]]),
     ]:
         mix = np.array(weights)
-        found = blends.of(AnswerBatch(names, mix, [[5]] * len(mix), LONGEST, ()), mix, of.__getitem__)
+        found = adapters.of(AnswerBatch(names, mix, [[5]] * len(mix), LONGEST, ()), mix, of.__getitem__)
         expected = method.combine([of[name].tensors for name in names], torch.from_numpy(mix).float())
         assert torch.equal(found.deltas.scaled_R, expected.deltas.scaled_R)
 
@@ -200,16 +198,16 @@ def test_the_blends_of_another_batch_are_others(method, history):
 
 
 def paths_taken(monkeypatch, method):
-    """By prompt: whether one adapter is made for its batch, and how many tokens are read apart."""
-    taken, blends = {}, []
+    """Return by prompt whether its batch has a merged adapter, and how many shared tokens are read once."""
+    taken, counts = {}, []
     real_combine, real_generate = method.combine, evaluation.generate
 
     def combine(snapshots, weights):
-        blends.append(len(weights))
+        counts.append(len(weights))
         return real_combine(snapshots, weights)
 
     def generate(backbone, bank, prompts, adaptation, longest, stop, shared):
-        one = blends[-1] == 1 and shared > 0
+        one = counts[-1] == 1 and shared > 0
         taken.update({tuple(prompt): (one, shared) for prompt in prompts})
         return real_generate(backbone, bank, prompts, adaptation, longest, stop, shared)
 
@@ -218,18 +216,17 @@ def paths_taken(monkeypatch, method):
     return taken
 
 
-@pytest.mark.parametrize("neighbours", range(6))
-def test_the_path_of_a_row_does_not_depend_on_its_neighbours(
-    history, rows, evaluator, method, monkeypatch, tmp_path, neighbours
+@pytest.mark.parametrize("neighbors", range(6))
+def test_the_path_of_a_row_does_not_depend_on_its_neighbors(
+    history, rows, evaluator, method, monkeypatch, tmp_path, neighbors
 ):
-    """Whatever the other rows weigh: sharing a batch, in equal parts, or one-hot on the same task or another."""
     rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
     mine, others = [np.eye(3)[1], np.array([0.5, 0.0, 0.5])], [*np.eye(3), np.full(3, 1 / 3), np.ones(3), soft()[0]]
-    weights = np.stack([*mine, *[others[neighbours]] * (COUNT - 2)])
+    weights = np.stack([*mine, *[others[neighbors]] * (COUNT - 2)])
     taken = paths_taken(monkeypatch, method)
     score = evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
-    routed, blended = (taken[tuple(rows["prompt_ids"][row])] for row in range(2))
-    assert (routed, blended) == ((True, 40), (False, 0))
+    routed, combined = (taken[tuple(rows["prompt_ids"][row])] for row in range(2))
+    assert (routed, combined) == ((True, 40), (False, 0))
     alone = evaluator(batch_size=COUNT, cache=tmp_path / "alone")
     for row in range(2):
         apart = np.tile([0.2, 0.3, 0.5], (COUNT, 1))
@@ -248,11 +245,11 @@ def test_the_path_of_a_row_does_not_depend_on_its_neighbours(
         ([1 - 1e-9, 1e-9, 0], None),
     ],
 )
-def test_whole_weights_name_snapshots(weights, path):
+def test_path_of(weights, path):
     assert path_of(np.array(weights, dtype=np.float64)) == path
 
 
-def test_rows_of_one_path_share_batches_cut_by_length():
+def test_batched():
     lengths, weights = [5, 1, 4, 2, 3, 6], np.eye(3)[[0, 0, 1, 0, 1, 0]]
     weights[3] = [0.5, 0.5, 0]
     weights[5] = [0.1, 0.9, 0]
@@ -260,7 +257,7 @@ def test_rows_of_one_path_share_batches_cut_by_length():
     assert batched([5, 3, 1], lengths, weights, 4) == [[1], [3, 5]]
 
 
-def test_a_row_that_is_routed_elsewhere_has_only_its_own_batch_answered_again(history, rows, evaluator, generated):
+def test_a_rerouted_row_has_only_its_own_batch_answered_again(history, rows, evaluator, generated):
     weights = np.tile(np.eye(3)[0], (COUNT, 1))
     evaluator().score(history, weights, rows, "accuracy")
     by_length = sorted(range(COUNT), key=lambda row: (len(rows["prompt_ids"][row]), row))
@@ -269,8 +266,8 @@ def test_a_row_that_is_routed_elsewhere_has_only_its_own_batch_answered_again(hi
     assert generated == [3, 3, 1, 1, 2]
 
 
-def test_prompts_of_several_definitions_are_read_by_definition(history, rows, evaluator, embedded, backbone):
-    """Each of two instructions is read once a batch; row i has instruction i mod 2."""
+def test_each_definition_is_read_once_per_batch(history, rows, evaluator, embedded, backbone):
+    """Row i has instruction i mod 2."""
     prompts, weights = rows["prompt_ids"], np.tile(np.eye(3)[0], (COUNT, 1))
     beginnings = [[*range(40, 80)], [*range(90, 130)]]
     rows["prompt_ids"] = [[*beginnings[i % 2], *prompt] for i, prompt in enumerate(prompts)]
@@ -279,7 +276,7 @@ def test_prompts_of_several_definitions_are_read_by_definition(history, rows, ev
     found = answers(evaluator().score(history, weights, rows, "accuracy", definitions=2))
     assert [found, found] == apart
     if backbone.family == "llama":
-        assert embedded.count((1, 40)) == 3, "four rows of one and three of the other, at most three together"
+        assert embedded.count((1, 40)) == 3, "batches of 3, 1 and 3 rows"
 
 
 def test_scores_count_matching_answers(history, rows, evaluator):
@@ -296,15 +293,15 @@ def test_scores_count_matching_answers(history, rows, evaluator):
     json.dumps(score.predictions)
 
 
-def test_rouge_tasks_have_a_second_measure(history, rows, evaluator):
+def test_rouge_l_tasks_also_report_rouge_1(history, rows, evaluator):
     score = evaluator().score(history, soft(), rows, "rouge_l")
     assert score.rouge_1 is not None and 0 <= score.rouge_1 <= 1
 
 
-# --- known answers ---------------------------------------------------------------------------------------------------
+# --- the cache ---------------------------------------------------------------------------------------------------
 
 
-def test_known_answers_are_not_generated_again(history, rows, evaluator, generated):
+def test_cached_answers_are_not_generated_again(history, rows, evaluator, generated):
     first = evaluator().score(history, soft(), rows, "accuracy")
     assert (first.generated, generated) == (COUNT, [3, 3, 1])
     again = evaluator().score(history, soft(), rows, "accuracy")
@@ -312,7 +309,7 @@ def test_known_answers_are_not_generated_again(history, rows, evaluator, generat
     assert (again.score, again.predictions) == (first.score, first.predictions)
 
 
-def test_answers_of_the_stage_before_are_not_looked_for(history, rows, evaluator, generated, tmp_path):
+def test_answers_of_the_previous_stage_need_no_file(history, rows, evaluator, generated, tmp_path):
     weights, recent = np.tile(np.eye(3)[0], (COUNT, 1)), {}
     first = evaluator().score(history, weights, rows, "accuracy", recent=recent)
     assert sum(map(len, recent.values())) == COUNT
@@ -323,10 +320,10 @@ def test_answers_of_the_stage_before_are_not_looked_for(history, rows, evaluator
     weights[:3] = np.eye(3)[1]
     moved = evaluator().score(history, weights, rows, "accuracy", recent=recent)
     assert moved.generated > 0
-    assert sum(map(len, recent.values())) == COUNT, "those of the stage before that are other ones are gone"
+    assert sum(map(len, recent.values())) == COUNT, "outdated ones are dropped"
 
 
-def test_the_measure_is_no_part_of_an_answer(history, rows, evaluator, generated):
+def test_answers_do_not_depend_on_the_metric(history, rows, evaluator, generated):
     evaluator().score(history, soft(), rows, "accuracy")
     assert evaluator(references="max_over_refs").score(history, soft(), rows, "rouge_l").generated == 0
 
@@ -343,7 +340,7 @@ def test_the_measure_is_no_part_of_an_answer(history, rows, evaluator, generated
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_whatever_can_change_an_answer_asks_for_a_new_one(history, rows, evaluator, generated, change):
+def test_whatever_can_change_an_answer_is_part_of_its_key(history, rows, evaluator, generated, change):
     evaluator().score(history, soft(), rows, "accuracy")
     weights = change.get("weights", soft())
     history = change.get("history", lambda h: h)(history)
@@ -351,8 +348,7 @@ def test_whatever_can_change_an_answer_asks_for_a_new_one(history, rows, evaluat
     assert evaluator(**change.get("settings", {})).score(history, weights, rows, "accuracy").generated >= 4
 
 
-def test_a_new_task_that_nobody_weighs_leaves_answers_known(history, rows, evaluator, generated):
-    """Old posteriors that do not move when a task is added cost nothing at the next stage."""
+def test_a_new_task_with_zero_weight_keeps_answers_cached(history, rows, evaluator, generated):
     two = soft()[:, :2] / soft()[:, :2].sum(axis=1, keepdims=True)
     first = evaluator().score(history[:2], two, rows, "accuracy")
     three = np.concatenate([two, np.zeros((COUNT, 1))], axis=1)
@@ -370,8 +366,8 @@ def test_pruned_weights_make_answers_equal_between_stages(history, rows, evaluat
 
 
 @pytest.mark.parametrize("weights", [np.tile([0.5, 1.0, 0.0], (COUNT, 1)), soft()], ids=["alike", "soft"])
-def test_answers_are_known_by_what_gives_them(history, rows, evaluator, backbone, method, tmp_path, weights):
-    """The name of an answer file in full: one that changes makes every stored answer unknown."""
+def test_the_content_of_a_cache_key(history, rows, evaluator, backbone, method, tmp_path, weights):
+    """A change makes all stored answers useless."""
     evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
     (path,) = (tmp_path / "predictions").rglob("*.json")
     used = [i for i in range(3) if weights[:, i].any()]
@@ -392,8 +388,8 @@ def test_answers_are_known_by_what_gives_them(history, rows, evaluator, backbone
 
 
 @pytest.mark.parametrize("weights", [np.tile([0.5, 0.5], (COUNT, 1)), soft()[:, :2]], ids=["alike", "soft"])
-def test_answers_are_the_same_known_or_not(history, rows, evaluator, tmp_path, weights):
-    """Exactly, in float32: with a cold cache, a warm one and another, and wherever in the history snapshots stand."""
+def test_cached_and_new_answers_are_equal(history, rows, evaluator, tmp_path, weights):
+    """Exactly, in float32, whatever the positions of snapshots in the history."""
     rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
     a, b, c = history
     nothing = np.zeros((COUNT, 1))
@@ -411,23 +407,22 @@ def test_answers_are_the_same_known_or_not(history, rows, evaluator, tmp_path, w
         assert answers(cold) == answers(warm) == answers(again)
 
 
-@pytest.mark.parametrize("damage", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])
+@pytest.mark.parametrize("corruption", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])
 @pytest.mark.one_machine
-def test_a_damaged_answer_file_is_made_again(history, rows, evaluator, tmp_path, damage):
+def test_a_corrupt_cache_file_is_replaced(history, rows, evaluator, tmp_path, corruption):
     first = evaluator().score(history, soft(), rows, "accuracy")
     paths = sorted((tmp_path / "predictions").rglob("*.json"))
     before = [path.read_bytes() for path in paths]
     assert len(paths) == 3
     largest = max(paths, key=lambda path: len(read_checksummed_json(path)))
-    largest.write_text(damage)
+    largest.write_text(corruption)
     again = evaluator().score(history, soft(), rows, "accuracy")
     assert again.generated == 3
     assert again.predictions == first.predictions
     assert [path.read_bytes() for path in paths] == before
 
 
-def test_rows_come_back_in_their_own_order(history, rows, evaluator, tmp_path):
-    """Batches are sorted by length; the score's rows are not."""
+def test_predictions_keep_the_order_of_rows(history, rows, evaluator, tmp_path):
     one = evaluator().score(history, soft(), rows, "accuracy")
     turned = {name: column[::-1] for name, column in rows.items()}
     other = evaluator().score(history, soft()[::-1], turned, "accuracy")

@@ -1,4 +1,4 @@
-"""Epochs are chosen by held-out rows alone, as the model reads them when it answers, whatever a method trains on."""
+"""Only held-out rows select epochs, with prompts as at inference, whatever a method trains on."""
 
 import pytest
 from helpers.outside import outside_module
@@ -41,7 +41,7 @@ class Replay(LoraLearner):
 
 @pytest.fixture
 def validated(monkeypatch):
-    """The rows of each look at the validation loss."""
+    """The rows of each computation of the validation loss."""
     found = []
     forward = trainer.forward
 
@@ -54,7 +54,7 @@ def validated(monkeypatch):
 
 
 def held_out(runs, pack):
-    """Prompt and target of the rows that are held out of each task."""
+    """Return prompt and target of each task's held-out rows."""
     (trial,) = pack.trials
     context = Context(trial, runs.sweep.storage)
     tokens = [context.tokens(trial, position, "validation", carve=True) for position in range(2)]
@@ -66,18 +66,17 @@ def packs(runs, method):
     return runs.packs(trial__benchmark=BENCHMARK, trial__training=SELECTING, trial__method=method, search={"seed": [0]})
 
 
-def test_rows_that_are_replayed_are_not_validated_on(runs, validated, tmp_path, monkeypatch):
+def test_replayed_rows_are_not_validated_on(runs, validated, tmp_path, monkeypatch):
     for module in outside_module(tmp_path, monkeypatch, REPLAYING):
         (pack,) = packs(runs, {"name": f"{module}:Replaying", "rank": 4})
         runs.run([pack])
         expected = held_out(runs, pack)
         found = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated]
         assert [sorted(rows) for rows in found] == [sorted(rows) for rows in expected for _ in range(2)]
-        assert __import__(module).asked == [18, 18], "training rows alone, once a task"
+        assert __import__(module).asked == [18, 18], "only training rows, once per task"
 
 
-def test_a_soft_prompt_is_validated_where_it_answers(runs, validated):
-    """LFPT5's pseudo-samples, and how rows are to be written, are no part of it."""
+def test_a_soft_prompt_is_validated_as_at_inference(runs, validated):
     (pack,) = packs(runs, {"name": "lfpt5", "prompt_length": 4, "samples_per_task": 4})
     runs.run([pack])
     virtual = [-1, -2, -3, -4]

@@ -1,4 +1,4 @@
-"""Every method lives on an imitated GPU: nothing mixes devices, and the host hardly ever waits."""
+"""Every method runs on an imitated GPU without mixing devices, and the host hardly ever waits."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from latent_sweep.methods import METHODS
 from latent_sweep.storage.snapshots import TaskCheckpoint
 
 SYNCS = 1
-"""Times that the host waits in a steady step, whatever the method and the members: it reads all losses at once."""
+"""Waits of the host per step, for any method and number of runs: it reads all losses at once."""
 COPIES = 0
-"""Copies to the device of a steady step for which the host waits."""
+"""Copies to the device per step for which the host waits."""
 
 
 # --- a life ----------------------------------------------------------------------------------------------------------
 
 
 class Cut(BaseException):
-    """Raised where the worker is lost."""
+    """The worker is lost."""
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    """The first runs of each family, which have tokenized the rows."""
+    """Runs by family, with tokenized rows."""
     return {}
 
 
@@ -52,8 +52,8 @@ def content(method: str, family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_lives_on_it(method, family, tmp_path, tokens, monkeypatch):
-    """Trains, is cut after a checkpoint, goes on, measures what it remembers, routes or gates, and answers."""
+def test_every_method_runs_on_it(method, family, tmp_path, tokens, monkeypatch):
+    """Train, interrupt after a checkpoint, resume, and answer."""
     marks: dict[str, Record] = {}
     save = TaskCheckpoint.save
 
@@ -80,7 +80,7 @@ def test_every_method_lives_on_it(method, family, tmp_path, tokens, monkeypatch)
                 runs.run(packs, on)
         runs.run(packs)
     assert [done.tasks_seen for done in runs.stages if done.tasks_seen == 2]
-    assert record.launches.total() > 500, "it has computed there"
+    assert record.launches.total() > 500, "it computes there"
     assert not record.mixings
     assert not record.unfit_masks
     if learned:
@@ -89,7 +89,7 @@ def test_every_method_lives_on_it(method, family, tmp_path, tokens, monkeypatch)
 
 
 def check(step: Record) -> None:
-    """Have the host wait no longer in a step than it has to."""
+    """Check the waits of a step."""
     assert step.syncs.total() <= SYNCS, step.syncs
     assert step.to_device.total() <= COPIES, step.to_device
     assert not step.mixings
@@ -185,7 +185,7 @@ def test_it_counts_copies_that_the_host_waits_for(what):
     assert not record.mixings
 
 
-def test_copies_from_pinned_memory_are_waited_for_by_nobody():
+def test_copies_from_pinned_memory_are_not_waited_for():
     with imitated_gpu() as record:
         x = torch.arange(4).pin_memory().to("cuda", non_blocking=True)
         assert x.is_cuda
@@ -210,7 +210,7 @@ def _backward(x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("what", MIXED)
-def test_it_notices_what_a_gpu_refuses(what):
+def test_it_rejects_what_a_gpu_rejects(what):
     with imitated_gpu() as record:
         MIXED[what](torch.ones(4, device="cuda"))
     assert record.mixings.total() == 1

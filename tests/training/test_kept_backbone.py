@@ -1,4 +1,4 @@
-"""A process that goes on to another pack keeps the backbone it has loaded, as it was."""
+"""A process reuses its backbone for the next pack, unchanged."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ from latent_sweep.training import loop as training
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The backbones that are loaded, as weak references, in the order of loading."""
+    """Weak references to the loaded backbones, in order."""
     found, original = [], engine.load_backbone
 
     def load(settings):
@@ -55,13 +55,13 @@ def test_packs_with_one_backbone_load_it_once(tmp_path, loaded, checkpointing):
     runs.run([second])
     runs.run([third])
     assert len(loaded) == 1
-    assert hooks(reference()) == added == 0, "nothing stays on it"
+    assert hooks(reference()) == added == 0, "no hook is left"
     assert not reference().training
     for name, value in state(reference()).items():
         assert torch.equal(value, before[name])
 
 
-def test_what_a_kept_backbone_learns_is_what_a_new_one_does(tmp_path, loaded):
+def test_a_reused_backbone_gives_the_same_results(tmp_path, loaded):
     def files(folder, forget):
         runs = Runs(tmp_path / folder)
         for pack in runs.packs(**SHORT, search={"seed": [0, 1]}):
@@ -76,7 +76,7 @@ def test_what_a_kept_backbone_learns_is_what_a_new_one_does(tmp_path, loaded):
     assert len(loaded) == 3
 
 
-def test_another_backbone_takes_the_place_of_the_one_before(tmp_path, loaded):
+def test_another_backbone_replaces_the_previous_one(tmp_path, loaded):
     runs = Runs(tmp_path)
     llama, t5 = runs.packs(**SHORT, search={"backbone.name": ["tiny-llama", "tiny-t5"]})
     runs.run([llama])
@@ -86,15 +86,15 @@ def test_another_backbone_takes_the_place_of_the_one_before(tmp_path, loaded):
 
 
 @pytest.mark.one_machine  # where no vectors are imitated on a processor with AVX-512, torch's attention has no bfloat16
-def test_other_types_are_other_backbones(tmp_path, loaded):
+def test_another_dtype_is_another_backbone(tmp_path, loaded):
     runs = Runs(tmp_path)
     for pack in runs.packs(**SHORT, search={"backbone.dtype": ["float32", "bfloat16"]}):
         runs.run([pack])
     assert len(loaded) == 2
 
 
-def test_a_failed_one_is_gone_before_the_next_is_loaded(tmp_path, loaded, monkeypatch):
-    """As Tune's actors go on to their next pack: on a GPU there may be no room for two."""
+def test_memory_is_freed_before_the_next_backbone_is_loaded(tmp_path, loaded, monkeypatch):
+    """After a failure, in one process, as in Tune's actors."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     diverging = {**SHORT, "trial__training__learning_rate": 1e30}
     runs = Runs(tmp_path)
@@ -110,7 +110,7 @@ def test_a_failed_one_is_gone_before_the_next_is_loaded(tmp_path, loaded, monkey
         torch.set_num_threads(threads)
 
 
-def test_after_a_failure_it_is_loaded_anew(tmp_path, loaded, monkeypatch):
+def test_after_a_failure_the_backbone_is_reloaded(tmp_path, loaded, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("something of the device")
 

@@ -1,4 +1,4 @@
-"""Streams of many tasks: what a stage does beyond answering the tasks seen, and what resuming reads, counted."""
+"""Streams of many tasks: counts of what a stage and a resumption read and write."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ TEST_ROWS = 2
 
 
 class CountingStorage(Storage):
-    """A plain folder that counts what is written into it, and who asks for a lease."""
+    """A folder that counts writes and leases."""
 
     def __init__(self, folder, counts):
         super().__init__(folder)
@@ -40,7 +40,7 @@ class CountingStorage(Storage):
 
 
 class CountedRuns(Runs):
-    """Runs of one trial over a stream of tasks, of which `counts` tells what has been done."""
+    """Runs of one trial over a stream of tasks, with `counts`."""
 
     def __init__(self, folder, counts):
         super().__init__(folder / "runs")
@@ -53,7 +53,7 @@ class CountedRuns(Runs):
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How often each of these has been done so far."""
+    """Counts of reads, writes and computations."""
     counts = Counter()
 
     def counting(owner, name, what):
@@ -77,7 +77,7 @@ def counts(monkeypatch):
 
 @pytest.fixture
 def stream(tmp_path, counts):
-    """`stream(40)`: runs, and the pack of one trial, of so many tasks that the router keeps apart."""
+    """`stream(40)`: runs, and the pack of one trial of 40 tasks that the router separates."""
 
     def make(n_tasks):
         folder, tasks = tmp_path / "benchmark", [f"task{t}" for t in range(n_tasks)]
@@ -103,13 +103,13 @@ def stream(tmp_path, counts):
 
 
 def live_bytes():
-    """Bytes of all tensors that somebody holds."""
+    """Return the bytes of all live tensors."""
     gc.collect()
     return sum(found.nbytes for found in gc.get_objects() if isinstance(found, torch.Tensor))
 
 
 @pytest.mark.parametrize(("early", "late"), [(4, 9), pytest.param(10, 40, marks=pytest.mark.slow)])
-def test_a_late_stage_does_no_more_than_an_early_one_beyond_its_pairs(stream, counts, early, late):
+def test_a_late_stage_costs_no_more_than_an_early_one_except_for_its_pairs(stream, counts, early, late):
     runs, packs = stream(late + 1)
     found, held = {}, {}
 
@@ -120,7 +120,7 @@ def test_a_late_stage_does_no_more_than_an_early_one_beyond_its_pairs(stream, co
 
     runs.run(packs, look)
     read = {seen: found[seen].pop("tensors read") for seen in (early, late)}
-    assert read == {early: early, late: late}, "each R once: the earlier ones for the penalty, its own for answers"
+    assert read == {early: early, late: late}, "each R once"
     assert found[late] == found[early]
     assert held[late] == held[early]
     assert found[late] == {
@@ -135,11 +135,11 @@ def test_a_late_stage_does_no_more_than_an_early_one_beyond_its_pairs(stream, co
 
 
 class Cut(BaseException):
-    """The process is gone."""
+    """The process was killed."""
 
 
 def imitate(runs, pack, stages, backbone, counts):
-    """Leave behind what learning and scoring so many stages does, with answers that nobody has given."""
+    """Write what learning and scoring these stages would, with invented answers."""
     (trial,) = pack.trials
     files, store = trial.files(runs.sweep), runs.sweep.snapshots
     facts = {"backbone": backbone_facts(backbone)}
@@ -164,7 +164,7 @@ def imitate(runs, pack, stages, backbone, counts):
 
 
 @pytest.mark.parametrize(("stages", "n_tasks"), [(30, 40), pytest.param(150, 200, marks=pytest.mark.slow)])
-def test_resuming_late_reads_every_file_once_and_does_nothing_again(stream, counts, llama, stages, n_tasks):
+def test_resuming_late_reads_every_file_once_and_repeats_nothing(stream, counts, llama, stages, n_tasks):
     runs, packs = stream(n_tasks)
     imitate(runs, packs[0], stages, llama, counts)
     counts.clear()
@@ -176,7 +176,7 @@ def test_resuming_late_reads_every_file_once_and_does_nothing_again(stream, coun
     with pytest.raises(Cut):
         runs.run(packs, cut)
     events = 1 + stages
-    assert counts.pop("events parsed") == 2 * events, "once for what is there, once to count the attempts"
+    assert counts.pop("events parsed") == 2 * events, "once for the rows, once for the attempts"
     assert counts == {
         "snapshots checked": stages,
         "tensors read": stages,  # each R once, for the penalty of the task that is learned next

@@ -1,4 +1,4 @@
-"""What a worker holds of the host's memory beyond what it uses, and what its garbage collector looks at."""
+"""Returning freed memory to the OS, and garbage collection during imports."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ print(whole, held, resident() - before)
     memory_housekeeping._malloc_trim() is None or sys.platform != "linux",
     reason="this C library cannot give memory back",
 )
-def test_memory_that_is_free_goes_back_to_the_system():
+def test_free_memory_goes_back_to_the_os():
     command = [sys.executable, "-c", PIECES]
     printed = subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True, text=True).stdout
     whole, held, after = map(float, printed.split())
@@ -40,7 +40,7 @@ def test_memory_that_is_free_goes_back_to_the_system():
     assert after < 60
 
 
-def test_a_library_that_cannot_is_left_alone(monkeypatch):
+def test_without_malloc_trim_nothing_happens(monkeypatch):
     monkeypatch.setattr(memory_housekeeping, "_malloc_trim", lambda: None)
     memory_housekeeping.give_back_memory()
 
@@ -66,7 +66,7 @@ print(gc.isenabled(), gc.get_freeze_count() <= frozen)
 """
 
 
-def test_modules_are_loaded_without_collections_and_left_out_of_them_once():
+def test_modules_are_loaded_without_collections_and_exempt_from_them_once():
     command = [sys.executable, "-c", LOADING]
     printed = subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True, text=True).stdout
     assert printed.splitlines() == ["0 True True", "True True"]

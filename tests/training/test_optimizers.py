@@ -1,4 +1,4 @@
-"""Stepping many members at once: each as torch's own optimizer would step it alone, in no more operations."""
+"""Optimizers step each trainer as torch would alone, in no more operations for many than for one."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def trainers():
 
 
 def torch_steps(trained, seed):
-    """What torch's AdamW makes of a member in eight steps, and the norms of its gradients before clipping."""
+    """Take eight steps with torch's AdamW; return the norms of the gradients before clipping."""
     parameters = list(trained.parameters.values())
     s = trained.settings
     optimizer, norms = torch.optim.AdamW(parameters, lr=s.learning_rate, weight_decay=s.weight_decay), []
@@ -79,8 +79,7 @@ def torch_steps(trained, seed):
     return norms
 
 
-def test_every_member_is_stepped_as_torch_would_alone():
-    """In float64; of other rates, decays, limits, warm-ups and sizes."""
+def test_every_trainer_is_stepped_as_by_torch_alone():
     together, alone = trainers(), trainers()
     optimizer, norms = AdamW(together), []
     for step in range(STEPS):
@@ -96,7 +95,7 @@ def test_every_member_is_stepped_as_torch_would_alone():
 
 
 def transformers_steps(trained, seed):
-    """AdamW as transformers 4 has it, from its definition: epsilon inside of the correction, decay after the step."""
+    """Take eight steps of transformers 4's AdamW: epsilon inside the correction, decay after the step."""
     s, values, moments = trained.settings, {}, {}
     for name, parameter in trained.parameters.items():
         values[name] = parameter.detach().numpy().copy()
@@ -135,7 +134,7 @@ def test_epsilon_before_the_correction_is_transformers_optimizer_in_a_mixed_pack
     start = trainer_with(SHAPES[0], 0).parameters["R"].detach().numpy()
     torch_steps(other := trainer_with(SHAPES[0], 0, **small), 0)
     ways = [(p["R"].detach().numpy() - start) for p in (together[0].parameters, other.parameters)]
-    assert np.abs(ways[0] / ways[1] - 1).max() > 0.01, "the other form would be seen"
+    assert np.abs(ways[0] / ways[1] - 1).max() > 0.01, "the two forms differ visibly"
 
 
 def test_epsilon_before_the_correction_gives_the_numbers_of_transformers_4():
@@ -152,12 +151,12 @@ def test_epsilon_before_the_correction_gives_the_numbers_of_transformers_4():
     assert trained.parameters["w"].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_epsilon_before_the_correction_is_refused_where_nothing_reads_it():
+def test_adafactor_has_no_adam_eps():
     with pytest.raises(ValidationError):
         training(optimizer="adafactor", adam_eps="before_correction")
 
 
-def test_a_member_whose_gradient_is_not_finite_spoils_no_other():
+def test_a_non_finite_gradient_affects_no_other_trainer():
     together, alone = trainers()[:2], trainers()[1:2]
     optimizer, other = AdamW(together), AdamW(alone)
     for step in range(3):
@@ -174,7 +173,7 @@ def test_a_member_whose_gradient_is_not_finite_spoils_no_other():
 
 
 class Operations(TorchDispatchMode):
-    """Counts operators that compute: views are free."""
+    """Counts operators that compute, without views."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +205,7 @@ VIEWS = {
 }
 
 
-def test_a_step_of_eight_members_is_as_many_operations_as_of_one():
+def test_a_step_of_eight_trainers_takes_as_many_operations_as_of_one():
     def operations(count):
         trained = [trainer_with(SHAPES[0], seed, torch.float32) for seed in range(count)]
         optimizer = AdamW(trained)
@@ -219,8 +218,7 @@ def test_a_step_of_eight_members_is_as_many_operations_as_of_one():
     assert operations(8) == operations(1)
 
 
-def test_what_is_trained_stays_the_learners_own_tensor():
-    """A learner may change it between steps; the next step begins there."""
+def test_learners_may_change_their_parameters_between_steps():
     trained = trainer_with({"A": (2, 3)}, dtype=torch.float32)
     parameter = trained.parameters["A"]
     optimizer = AdamW([trained, trainer_with({"B": (7,)}, dtype=torch.float32)])
@@ -228,14 +226,14 @@ def test_what_is_trained_stays_the_learners_own_tensor():
     with torch.no_grad():
         parameter.fill_(5.0)
     optimizer.step()
-    assert torch.equal(parameter.detach(), torch.full((2, 3), 5.0)), "no gradient, no decay: nothing moves"
+    assert torch.equal(parameter.detach(), torch.full((2, 3), 5.0)), "without gradient and decay"
 
 
 # --- any optimizer ---------------------------------------------------------------------------------------------------
 
 
 def moves(optimizer, trainer, count):
-    """How far each step moves a parameter whose gradient is always one: for Adam, the learning rate of that step."""
+    """Return how far each step moves a parameter with a gradient of one: for Adam, the learning rate."""
     distances, parameter = [], trainer.parameters["p"]
     for _ in range(count):
         before = parameter.detach().clone()
@@ -255,7 +253,7 @@ def test_warm_up_is_linear_then_constant():
     assert found == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-4)
 
 
-def test_a_warm_up_from_zero_is_that_of_transformers():
+def test_a_warm_up_from_zero_equals_that_of_transformers():
     settings = training(warmup_steps=3, warmup_start="zero", schedule="linear")
     rates = [learning_rate(settings, step, STEPS) for step in range(STEPS)]
     optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
@@ -273,7 +271,7 @@ def test_a_linear_schedule_falls_to_zero_at_the_end():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
-def test_it_goes_on_where_its_state_was_taken(kind):
+def test_a_restored_optimizer_continues(kind):
     settings = {"shape": (3, 2), "warmup_steps": 6, "optimizer": kind}
     optimizer, trainer = fresh(**settings)
     moves(optimizer, trainer, 3)

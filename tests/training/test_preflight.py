@@ -1,4 +1,4 @@
-"""What can be known to fail ends a trial before its first step, and costs little where nothing fails."""
+"""The preflight ends trials that would fail, and costs little otherwise."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -26,14 +26,14 @@ def small(**changes):
 
 @pytest.fixture
 def events(runs):
-    """What packs report that `run` runs."""
+    """Events of a pack; adds `runs.fails(pack, error)`."""
     found = []
     runs.fails = lambda pack, error: _fails(runs, pack, error, found)
     return found
 
 
 def own_benchmark(folder, metric="accuracy", outputs=("yes", "yes"), inputs=4):
-    """Two tasks of four rows a split, whose training rows have so many different inputs; returns the path."""
+    """Write two tasks with four rows per split and this number of distinct training inputs; return the path."""
     for task, output in zip(("one", "two"), outputs, strict=True):
         (folder / task).mkdir(parents=True)
         for split, several in (("train", inputs), ("test", 4)):
@@ -56,8 +56,8 @@ def ends(runs, pack):
     return [status(runs.sweep.journal(trial.trial_id).read()) for trial in pack.trials]
 
 
-def test_a_router_that_cannot_be_fitted_ends_its_trial_and_no_other(runs):
-    """The variants share a training; one of them has no ridge, so that its covariance is singular."""
+def test_a_router_that_cannot_be_fitted_ends_only_its_trial(runs):
+    """One of two variants has no ridge, so its covariance is singular."""
     (pack,), events = runs.packs(**small(search={"router.epsilon": [0.0, 0.01]})), []
     with pytest.raises(RouterError):
         run_pack(pack, runs.sweep, events.append)
@@ -68,7 +68,7 @@ def test_a_router_that_cannot_be_fitted_ends_its_trial_and_no_other(runs):
     assert all(len(event.matrices) == 1 for event in events if isinstance(event, StageDone))
 
 
-def test_a_router_that_fails_after_a_later_task_alone_ends_the_trial_before_the_first(runs, events, monkeypatch):
+def test_a_router_that_fails_at_a_later_stage_ends_the_trial_before_the_first(runs, events, monkeypatch):
     (pack,) = runs.packs(**small())
     fit = combination.pooled_covariance
 
@@ -82,7 +82,7 @@ def test_a_router_that_fails_after_a_later_task_alone_ends_the_trial_before_the_
     assert ends(runs, pack) == ["failed"]
 
 
-def test_a_later_tasks_rows_that_have_changed_end_the_trial_before_the_first(runs, events, tmp_path):
+def test_changed_rows_of_a_later_task_end_the_trial_before_the_first(runs, events, tmp_path):
     folder = own_benchmark(tmp_path / "own")
     (pack,) = runs.packs(**small(trial__benchmark={"name": folder}))
     (tmp_path / "own" / "two" / "train.jsonl").write_text('{"input": "other", "output": "no"}\n' * 4)
@@ -105,7 +105,7 @@ class Picky(SeqLora):
 """
 
 
-def test_a_task_that_a_method_refuses_is_refused_before_the_first_is_learned(runs, events, tmp_path, monkeypatch):
+def test_methods_reject_tasks_before_the_first_is_learned(runs, events, tmp_path, monkeypatch):
     for module in outside_module(tmp_path, monkeypatch, PICKY):
         (pack,) = runs.packs(**small(trial__method={**LAST, "name": f"{module}:Picky"}))
         assert str(runs.fails(pack, DataError)) == "no ticket with 8 rows"
@@ -132,11 +132,11 @@ def test_a_backbone_that_cannot_answer_ends_all_trials(runs, events, monkeypatch
     assert ends(runs, pack) == ["failed", "failed"]
 
 
-def test_a_disk_without_space_for_all_snapshots_is_told_before_the_first(runs, events, monkeypatch):
+def test_a_disk_too_small_for_all_snapshots_is_found_before_the_first(runs, events, monkeypatch):
     (pack,) = runs.packs(**small())
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
     runs.fails(pack, StorageError)
-    assert ends(runs, pack) == ["running"], "space may be there at the next try"
+    assert ends(runs, pack) == ["running"], "there may be space on the next attempt"
 
 
 def test_a_folder_of_snapshots_that_cannot_be_written_is_found_before_the_first(runs, events, monkeypatch):
@@ -153,7 +153,7 @@ def test_a_folder_of_snapshots_that_cannot_be_written_is_found_before_the_first(
     runs.fails(pack, StorageError)
 
 
-def test_what_is_fitted_before_the_first_task_is_not_fitted_again(runs, monkeypatch):
+def test_stages_reuse_what_the_preflight_has_fitted(runs, monkeypatch):
     counts = Counter()
     for name in ("fit_gmm", "scatter_of", "pool"):
         made = getattr(combination, name)
@@ -174,14 +174,14 @@ def test_what_is_fitted_before_the_first_task_is_not_fitted_again(runs, monkeypa
     assert dict(counts) == at[0]
 
 
-def test_trials_that_do_not_route_read_no_embedding(runs, monkeypatch):
+def test_trials_without_a_router_read_no_embedding(runs, monkeypatch):
     monkeypatch.setattr(combination, "pool", lambda *asked: pytest.fail("nothing is pooled"))
     (pack,) = runs.packs(**small(trial__method=LAST))
     run_pack(pack, runs.sweep, lambda event: None)
     assert ends(runs, pack) == ["finished"]
 
 
-def test_a_trial_that_is_taken_up_again_reads_no_rows_that_are_learned(runs, monkeypatch):
+def test_a_resumed_trial_reads_no_training_rows_of_learned_tasks(runs, monkeypatch):
     def stop(event):
         if isinstance(event, StageDone):
             raise KeyboardInterrupt
@@ -192,11 +192,11 @@ def test_a_trial_that_is_taken_up_again_reads_no_rows_that_are_learned(runs, mon
     events = []
     run_pack(pack, runs.sweep, events.append)
     read = [event.position for event in events if isinstance(event, Activity) and event.doing == "tokenizing"]
-    assert Counter(read) == {0: 1, 1: 2}, "of the first task its test rows alone"
+    assert Counter(read) == {0: 1, 1: 2}, "only test rows of the first task"
 
 
 @pytest.mark.filterwarnings("ignore:Number of distinct clusters")
-def test_fewer_distinct_prompts_than_components_are_said(runs, tmp_path, caplog):
+def test_fewer_distinct_prompts_than_components_give_a_warning(runs, tmp_path, caplog):
     benchmark = {"name": own_benchmark(tmp_path / "own", inputs=2)}
     (pack,) = runs.packs(**small(trial__benchmark=benchmark, trial__router={"components": 3}))
     run_pack(pack, runs.sweep, lambda event: None)

@@ -1,4 +1,4 @@
-"""A sweep that is killed inside a task and started again ends with the same bytes, and learns nothing twice."""
+"""A sweep killed inside a task and started again ends with the same bytes and learns nothing twice."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.fixture
 def steps_taken(monkeypatch):
-    """Which optimizer steps are taken in this process: (position of the task, step)."""
+    """Optimizer steps taken in this process: (position of the task, step)."""
     taken = []
     learned = lambda self, at: at.doing == "learning" and taken.append((at.position, at.step))  # noqa: E731
     monkeypatch.setattr(ProgressWriter, "write", learned)
@@ -51,7 +51,7 @@ def assert_resumed(folder, uninterrupted):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """What a run leaves that was killed, with everything that it started, inside its second task."""
+    """The folder of a run that was killed inside its second task."""
     folder = tmp_path_factory.mktemp("killed")
     inside_it = at_step(folder / "moment", position=1, step=STRUCK_AT)
     process = start(write(folder, CHECKPOINTED), "--local", **inside_it.environment)
@@ -65,7 +65,7 @@ def killed(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, killed, uninterrupted, steps_taken):
+def test_a_run_killed_inside_a_task_resumes_from_its_checkpoint(tmp_path, killed, uninterrupted, steps_taken):
     shutil.copytree(killed, tmp_path / "runs")
     assert main(["run", write(tmp_path, CHECKPOINTED), "--local"]) == 0
     assert_resumed(tmp_path, uninterrupted)
@@ -73,9 +73,7 @@ def test_a_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, killed
 
 
 @pytest.mark.slow
-def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
-    tmp_path, killed, uninterrupted, steps_taken, caplog
-):
+def test_a_truncated_journal_line_and_checkpoint_are_no_obstacle(tmp_path, killed, uninterrupted, steps_taken, caplog):
     shutil.copytree(killed, tmp_path / "runs")
     for trial in sweep_folder(tmp_path):
         with (trial.path / "journal.jsonl").open("ab") as journal:
@@ -89,10 +87,10 @@ def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """The process was killed."""
 
 
-def test_a_kill_between_a_snapshot_and_the_end_of_its_checkpoint_leaves_no_checkpoint(runs, monkeypatch):
+def test_a_kill_between_a_snapshot_and_the_removal_of_its_checkpoint_leaves_no_checkpoint(runs, monkeypatch):
     packs = runs.packs(search={}, trial__training__epochs=1, trial__training__checkpoint_every=5)
 
     def kill(checkpoint):
@@ -110,7 +108,7 @@ def test_a_kill_between_a_snapshot_and_the_end_of_its_checkpoint_leaves_no_check
 
 
 @pytest.mark.slow
-def test_an_interrupted_ray_run_is_not_taken_for_stopped_early_and_goes_on(tmp_path, uninterrupted):
+def test_an_interrupted_ray_run_does_not_count_as_stopped_early_and_resumes(tmp_path, uninterrupted):
     path = write(tmp_path, CHECKPOINTED)
     inside_the_second_task = at_step(tmp_path / "moment", position=1, step=STRUCK_AT)
     process = start(path, **inside_the_second_task.environment)

@@ -1,4 +1,4 @@
-"""Several workers of one trial: shares of a batch, and that every method ends as it does with one worker."""
+"""Several workers of one pack: shares of a batch, and the same results as with one worker."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_shares_are_the_whole_batch_in_order(rows, size):
+def test_shares_add_up_to_the_batch_in_order(rows, size):
     batch = list(range(rows))
     shares = [WorkerGroup(rank, size).share(batch) for rank in range(size)]
     assert [row for share in shares for row in share] == batch
@@ -39,7 +39,7 @@ def test_shares_are_the_whole_batch_in_order(rows, size):
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_workers_make_equally_many_passes_and_each_row_counts_once(rows, micro_batch_size):
+def test_workers_run_the_same_number_of_passes_and_each_row_counts_once(rows, micro_batch_size):
     batch = [{"row": i} for i in range(rows)]
     passes = [micro_batches(batch, micro_batch_size, WorkerGroup(rank, 3)) for rank in range(3)]
     assert len({len(of_worker) for of_worker in passes}) == 1
@@ -49,7 +49,7 @@ def test_workers_make_equally_many_passes_and_each_row_counts_once(rows, micro_b
         assert stand_in.counted({"task": torch.tensor(3.0)}) == {"task": 0.0}
 
 
-def test_one_worker_alone_has_nobody_to_tell():
+def test_a_group_of_one_sends_nothing():
     alone = WorkerGroup()
     alone.order("end")
     assert alone.first(lambda: 3) == 3
@@ -60,21 +60,21 @@ def test_one_worker_alone_has_nobody_to_tell():
 
 
 def gentle(method, family):
-    """Settings with which rounding stays small; the last batch has fewer rows than there are workers."""
+    """Return settings with little rounding; the last batch has fewer rows than there are workers."""
     content = changes(method, family)
     return content | {"trial__training": {**content["trial__training"], "learning_rate": 0.01, "batch_size": 7}}
 
 
 @pytest.fixture(scope="module")
 def ask_two(tmp_path_factory):
-    """A group of two processes, which does what it is asked."""
+    """A group of two processes."""
     with group_of(2, tmp_path_factory.mktemp("group")) as ask:
         yield ask
 
 
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory):
-    """Every method run by one worker here; a function that gives its folder."""
+    """Return the folder of a method run by one worker."""
     known = {}
 
     def place(method, family):
@@ -94,7 +94,7 @@ def test_every_method_ends_with_two_workers_as_with_one(of_one, ask_two, tmp_pat
     ask_two(sweep=tiny(**gentle(method, family)), engine=ENGINES[engine], folder=str(together))
     (scores,) = alone.glob("tiny/trials/*/scores.json")
     path = together / scores.relative_to(alone)
-    assert json.loads(path.read_text()) == json.loads(scores.read_text()), "the same identity, and the same answers"
+    assert json.loads(path.read_text()) == json.loads(scores.read_text()), "same identity and answers"
     result = json.loads((path.parent / "result.json").read_text())
     assert result["hardware"]["workers"] == 2
     snapshots = sorted(alone.glob("snapshots/*.safetensors"))
@@ -108,7 +108,7 @@ def test_every_method_ends_with_two_workers_as_with_one(of_one, ask_two, tmp_pat
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_one_worker_at_every_step(ask_two, tmp_path):
+def test_losses_equal_those_of_one_worker_at_every_step(ask_two, tmp_path):
     engines = {f"zero-{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(3)}
     engines |= {"zero-3": ZERO_3, "torch": {"name": "torch"}}
     training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
@@ -133,7 +133,7 @@ def test_losses_are_those_of_one_worker_at_every_step(ask_two, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(ask_two):
+def test_a_worker_holds_the_whole_backbone_only_while_answering(ask_two):
     found = ask_two(question="shards")
     whole = found["whole"][1]
     assert found == {
@@ -144,7 +144,7 @@ def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(ask_two):
     }
 
 
-def test_deepspeed_settings_that_would_be_ignored_are_refused():
+def test_ignored_deepspeed_settings_are_rejected():
     from latent_sweep.errors import ConfigError
     from latent_sweep.execution.driver import check_engine
     from latent_sweep.sweep.schema import EngineSettings
@@ -172,7 +172,7 @@ def test_deepspeed_settings_that_would_be_ignored_are_refused():
         ({"name": "megatron"}, "megatron"),
     ],
 )
-def test_impossible_engines_are_refused_where_they_stand(engine, words):
+def test_impossible_engines_are_rejected(engine, words):
     from latent_sweep.errors import ConfigError
     from latent_sweep.sweep.config import parse_sweep
 
@@ -181,7 +181,7 @@ def test_impossible_engines_are_refused_where_they_stand(engine, words):
     assert words in str(found.value)
 
 
-def test_workers_of_one_trial_share_no_gpu():
+def test_workers_of_one_pack_share_no_gpu():
     from latent_sweep.errors import ConfigError
     from latent_sweep.sweep.config import parse_sweep
 
