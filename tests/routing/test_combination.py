@@ -174,7 +174,7 @@ def test_a_covariance_of_all_tasks_reads_future_ones(combiner):
     assert not np.array_equal(per_task[0], final[0])
 
 
-# --- routing metrics ---------------------------------------------------------------------------------------------------
+# --- routing metrics --------------------------------------------------------------------------------------------------
 
 
 def test_routing_metrics_follow_from_gaussian_densities(combiner, llama):

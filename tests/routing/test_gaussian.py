@@ -52,7 +52,7 @@ QUERIES = np.concatenate([task_embeddings(task, n=8) for task in range(4)])
 
 class Records(NamedTuple):
     scatter: TaskScatter
-    mixture: TaskGmm
+    gmm: TaskGmm
 
 
 def records_of(tasks: Sequence[np.ndarray], settings: RouterSettings) -> list[Records]:
