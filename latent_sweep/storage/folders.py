@@ -1,6 +1,6 @@
-"""A sweep and its trials on disk: what their driver wrote, and who may write now.
+"""A sweep and its trials on disk: what their driver wrote, and who may write.
 
-One driver at a time runs a sweep, and one worker at a time writes a trial: `driving` and `writing` see to it.
+One driver at a time runs a sweep and one worker at a time writes a trial; `driving` and `writing` enforce this.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from latent_sweep.storage.storage import (
 log = logging.getLogger(__name__)
 
 SWEEP_FILE = "sweep.json"
-"""What makes a folder a sweep's: what its driver has planned."""
+"""The driver's plan; its presence makes a folder a sweep's."""
 LOCKS = "locks"
-"""Folder of the leases of a sweep's driver and of its trainings."""
+"""Folder of the leases of a sweep's driver and trainings."""
 TUNE_FOLDER = "ray"
-"""Folder of what Ray Tune keeps of a run; nothing reads it, for the journals tell all that counts."""
+"""Folder of Ray Tune's own files, which nothing reads."""
 SETTINGS = "trial.yaml"
 """A trial's settings, among the artifacts of its run; in its folder where an earlier version has written it."""
 
 
 @dataclass(frozen=True)
 class TrialFolder:
-    """One trial of a sweep on disk; the folder is empty or missing until the trial starts."""
+    """One trial of a sweep on disk; its folder is missing or empty until it starts."""
 
     journal: Journal
     """What it did."""
@@ -55,20 +55,20 @@ class TrialFolder:
     values: Mapping[str, Any]
     """The settings that vary in the sweep, by dotted path."""
     params: Mapping[str, Any]
-    """Every resolved setting, by dotted path."""
+    """All resolved settings, by dotted path."""
     n_tasks: int
     lineages: Sequence[str] | None = None
-    """The snapshots that it leaves behind, one a task; None where its data was not at hand when it was planned."""
+    """Its snapshots, one per task; None if its data was missing when it was planned."""
     groups: Mapping[str, Any] | None = None
     """Every resolved setting, group by group; None where an earlier version wrote them into a file of the trial's."""
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """Its folder."""
         return self.journal.path.parent
 
     def events(self) -> list[Event]:
-        """Everything in the trial's journal."""
+        """Return all events of its journal."""
         return self.journal.read()
 
     def settings(self) -> Mapping[str, Any]:
@@ -81,7 +81,7 @@ class TrialFolder:
         return found
 
     def read_json(self, name: str) -> Any:
-        """The content of the trial's file `name`, or None where it is not there.
+        """Return the content of one of its JSON files; None if it is missing.
 
         Raises:
             StorageError: the file cannot be read as JSON.
@@ -91,38 +91,38 @@ class TrialFolder:
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """One sweep on disk: `<storage>/<name>`. Its `sweep.json` is read once, the trials' journals every time."""
+    """One sweep on disk: `<storage>/<name>`. `sweep.json` is read once, journals are read every time."""
 
     storage: Storage
-    """What all sweeps share, with the snapshots."""
+    """The storage that all its sweeps share, with the snapshots."""
     name: str
-    """The sweep's, which is its folder's name and its experiment's."""
+    """Also the name of its folder and its experiment."""
 
     @property
     def path(self) -> Path:
-        """The folder on this node."""
+        """Its folder on this node."""
         return self.storage.folder / self.name
 
     @property
     def where(self) -> str:
-        """Where it lies, for messages."""
+        """Its location, for messages."""
         return f"{self.storage.location}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
 
     @property
     def exists(self) -> bool:
-        """Whether a sweep has been written here."""
+        """Whether `sweep.json` exists."""
         return (self.path / SWEEP_FILE).exists()
 
     @cached_property
     def _content(self) -> dict[str, Any]:
         file = self.path / SWEEP_FILE
         if not file.exists():
-            candidates = SweepFolder(self.storage, tuning_name(self.name))
-            self.storage.pull(candidates.path, only=(SWEEP_FILE,))
-            if candidates.exists:
+            tuning = SweepFolder(self.storage, tuning_name(self.name))
+            self.storage.pull(tuning.path, only=(SWEEP_FILE,))
+            if tuning.exists:
                 raise StorageError(
-                    f"{self.where}: found no {SWEEP_FILE}: its choices are still being made, among the trials of "
-                    f"{candidates.where}. Run the sweep to its end, or look at that one."
+                    f"{self.where}: found no {SWEEP_FILE}: it is still being tuned by the trials of {tuning.where}. "
+                    "Run the sweep to its end, or look at that one."
                 )
             raise StorageError(
                 f"{self.where}: found no {SWEEP_FILE}; expected the folder of a sweep, <storage>/<sweep name>. "
@@ -130,8 +130,8 @@ class SweepFolder:
             )
         if not has_valid_checksum(file):
             raise StorageError(
-                f"{file}: does not match its digest: it is damaged, or was written by an earlier version. "
-                "Run the sweep again: that writes it anew, and repeats nothing that is complete."
+                f"{file}: does not match its digest. Run the sweep again: that rewrites the file and repeats no "
+                "complete trial."
             )
         return _read_json(file)["content"]
 
@@ -147,32 +147,29 @@ class SweepFolder:
 
     @property
     def seed_axis(self) -> str:
-        """The axis that repeats a configuration; `seed` also where the sweep does not vary it."""
+        """The axis that repeats a configuration; `seed` even if it does not vary."""
         return self._content["seed_axis"]
 
     @property
     def tuning_of(self) -> str | None:
-        """The name of the sweep whose candidates these trials are, if they are some."""
+        """If these are tuning trials: the name of the sweep that they tune."""
         return self._content.get("tuning_of")
 
     @property
     def tracking_uri(self) -> str | None:
-        """The MLflow address that the sweep file names; None leaves it to the environment."""
+        """The MLflow address in the sweep file; None leaves it to the environment."""
         return self._content.get("tracking_uri")
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """Return how it was run last, as far as reports tell: `resources` and `prices`, as in its file.
-
-        It is empty where an earlier version has written it.
-        """
+        """`resources` and `prices` of its latest run, as in the sweep file."""
         return self._content.get("run", {})
 
     @cached_property
     def run_names(self) -> Mapping[str, tuple[str, str]]:
-        """Return for each trial the settings that tell its configuration from the others, and its seed, for trackers.
+        """For each trial: the settings that distinguish its configuration, and its seed; short, for trackers.
 
-        They are short, as lists of runs cut them, and empty where nothing varies.
+        Both are empty if nothing varies.
         """
         names = {axis: name for axis, name in short_names(self.axes).items() if axis != self.seed_axis}
         points = [{name: trial.values[axis] for axis, name in names.items()} for trial in self]
@@ -188,15 +185,15 @@ class SweepFolder:
 
     @property
     def snapshots(self) -> SnapshotStorage:
-        """Return the snapshots that its trials have learned, with those of all other sweeps of the storage."""
+        """The snapshots of all sweeps of the storage."""
         return SnapshotStorage(self.storage)
 
     def journal(self, trial_id: str) -> Journal:
-        """The journal of one of its trials."""
+        """Return the journal of one of its trials."""
         return Journal(self.storage, self.path / "trials" / trial_id / JOURNAL)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process read it for itself."""
+        """Pickle without the content; the receiver reads it again."""
         return SweepFolder, (self.storage, self.name)
 
     def __iter__(self) -> Iterator[TrialFolder]:
@@ -220,38 +217,38 @@ class SweepFolder:
 
 
 def tuning_name(name: str) -> str:
-    """Name the sweep that holds the candidates of the sweep of this name."""
+    """Return the name of the sweep with the tuning trials of the named sweep."""
     return f"{name}-tuning"
 
 
 def open_sweep(place: str | Path) -> SweepFolder:
-    """Open the sweep in a folder `<storage>/<sweep name>`; from an object store it is brought here.
+    """Open the sweep in a folder `<storage>/<sweep name>`, fetching it from an object store if necessary.
 
     Args:
         place: the folder's path or URI. `NAME` and `runs/NAME` also name a sweep of the default storage,
             `LATENT_SWEEP_STORAGE`, if the working directory has no such sweep.
 
     Raises:
-        ConfigError: no folder can have this path, or the working directory and the default storage both have such
-            a sweep.
+        ConfigError: no folder can have this path, or both the working directory and the default storage have such a
+            sweep.
         StorageError: the object store cannot be reached or refuses.
     """
     text = str(place)
     if "://" not in text:
         path, name = local_path(text).resolve(), _name_in_default_storage(text)
-        here = SweepFolder(storage_in(path.parent), path.name)
+        local = SweepFolder(storage_in(path.parent), path.name)
         if name is None:
-            return here
-        there = SweepFolder(open_storage(default_location()), name)
-        if there.storage.folder == path.parent or (_is_stored(here) and not _is_stored(there)):
-            return here
-        if _is_stored(here):
+            return local
+        default = SweepFolder(open_storage(default_location()), name)
+        if default.storage.folder == path.parent or (_is_stored(local) and not _is_stored(default)):
+            return local
+        if _is_stored(local):
             raise ConfigError(
-                f"{text}: found this sweep in {path.parent} and in {STORAGE_VARIABLE}, {there.storage.location}. "
+                f"{text}: found this sweep in {path.parent} and in {STORAGE_VARIABLE}, {default.storage.location}. "
                 f"Write {path} for the first, or the second's whole address"
             )
-        there.storage.pull(there.path)
-        return there
+        default.storage.pull(default.path)
+        return default
     address, question, options = text.partition("?")
     parent, _, name = address.rstrip("/").rpartition("/")
     sweep = SweepFolder(open_storage(parent + question + options), name)
@@ -260,7 +257,7 @@ def open_sweep(place: str | Path) -> SweepFolder:
 
 
 def _name_in_default_storage(text: str) -> str | None:
-    """Return the name of the sweep that a path as typed names in the default storage; None for any other path."""
+    """Return the sweep name if a typed path may refer to the default storage; else None."""
     if text.startswith((".", "/", "~")):
         return None
     parts = Path(text).parts
@@ -268,27 +265,27 @@ def _name_in_default_storage(text: str) -> str | None:
 
 
 def _is_stored(sweep: SweepFolder) -> bool:
-    """Return whether a sweep or its tuning trials have been written, here or in the object store."""
+    """Return whether a sweep, or its tuning sweep, exists locally or in the object store."""
     names = (sweep.name, tuning_name(sweep.name))
     return any(sweep.storage.holds(sweep.storage.folder / name / SWEEP_FILE) for name in names)
 
 
 def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Hold the right to drive a sweep: to write what it is, to hand out its packs and to mirror it.
+    """Hold the driver's lease: the right to write the plan, hand out packs and sync the tracker.
 
     Args:
-        on_wait: told who drives it, where that has to be waited for.
+        on_wait: receives the holder's description before waiting.
     """
     return held(_driver_lease(sweep), on_wait)
 
 
 def driven_since(sweep: SweepFolder) -> float | None:
-    """Since when a driver runs a sweep, in Unix seconds; None where none does."""
+    """Return since when a driver runs a sweep, in Unix seconds; None if there is none."""
     return _driver_lease(sweep).held_since()
 
 
 def driver_of(sweep: SweepFolder) -> str:
-    """Name the process that drives a sweep, for messages."""
+    """Describe the process that drives a sweep, for messages."""
     return _driver_lease(sweep).holder()
 
 
@@ -298,27 +295,27 @@ def _driver_lease(sweep: SweepFolder) -> Lease:
 
 @contextmanager
 def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator[None]:
-    """Hold the right to write these trials' folders, which are up to date then.
+    """Hold the right to write these trials' folders, and sync them.
 
-    A worker whose driver was killed, or that Ray has given up, may still be at work when its successor comes.
+    The previous worker may still be running if its driver was killed or Ray gave it up.
 
     Args:
-        trials: trial ids by training id; a training is what is waited for.
+        trials: trial ids by training id; there is one lease per training.
     """
 
-    def say_waiting(holder: str) -> None:
-        log.warning("%s: waiting for %s, which is at work on the same trials", sweep.path, holder)
+    def log_waiting(holder: str) -> None:
+        log.warning("%s: waiting for %s, which works on the same trials", sweep.path, holder)
 
     with ExitStack() as stack:
-        for training_id in sorted(trials):  # all take them in the same order, so nobody waits in a circle
-            stack.enter_context(held(sweep.storage.lease(training_lock(sweep, training_id)), say_waiting))
+        for training_id in sorted(trials):  # a fixed order avoids deadlocks
+            stack.enter_context(held(sweep.storage.lease(training_lock(sweep, training_id)), log_waiting))
             for trial_id in trials[training_id]:
                 sweep.storage.sync_folder(sweep.path / "trials" / trial_id)
         yield
 
 
 def training_lock(sweep: SweepFolder, training_id: str) -> Path:
-    """Where those who write the trials of a training have their lease."""
+    """Return the path of a training's lease."""
     return sweep.path / LOCKS / f"{training_id}.lock"
 
 

@@ -1,7 +1,7 @@
-"""What lies in a storage: its sweeps, what each of them refers to, and what none does; deleting and copying by that.
+"""What a storage contains: its sweeps, what they refer to, and garbage; deletes and copies sweeps.
 
-A sweep refers to the snapshots that its trials have left behind, or will leave behind: `sweep.json` names them. What is
-shared is deleted only when no sweep of the storage refers to it.
+A sweep refers to the snapshots that its trials left or will leave; `sweep.json` names them. Shared files are deleted
+only when no sweep of the storage refers to them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Kind = Literal["snapshots", "checkpoints", "damaged", "partial files", "probes",
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
 CACHES = NODE_LOCAL - {"profiles"}
-"""Folders of what is made again when it is needed; profiles are measurements, and small."""
+"""Folders that can be made again; profiles are measurements, and small."""
 
 DAY = 24 * 3600.0
 AT_WORK = 3600.0
-"""Seconds for which what is being written is left alone, however few days are to be kept."""
+"""Files younger than this many seconds are never garbage: they may be in use."""
 
 _LINEAGE_FILE = re.compile(r"[0-9a-f]{16,}\.(json|safetensors|lock)")
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".tar.xz": "w:xz"}
@@ -44,29 +44,29 @@ _OTHER_ARCHIVES = (".zip", ".gz", ".xz", ".bz2", ".zst", ".7z")
 
 
 def sweeps_in(storage: Storage, files: Iterable[Path]) -> list[SweepFolder]:
-    """Return the sweeps among the files of a storage, by name; their `sweep.json` is here then."""
-    found = sorted(path for path in files if path.name == SWEEP_FILE and path.parent.parent == storage.folder)
-    for path in found:
+    """Return the sweeps among a storage's files, by name, after syncing their `sweep.json`."""
+    plans = sorted(path for path in files if path.name == SWEEP_FILE and path.parent.parent == storage.folder)
+    for path in plans:
         storage.sync(path)
-    return [SweepFolder(storage, path.parent.name) for path in found]
+    return [SweepFolder(storage, path.parent.name) for path in plans]
 
 
 def lineages_of(sweep: SweepFolder) -> frozenset[str]:
     """Return the snapshots that a sweep refers to.
 
-    Those of trials whose data was not at hand when the sweep was planned are as many as their journals tell.
+    For trials that were planned without their data, these are the ones in their journals.
 
     Raises:
-        StorageError: its `sweep.json` or a journal is damaged.
+        StorageError: its `sweep.json` or a journal is corrupt.
     """
-    found: set[str] = set()
+    lineages: set[str] = set()
     for trial in sweep:
         if trial.lineages is None:
             sweep.storage.sync(trial.journal.path)
-            found.update(event.lineage for event in stages(trial.events()))
+            lineages.update(stage.lineage for stage in stages(trial.events()))
         else:
-            found.update(trial.lineages)
-    return frozenset(found)
+            lineages.update(trial.lineages)
+    return frozenset(lineages)
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Size:
     own: int
     """In its folder."""
     snapshots: int
-    """Of the snapshots that it alone refers to."""
+    """In snapshots that only it refers to."""
     shared: int
-    """Of those that other sweeps refer to as well."""
+    """In snapshots that other sweeps also refer to."""
 
 
 class Inventory:
-    """The files of a storage, looked at once.
+    """The files of a storage at one moment.
 
     Raises:
         StorageError: the object store cannot be reached.
@@ -98,41 +98,41 @@ class Inventory:
         """The snapshots that each sweep refers to, by its name.
 
         Raises:
-            StorageError: what a sweep refers to cannot be read.
+            StorageError: a sweep's references cannot be read.
         """
         return {sweep.name: lineages_of(sweep) for sweep in self.sweeps}
 
     @cached_property
     def readable(self) -> Mapping[str, frozenset[str]]:
-        """The same of those sweeps that can be read: enough for whoever deletes nothing."""
-        found = {}
+        """The same for the readable sweeps only; enough unless something is deleted."""
+        references = {}
         for sweep in self.sweeps:
             with suppress(StorageError):
-                found[sweep.name] = lineages_of(sweep)
-        return found
+                references[sweep.name] = lineages_of(sweep)
+        return references
 
     def with_tuning(self, name: str) -> list[SweepFolder]:
-        """Return the sweep of this name, and before it those whose trials are its candidates.
+        """Return the named sweep, preceded by its tuning sweeps.
 
-        It is not there yet while its choices are being made.
+        The sweep itself may not exist while it is tuned.
 
         Raises:
             ConfigError: there is neither.
         """
         by_name = {sweep.name: sweep for sweep in self.sweeps}
-        candidates = [by_name[other] for other in self.readable if by_name[other].tuning_of == name]
-        if name not in by_name and not candidates:
-            known = ", ".join(by_name) or "none"
-            raise ConfigError(f"{self.storage.location}: found no sweep {name!r}; there are: {known}")
-        return candidates + [sweep for sweep in self.sweeps if sweep.name == name]
+        tuning = [by_name[other] for other in self.readable if by_name[other].tuning_of == name]
+        if name not in by_name and not tuning:
+            names = ", ".join(by_name) or "none"
+            raise ConfigError(f"{self.storage.location}: found no sweep {name!r}; expected one of: {names}")
+        return tuning + [sweep for sweep in self.sweeps if sweep.name == name]
 
     def size(self, sweep: SweepFolder) -> Size:
-        """Add up what a sweep takes; sweeps that cannot be read count as sharing nothing with it.
+        """Add up what a sweep takes; unreadable sweeps count as sharing nothing with it.
 
         Raises:
-            StorageError: what it refers to cannot be read.
+            StorageError: its references cannot be read.
         """
-        others = [found for name, found in self.readable.items() if name != sweep.name]
+        others = [lineages for name, lineages in self.readable.items() if name != sweep.name]
         mine = lineages_of(sweep)
         shared = mine & frozenset().union(*others)
         own = sum(facts.size for path, facts in self.files.items() if path.is_relative_to(sweep.path))
@@ -162,13 +162,13 @@ class Garbage(NamedTuple):
 
 
 def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> list[Garbage]:
-    """Find what no sweep refers to, and what was left over: nothing that was written within the last `keep_days`.
+    """Find unreferenced and leftover files that are older than `keep_days`.
 
     Args:
-        caches: also what is made again when it is needed: tokens, factors, embeddings, known answers.
+        caches: include caches: tokens, factors, embeddings, generated answers.
 
     Raises:
-        StorageError: what a sweep refers to cannot be read, so that nothing can be said of snapshots.
+        StorageError: a sweep's references cannot be read.
     """
     referred = frozenset().union(*inventory.references.values())
     found, now = [], inventory.storage.now()
@@ -181,9 +181,9 @@ def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> lis
 
 
 def _kind(path: Path, referred: frozenset[str], files: Mapping[Path, FileFacts]) -> Kind | None:
-    """Say what kind of garbage a file is, by its path in the storage; None where it is none."""
+    """Return the kind of garbage that a file is, by its path in the storage; None if it is none."""
     first = path.parts[0]
-    inside = path.parts[1:] or path.parts  # for a sweep may be called anything
+    inside = path.parts[1:] or path.parts  # the sweep's name may look like anything
     if ".damaged" in (Path(part).suffix for part in inside) or path.parts[:2] == (SNAPSHOTS, "damaged"):
         return "damaged"
     if any(part.endswith(".partial") for part in inside):
@@ -199,47 +199,47 @@ def _kind(path: Path, referred: frozenset[str], files: Mapping[Path, FileFacts])
     return None
 
 
-def collect(inventory: Inventory, found: Sequence[Garbage]) -> list[Garbage]:
-    """Delete garbage, and return what was deleted.
+def collect(inventory: Inventory, files: Sequence[Garbage]) -> list[Garbage]:
+    """Delete garbage and return what was deleted.
 
-    A snapshot that somebody learns is left alone; so is everything where a sweep was written since the inventory was
-    taken, for it may refer to it.
+    Snapshots that a process is learning stay. Nothing is deleted if a sweep was written since the inventory, since it
+    may refer to the files.
 
     Raises:
-        StorageError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
+        StorageError: the storage cannot be written, or a sweep was written meanwhile.
     """
     storage = inventory.storage
     by_lineage: dict[str, list[Garbage]] = {}
-    for one in found:
-        if one.kind == "snapshots":
-            by_lineage.setdefault(one.path.stem, []).append(one)
+    for file in files:
+        if file.kind == "snapshots":
+            by_lineage.setdefault(file.path.stem, []).append(file)
     _check_unwritten(inventory)
 
-    def delete(one: Garbage) -> list[Garbage]:
-        with committing(one.path):
-            storage.remove(one.path)
-        return [one]
+    def delete(file: Garbage) -> list[Garbage]:
+        with committing(file.path):
+            storage.remove(file.path)
+        return [file]
 
     def delete_snapshot(files: list[Garbage]) -> list[Garbage]:
         lease = storage.lease(storage.folder / SNAPSHOTS / f"{files[0].path.stem}.lock")
         if not lease.take():
             return []
         try:
-            # the facts first: without them there is no snapshot; the lease's own file last
-            in_order = sorted(files, key=lambda one: (".json", ".safetensors", ".lock").index(one.path.suffix))
-            return [gone for one in in_order for gone in delete(one)]
+            # the facts first: without them there is no snapshot; the lease's file last
+            in_order = sorted(files, key=lambda file: (".json", ".safetensors", ".lock").index(file.path.suffix))
+            return [deleted for file in in_order for deleted in delete(file)]
         finally:
             lease.release()
 
-    with ThreadPoolExecutor(16) as pool:  # an object store's leases take half a second each
+    with ThreadPoolExecutor(16) as pool:  # an object store's lease takes half a second
         deleted = list(pool.map(delete_snapshot, by_lineage.values()))
-        deleted += pool.map(delete, (one for one in found if one.kind != "snapshots"))
-    _remove_empty({one.path.parent for one in found} - {storage.folder}, storage.folder)
-    return [one for files in deleted for one in files]
+        deleted += pool.map(delete, (file for file in files if file.kind != "snapshots"))
+    _remove_empty({file.path.parent for file in files} - {storage.folder}, storage.folder)
+    return [file for group in deleted for file in group]
 
 
 def _check_unwritten(inventory: Inventory) -> None:
-    """Check that no sweep was written since the inventory was taken: it may refer to what is to be deleted.
+    """Check that no sweep was written since the inventory.
 
     Raises:
         StorageError: one was.
@@ -256,7 +256,7 @@ def _check_unwritten(inventory: Inventory) -> None:
 
 
 def _remove_empty(folders: Iterable[Path], root: Path) -> None:
-    """Remove folders, and those above them up to `root`, that are empty."""
+    """Remove folders that are empty, and their empty parents below `root`."""
     for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
         while folder != root and folder.parent != root and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
@@ -268,31 +268,31 @@ def _remove_empty(folders: Iterable[Path], root: Path) -> None:
 
 @dataclass(frozen=True)
 class Deletion:
-    """What deleting a sweep takes away, and what it leaves."""
+    """What deleting a sweep removes and keeps."""
 
     sweeps: Sequence[SweepFolder]
-    """The sweep, and before it those of its candidates."""
+    """The sweep, preceded by its tuning sweeps."""
     files: Mapping[Path, FileFacts]
-    """Of their folders."""
+    """The files of their folders."""
     snapshots: Mapping[Path, FileFacts]
     """Snapshots and checkpoints that only these sweeps refer to."""
     shared: int
-    """Snapshots that stay, because other sweeps refer to them."""
+    """Number of snapshots that stay because other sweeps refer to them."""
 
 
 def deletion(inventory: Inventory, name: str) -> Deletion:
-    """Find what deleting a sweep takes away.
+    """Determine what deleting a sweep removes.
 
     Raises:
-        ConfigError: there is no such sweep, or it is being run.
-        StorageError: what a sweep refers to cannot be read.
+        ConfigError: there is no such sweep, or it is running.
+        StorageError: a sweep's references cannot be read.
     """
     sweeps = inventory.with_tuning(name)
     going = {sweep.name for sweep in sweeps}
     mine = frozenset().union(*(inventory.references[one] for one in going))
     others = frozenset().union(*(found for other, found in inventory.references.items() if other not in going))
     files = {p: facts for p, facts in inventory.files.items() if any(p.is_relative_to(one.path) for one in sweeps)}
-    # its driver's, and those of workers that may have outlived their driver: an object store's are not among the files
+    # of the driver and of workers that outlived theirs; an object store's leases are not among the files
     locks = {path for path in files if path.parent.name == LOCKS}
     locks |= {training_lock(sweep, trial.training_id) for sweep in sweeps for trial in sweep}
     leases = {path: inventory.storage.lease(path) for path in sorted(locks)}
@@ -309,11 +309,11 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
 
 
 def delete(inventory: Inventory, going: Deletion) -> None:
-    """Delete a sweep: its `sweep.json` first, so that what is left of a deletion that was cut is no sweep.
+    """Delete a sweep, its `sweep.json` first, so that the rest of an interrupted deletion is no sweep.
 
     Raises:
-        ConfigError: it is being run by now.
-        StorageError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
+        ConfigError: it is running by now.
+        StorageError: the storage cannot be written, or a sweep was written meanwhile.
     """
     storage = inventory.storage
     locks = {path for path in going.files if path.parent.name == LOCKS}
@@ -333,7 +333,7 @@ def delete(inventory: Inventory, going: Deletion) -> None:
 
 @contextmanager
 def _undriven(sweep: SweepFolder) -> Iterator[None]:
-    """Hold the right to drive a sweep, which nobody else may have."""
+    """Hold a sweep's driver lease; refuse if another process has it."""
 
     def refuse(driver: str) -> None:
         raise ConfigError(f"{sweep.path}: is being run by {driver}; stop that first")
@@ -346,59 +346,59 @@ def _undriven(sweep: SweepFolder) -> Iterator[None]:
 
 
 def is_archive(place: str) -> bool:
-    """Whether a place is named as an archive is: `.tar`, `.tar.gz`, `.tgz` or `.tar.xz`."""
+    """Return whether a path has an archive's suffix: `.tar`, `.tar.gz`, `.tgz` or `.tar.xz`."""
     return place.endswith(tuple(_ARCHIVES))
 
 
 def _check_target(place: str) -> None:
-    """Refuse what would become a storage by mistake.
+    """Refuse targets that would become a storage by mistake.
 
     Raises:
-        ConfigError: it is named as an archive of another kind, or lies in a sweep's folder.
+        ConfigError: it has the suffix of another kind of archive, or is inside a sweep's folder.
     """
     if place.endswith(_OTHER_ARCHIVES) and not is_archive(place):
-        raise ConfigError(f"{place}: no archive of this kind is written; expected {', '.join(_ARCHIVES)}, or a folder")
+        raise ConfigError(f"{place}: unsupported archive; expected {', '.join(_ARCHIVES)}, or a folder")
     if "://" in place:
         if is_archive(place):
-            raise ConfigError(f"{place}: archives are written on this machine; name a file here, or a storage there")
+            raise ConfigError(f"{place}: archives are local files; expected a path, or the URI of a storage")
         return
     folder = Path(place).absolute()
     if (inside := next((each for each in (folder, *folder.parents) if (each / SWEEP_FILE).exists()), None)) is not None:
-        raise ConfigError(f"{place}: lies in the folder of a sweep, {inside}; name a storage beside its own")
+        raise ConfigError(f"{place}: is inside a sweep's folder, {inside}; expected another storage")
 
 
 class Copied(NamedTuple):
-    """What a copy took."""
+    """What a copy contains."""
 
     sweeps: Sequence[str]
     files: int
     size: int
     """In bytes."""
     snapshots: bool
-    """Whether weights are among the files."""
+    """Whether it contains weights."""
 
 
 def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = True) -> Copied:
-    """Copy a sweep, those of its candidates, and the snapshots that they refer to, into a storage or an archive.
+    """Copy a sweep, its tuning sweeps and their snapshots into a storage or an archive.
 
-    Caches stay behind: they are made again. A copy that was cut is no sweep, and the same command goes on with it.
+    Caches stay behind. An interrupted copy is no sweep; the same command continues it.
 
     Args:
-        place: a folder, the URI of an object store, or the path of an archive, which is one storage in a file.
-        with_snapshots: whether the weights go with it. What its tables, pictures and scores come from is in the copy
-            either way, and its trials that have ended stay ended.
+        place: a folder, the URI of an object store, or the path of an archive.
+        with_snapshots: whether to copy weights. Tables, pictures and scores do not need them, and finished trials stay
+            finished.
 
     Raises:
-        ConfigError: there is no such sweep; there is another one of this name where it is to go, or the same one,
-            which has gone on since; or the place is in a sweep's folder, or named as an archive of another kind.
-        StorageError: one of both places cannot be read or written.
+        ConfigError: there is no such sweep; the target has a different or more advanced sweep of this name; or the
+            target is invalid.
+        StorageError: a storage cannot be read or written.
     """
     _check_target(place)
     inventory = Inventory(source)
     sweeps = inventory.with_tuning(name)
     for sweep in sweeps:
         source.pull(sweep.path)
-    # journals speak of files that were written before them: they are read first and written last
+    # journals refer to files that were written before them, so they are read first and written last
     journals = {t.journal.path: t.journal.path.read_bytes() for s in sweeps for t in s if t.journal.path.exists()}
     marks = {sweep.path / SWEEP_FILE: (sweep.path / SWEEP_FILE).read_bytes() for sweep in sweeps}
     files = list(_to_copy(source, sweeps, with_snapshots))
@@ -407,15 +407,14 @@ def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = Tr
     target = open_storage(place)
     placed = {path: target.folder / path.relative_to(source.folder) for path in (*files, *journals, *marks)}
     if target.folder == source.folder:
-        raise ConfigError(f"{place}: is the storage that sweep {name} lies in; expected another one, or an archive")
+        raise ConfigError(f"{place}: already contains sweep {name}; expected another storage, or an archive")
     for path, content in marks.items():
         if target.sync(placed[path]) and placed[path].read_bytes() != content:
-            found = f"there is a sweep {path.parent.name} already, and it is another one"
-            raise ConfigError(f"{placed[path].parent}: {found}; {_ELSEWHERE}")
+            raise ConfigError(f"{placed[path].parent}: found another sweep of this name; {_ELSEWHERE}")
     for path, content in journals.items():
         if target.sync(placed[path]) and not content.startswith(placed[path].read_bytes()):
             sweep_path = target.folder / path.relative_to(source.folder).parts[0]
-            raise ConfigError(f"{sweep_path}: the sweep has gone on there since it was copied; {_ELSEWHERE}")
+            raise ConfigError(f"{sweep_path}: the sweep advanced there since it was copied; {_ELSEWHERE}")
     target.create()
     size = 0
     for path in files:
@@ -433,10 +432,9 @@ _ELSEWHERE = "delete it (latent-sweep delete), or copy into another storage"
 
 
 def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: bool) -> Iterator[Path]:
-    """Yield the files that sweeps need, present here then; journals and what makes a folder a sweep are not among them.
+    """Yield the local paths of the files that sweeps need, except journals and `sweep.json`.
 
-    Nor is what Ray Tune keeps: pickles, and paths of where it ran. Snapshots are whole when their facts are there,
-    which come after the tensors.
+    Ray Tune's files are left out: pickles, and paths of the original run. A snapshot is complete if its facts exist.
     """
     for sweep in sweeps:
         for path in sorted(path for path in sweep.path.rglob("*") if path.is_file()):
@@ -457,15 +455,15 @@ def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: boo
 def _archive(
     source: Storage, sweeps: Sequence[SweepFolder], files: Sequence[Path], last: Mapping[Path, bytes], archive: Path
 ) -> Copied:
-    """Write an archive under a temporary name, and rename it."""
+    """Write an archive under a temporary name and rename it."""
     if archive.exists():
-        raise ConfigError(f"{archive}: is there already; remove it, or name another file")
+        raise ConfigError(f"{archive}: already exists; remove it, or name another file")
     size, partial = 0, archive.with_name(f".{archive.name}.partial")
     mode = next(mode for suffix, mode in _ARCHIVES.items() if archive.name.endswith(suffix))
     with committing(archive):
         archive.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with tarfile.open(partial, mode) as tar:  # type: ignore[call-overload]  # the modes are those of a table
+            with tarfile.open(partial, mode) as tar:  # type: ignore[call-overload]  # modes from a table
                 for path in (*files, *last):
                     content = last[path] if path in last else path.read_bytes()
                     entry = tarfile.TarInfo(path.relative_to(source.folder).as_posix())
@@ -485,7 +483,7 @@ def _copied(source: Storage, sweeps: Sequence[SweepFolder], files: Collection[Pa
 
 @contextmanager
 def unpacked(archive: Path) -> Iterator[tuple[Storage, str]]:
-    """Give the storage that an archive holds, in a folder that is gone after the block, and its sweep's name.
+    """Unpack an archive into a temporary folder; yield its storage and its sweep's name.
 
     Raises:
         ConfigError: it is no archive of a sweep.
@@ -496,7 +494,7 @@ def unpacked(archive: Path) -> Iterator[tuple[Storage, str]]:
                 for entry in tar:
                     parts = PurePosixPath(entry.name).parts
                     if not entry.isfile() or ".." in parts or PurePosixPath(entry.name).is_absolute():
-                        raise ConfigError(f"{archive}: holds {entry.name!r}, which is no file below its own folder")
+                        raise ConfigError(f"{archive}: contains {entry.name!r}, which is not a file below its folder")
                     path = Path(folder, *parts)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     content = tar.extractfile(entry)
@@ -509,5 +507,5 @@ def unpacked(archive: Path) -> Iterator[tuple[Storage, str]]:
         sweeps = Inventory(storage).sweeps
         names = [sweep.name for sweep in sweeps if sweep.tuning_of is None] or [sweep.name for sweep in sweeps]
         if len(names) != 1:
-            raise ConfigError(f"{archive}: found {len(names)} sweeps; expected an archive of one, as `cp` writes it")
+            raise ConfigError(f"{archive}: found {len(names)} sweeps; expected one, as `latent-sweep cp` writes it")
         yield storage, names[0]

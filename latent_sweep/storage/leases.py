@@ -1,4 +1,4 @@
-"""Leases: the right to do what only one process at a time may do, on one node or on many."""
+"""Leases: exclusive rights of one process, on one node or on many."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from latent_sweep.storage.objects import Bucket, elapsed
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 60.0
-"""A lease in an object store is taken over when its holder has not shown for so long that it lives."""
+"""An object store's lease may be taken over if its holder has not been renewed for this long."""
 RENEWAL_SECONDS = 15.0
-"""How often a process that holds leases shows that it lives."""
+"""Interval between renewals of a process that holds leases."""
 LOOK_SECONDS = 5.0
-"""How often a process that waits for a lease looks whether it is free."""
+"""Interval between two looks of a process that waits for a lease."""
 SETTLING_SECONDS = 0.5
-"""Between writing a lease and reading it again: of two that write it at once, the later write decides."""
+"""Time between writing a lease and reading it back: of two concurrent writers the later wins."""
 
 
 class Lease(Protocol):
-    """The right to do something that only one process at a time may do."""
+    """An exclusive right of one process."""
 
     def take(self, wait: bool = False) -> bool:
-        """Take it if nobody has it, or wait until that is so; whether this process has it now."""
+        """Take the lease if it is free, or wait for it; return whether this process has it."""
 
     def release(self) -> None:
-        """Give it up."""
+        """Give the lease up."""
 
     def holder(self) -> str:
-        """Name who has it, for messages: host, process id and since when."""
+        """Describe the holder for messages: host, process id and since when."""
 
     def held_since(self) -> float | None:
-        """When somebody has taken it who still has it, in Unix seconds; None where nobody has it. Changes nothing."""
+        """Return when the current holder took it, in Unix seconds; None if it is free. Changes nothing."""
 
     def held_until(self) -> float | None:
-        """When it ends if nobody renews it, in Unix seconds; None where it ends with its holder's process."""
+        """Return when it expires without renewal, in Unix seconds; None if it ends with its holder's process."""
 
 
 @contextmanager
 def held(lease: Lease, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Have the lease within the block. `on_wait` is told who has it, where it has to be waited for."""
+    """Hold the lease during the block; `on_wait` receives the holder's description before waiting."""
     if not lease.take():
         until = lease.held_until()
-        ending = f", until {_moment(until)} unless that shows again that it lives" if until is not None else ""
+        ending = f", until {_moment(until)} unless it is renewed" if until is not None else ""
         on_wait(lease.holder() + ending)
         lease.take(wait=True)
     try:
@@ -68,19 +68,19 @@ def held(lease: Lease, on_wait: Callable[[str], None]) -> Iterator[None]:
 
 
 class FileLease:
-    """A lease as a file lock: the operating system ends it with its process, however that ends.
+    """A lease as a file lock, which the operating system releases when its process ends.
 
-    The file stays when the lease is released: removing it would split those who wait from those who come.
+    The file stays after release: removing it would let waiting and new processes lock different files.
     """
 
     def __init__(self, path: Path):
         self._path, self._lock = path, FileLock(str(path))
 
     def take(self, wait: bool = False) -> bool:
-        """Take it if nobody has it, or wait until that is so; whether this process has it now.
+        """Take the lease if it is free, or wait for it; return whether this process has it.
 
         Raises:
-            StorageError: the lock's file cannot be written.
+            StorageError: the lock file cannot be written.
         """
         with committing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,26 +88,26 @@ class FileLease:
                 self._lock.acquire(timeout=-1 if wait else 0)
             except Timeout:
                 return False
-            with suppress(OSError):  # only messages read it
+            with suppress(OSError):  # serves messages only
                 self._path.write_text(json.dumps(_this_process()), encoding="utf-8")
         return True
 
     def release(self) -> None:
-        """Give it up."""
+        """Give the lease up."""
         self._lock.release()
 
     def holder(self) -> str:
-        """Name who has it, for messages."""
+        """Describe the holder, for messages."""
         try:
             return _describe(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError):
             return "another process"
 
     def held_since(self) -> float | None:
-        """When somebody has taken it who still has it; None where nobody has it.
+        """Return when the current holder took it; None if it is free.
 
         Raises:
-            StorageError: the lock's file is there and cannot be opened.
+            StorageError: the lock file exists and cannot be opened.
         """
         try:
             with self._path.open("rb") as file:
@@ -120,7 +120,7 @@ class FileLease:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StorageError(f"{self._path}: {error}; expected the file of a lock that can be read") from error
+            raise StorageError(f"{self._path}: {error}; expected a readable lock file") from error
         return None
 
     def held_until(self) -> float | None:
@@ -129,32 +129,32 @@ class FileLease:
 
 
 class Presence:
-    """That this process lives, as one object that it renews while it holds leases: what it tells of its sweep.
+    """Shows that this process is alive: its heartbeat object, renewed while it holds leases.
 
-    One for each process and object store, for all leases that it holds there.
+    There is one per process and object store, for all its leases there.
 
     Args:
-        telling: gives what this process tells of the sweep whose folder has this name.
+        heartbeat: returns this process's heartbeat for the sweep with this folder name.
     """
 
-    def __init__(self, bucket: Bucket, telling: Callable[[str], Heartbeat]):
-        self._bucket, self._telling = bucket, telling
+    def __init__(self, bucket: Bucket, heartbeat: Callable[[str], Heartbeat]):
+        self._bucket, self._heartbeat = bucket, heartbeat
         self._folder: str | None = None
         self._holds = 0
-        self._put_at, self._told_at = float("-inf"), float("-inf")
+        self._put_at, self._published_at = float("-inf"), float("-inf")
         self._lapsed = float("-inf")
-        """When this process had last not shown that it lives for so long that leases may have been taken over."""
+        """Last time when renewal was so late that other processes may have taken leases over."""
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     @property
     def key(self) -> str:
-        """Of the object, in the folder of the sweep whose lease was taken first."""
+        """Key of the object, in the folder of the sweep whose lease was taken first."""
         assert self._folder is not None, "hold it first"
-        return f"{self._folder}/{FOLDER}/{self._telling(self._folder).name}"
+        return f"{self._folder}/{FOLDER}/{self._heartbeat(self._folder).name}"
 
     def hold(self, folder: str) -> None:
-        """Show that this process lives from now on, for one more lease.
+        """Renew the presence for one more lease.
 
         Args:
             folder: name of the folder, directly below the storage, that the lease is about.
@@ -173,12 +173,12 @@ class Presence:
             self._holds += 1
 
     def drop(self) -> None:
-        """Need it for one lease less; where none is left after a while, it is not renewed any more."""
+        """Need the presence for one lease less; without leases it is no longer renewed."""
         with self._lock:
             self._holds -= 1
 
     def publish(self, folder: str, at_once: bool) -> None:
-        """Put what this process tells of a sweep: at once, or when its presence is renewed anyway.
+        """Put this process's heartbeat for a sweep, at once or with the next renewal.
 
         Raises:
             StorageError: the object store cannot be reached or refuses.
@@ -187,22 +187,24 @@ class Presence:
             if self._thread is not None and folder == self._folder:
                 if at_once:
                     self._put()
-            elif at_once or elapsed() - self._told_at >= RENEWAL_SECONDS:
-                telling = self._telling(folder)
-                self._bucket.put(f"{folder}/{FOLDER}/{telling.name}", telling.content())
-                self._told_at = elapsed()
+            elif at_once or elapsed() - self._published_at >= RENEWAL_SECONDS:
+                heartbeat = self._heartbeat(folder)
+                self._bucket.put(f"{folder}/{FOLDER}/{heartbeat.name}", heartbeat.content())
+                self._published_at = elapsed()
 
     def lapsed_since(self, moment: float) -> bool:
-        """Whether leases may have been taken over since then, by the clock `elapsed`."""
+        """Return whether other processes may have taken leases over since then, by the clock `elapsed`."""
         return self._lapsed >= moment or elapsed() - self._put_at > EXPIRY_SECONDS
 
     def _put(self) -> None:
         assert self._folder is not None
         if elapsed() - self._put_at > EXPIRY_SECONDS and self._thread is not None:
             self._lapsed = elapsed()
-            log.warning("%s was not renewed for %.0f s: leases may be others' now", self.key, EXPIRY_SECONDS)
+            log.warning(
+                "%s was not renewed for %.0f s: other processes may have taken its leases", self.key, EXPIRY_SECONDS
+            )
         began = elapsed()
-        self._bucket.put(self.key, self._telling(self._folder).content())
+        self._bucket.put(self.key, self._heartbeat(self._folder).content())
         self._put_at = began
 
     def _renew(self) -> None:
@@ -215,21 +217,21 @@ class Presence:
                 try:
                     self._put()
                 except StorageError as error:
-                    log.warning("%s could not be renewed and is tried again: %s", self.key, error)
+                    log.warning("%s cannot be renewed; trying again: %s", self.key, error)
 
 
 class ObjectLease:
-    """A lease as an object that names its holder, and that ends when its holder's presence has expired.
+    """A lease as an object that names its holder; it ends when its holder's presence expires.
 
-    pyarrow offers no conditional put, so this is no perfect lock: two that find it free write it and wait a moment, and
-    the one whose write is there goes on; where a put takes longer than that moment, both go on. It expires when neither
-    it nor its holder's presence was written for `EXPIRY_SECONDS` by the object store's clock: a holder that was
-    suspended for longer wakes up beside its successor. All that costs is time: both learn the same snapshot (equal bits
-    on a CPU; on a GPU the first one committed stays), and a journal is read again before each append. A holder on this
-    host whose process is gone has it no longer.
+    pyarrow offers no conditional put, so this lock is imperfect. Two processes that find it free write it and wait a
+    moment, and the one whose write remains goes on; if a put takes longer than that, both go on. It expires if neither
+    it nor its holder's presence was written for `EXPIRY_SECONDS` by the object store's clock, so a holder suspended for
+    longer wakes up next to its successor. This costs only time: both learn the same snapshot (equal bits on a CPU; on a
+    GPU the first commit stays), and a journal is read again before each append. A holder on this host whose process has
+    ended loses it at once.
 
     Args:
-        folder: where this process shows that it lives, if it holds no lease yet.
+        folder: where this process shows its presence if it holds no lease yet.
     """
 
     def __init__(self, bucket: Bucket, key: str, presence: Presence, folder: str):
@@ -238,7 +240,7 @@ class ObjectLease:
         self._taken = 0.0
 
     def take(self, wait: bool = False) -> bool:
-        """Take it if nobody has it, or wait until that is so; whether this process has it now.
+        """Take the lease if it is free, or wait for it; return whether this process has it.
 
         Raises:
             StorageError: the object store cannot be reached or refuses.
@@ -254,44 +256,44 @@ class ObjectLease:
         return taken
 
     def release(self) -> None:
-        """Give it up. One that cannot be given up now expires."""
+        """Give the lease up; if the object store is unreachable, it expires."""
         with suppress(StorageError):
             if not self._presence.lapsed_since(self._taken) or self._is_mine():
                 self._bucket.delete(self._key)
         self._presence.drop()
 
     def holder(self) -> str:
-        """Name who has it, for messages."""
+        """Describe the holder, for messages."""
         return _describe(self._read() or {})
 
     def held_since(self) -> float | None:
-        """When somebody has taken it who still has it, or seems to by this machine's clock; None where nobody has it.
+        """Return when the current holder took it, judged by this machine's clock; None if it is free.
 
-        The object store's own clock is not asked: that takes writing an object.
+        Reading the object store's clock would take a write.
 
         Raises:
             StorageError: the object store cannot be reached or refuses.
         """
         holder = self._read()
-        shown = self._shown(holder)
+        shown = self._last_alive(holder)
         if shown is None or time.time() - shown > EXPIRY_SECONDS or _is_gone(holder):
             return None
         return _since(holder)
 
     def held_until(self) -> float | None:
-        """When it ends if its holder does not show again that it lives, in Unix seconds by this machine's clock."""
-        shown = self._shown(self._read())
+        """Return when it expires without renewal, in Unix seconds by this machine's clock."""
+        shown = self._last_alive(self._read())
         return None if shown is None else shown + EXPIRY_SECONDS + time.time() - self._bucket.now()
 
     def _is_free(self) -> bool:
         holder = self._read()
         if holder is None or _is_gone(holder):
             return True
-        shown = self._shown(holder)
+        shown = self._last_alive(holder)
         return shown is None or self._bucket.now() - shown > EXPIRY_SECONDS
 
-    def _shown(self, holder: dict[str, Any] | None) -> float | None:
-        """When its holder has last shown that it lives, by the object store's clock; None where nobody has it."""
+    def _last_alive(self, holder: dict[str, Any] | None) -> float | None:
+        """Return when its holder was last alive, by the object store's clock; None if it is free."""
         if holder is None:
             return None
         alive = holder.get("alive")
@@ -299,7 +301,7 @@ class ObjectLease:
         return max((info.mtime_ns / 1e9 for key in keys if (info := self._bucket.info(key)) is not None), default=None)
 
     def _claim(self) -> bool:
-        self._mine |= {"since": time.time(), "alive": self._presence.key}  # it may have waited for long
+        self._mine |= {"since": time.time(), "alive": self._presence.key}  # it may have waited long
         self._taken = elapsed()
         self._bucket.put(self._key, json.dumps(self._mine).encode())
         time.sleep(SETTLING_SECONDS)
@@ -309,56 +311,56 @@ class ObjectLease:
         return (self._read() or {}).get("owner") == self._mine["owner"]
 
     def _read(self) -> dict[str, Any] | None:
-        """Read the lease's object, None where there is none; what is unreadable is nobody's we know, and expires."""
+        """Return the lease's object; None if there is none, {} if it is unreadable, so that it expires."""
         content = self._bucket.get(self._key)
         if content is None:
             return None
         try:
-            found = json.loads(content)
+            holder = json.loads(content)
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return holder if isinstance(holder, dict) else {}
 
 
 def _this_process() -> dict[str, Any]:
-    seen = _seen_from_here(os.getpid())
+    seen = _identify(os.getpid())
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()} | (seen._asdict() if seen else {})
 
 
-class _Seen(NamedTuple):
-    """What tells a process of this host from all others, those of another boot and of another container included."""
+class _ProcessIdentity(NamedTuple):
+    """Identifies a process of this host, across boots and containers."""
 
     started: int
     boot: str
     namespace: str
 
 
-def _seen_from_here(pid: int) -> _Seen | None:
-    """Return what Linux tells of a process; None where it has ended, or nothing is told here."""
+def _identify(pid: int) -> _ProcessIdentity | None:
+    """Return what Linux knows of a process; None if it has ended, or on other systems."""
     try:
-        # the name in the second field may hold anything, parentheses too
+        # the second field, the name, may contain parentheses
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         if state in (b"Z", b"X"):
             return None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return _Seen(int(fields[18]), boot, os.readlink("/proc/self/ns/pid"))
+        return _ProcessIdentity(int(fields[18]), boot, os.readlink("/proc/self/ns/pid"))
     except (OSError, ValueError, IndexError):
         return None
 
 
 def _is_gone(holder: Mapping[str, Any] | None) -> bool:
-    """Whether the holder was a process of this host, of this boot and seen from this container, that has ended."""
-    here = _seen_from_here(os.getpid())
+    """Return whether the holder was a process of this host, boot and container that has ended."""
+    here = _identify(os.getpid())
     if holder is None or here is None or not isinstance(pid := holder.get("pid"), int):
         return False
     if (holder.get("boot"), holder.get("namespace")) != (here.boot, here.namespace):
         return False
-    now = _seen_from_here(pid)
+    now = _identify(pid)
     return now is None or now.started != holder.get("started")
 
 
 def _since(holder: Any) -> float:
-    """When a lease was taken; 0 where what says so cannot be read."""
+    """Return when a lease was taken; 0 if that is unreadable."""
     since = holder.get("since") if isinstance(holder, dict) else None
     return float(since) if isinstance(since, (int, float)) else 0.0
 

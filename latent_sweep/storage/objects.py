@@ -1,4 +1,4 @@
-"""Objects below one prefix of an object store, through pyarrow, with errors that say what to do."""
+"""Objects below a prefix of an object store, through pyarrow, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 SCHEMES = ("s3", "gs", "gcs")
-"""Object stores that pyarrow reaches by itself."""
+"""URI schemes of object stores that pyarrow supports."""
 
 RequestKind = Literal["put", "get", "head", "list", "delete"]
 LIST_PAGE = 1000
-"""Objects that one request lists."""
+"""Objects per list request."""
 PART_BYTES = 10 * 2**20
-"""An object from this size on is put in parts, with a request before them and one after."""
+"""Objects of this size or more are put in parts, with one request before them and one after."""
 
 _REQUESTS: Counter[RequestKind] = Counter()
-"""Requests of this process, by kind; several threads count them."""
+"""Requests of this process, by kind."""
 _COUNTING = threading.Lock()
 _CLOCKS: dict[str, float] = {}
-"""What an object store's clock shows, less what `elapsed` does, by URI: no change of this node's clock counts."""
+"""An object store's clock minus `elapsed`, by URI; changes of this node's clock have no effect."""
 
 
 class ObjectFacts(NamedTuple):
-    """The size and the time of an object."""
+    """Size and modification time of an object."""
 
     size: int
     """In bytes."""
     mtime_ns: int
-    """When it was put, by the object store's clock, in nanoseconds since 1970; S3 tells whole seconds."""
+    """By the object store's clock, in nanoseconds since 1970; S3 gives whole seconds."""
 
 
 def elapsed() -> float:
-    """Seconds since some moment: nobody sets this clock, and it goes on while the machine is suspended."""
+    """Return seconds of a clock that nobody sets and that runs while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def requests() -> Mapping[RequestKind, int]:
-    """Return how many requests this process has sent to object stores, by kind."""
+    """Return the number of requests that this process sent to object stores, by kind."""
     with _COUNTING:
         return dict(_REQUESTS)
 
@@ -72,50 +72,50 @@ class Bucket:
         self._filesystem, self._root = _connect(uri)
 
     def put(self, key: str, content: bytes | bytearray) -> None:
-        """Write an object, or replace it: one request."""
+        """Write or replace an object: one request."""
         parts = -(-len(content) // PART_BYTES)
         _count("put", parts + 2 if parts > 1 else 1)
         with self._talking(key), self._filesystem.open_output_stream(self._path(key)) as stream:
             stream.write(content)
 
     def get(self, key: str) -> bytes | None:
-        """An object's content, or None where there is none: as many requests as `read`."""
-        found = self._open(key, content=True)
-        return None if found is None else found[0]
+        """Return an object's content; None if there is none. As many requests as `read`."""
+        opened = self._open(key, content=True)
+        return None if opened is None else opened[0]
 
     def read(self, key: str) -> tuple[bytes, ObjectFacts] | None:
-        """An object's content, size and time: two requests or, where there is none, one."""
-        found = self._open(key, content=True)
-        if found is None:
+        """Return an object's content and facts; None if there is none. Two requests, or one if there is none."""
+        opened = self._open(key, content=True)
+        if opened is None:
             return None
-        content, facts = found
+        content, facts = opened
         return None if (facts := facts or self.info(key)) is None else (content, facts)
 
     def info(self, key: str) -> ObjectFacts | None:
-        """An object's size and time, or None where there is none: one request.
+        """Return an object's facts; None if there is none. One request.
 
-        What pyarrow offers for it sends a second one where there is no object, to see whether there is a folder.
+        pyarrow's own call would send a second request for a missing object, to look for a folder.
         """
         opened = self._open(key, content=False)
         if opened is None or opened[1] is not None:
             return opened and opened[1]
         with self._talking(key):
-            (found,) = self._filesystem.get_file_info([self._path(key)])
-        return ObjectFacts(found.size, self._whole(found.mtime_ns)) if found.is_file else None
+            (info,) = self._filesystem.get_file_info([self._path(key)])
+        return ObjectFacts(info.size, self._whole(info.mtime_ns)) if info.is_file else None
 
     def list(self, prefix: str) -> dict[str, ObjectFacts]:
-        """Size and time of every object below a prefix, by key: a request for each `LIST_PAGE` of them."""
+        """Return the facts of all objects below a prefix, by key. One request per `LIST_PAGE` objects."""
         from pyarrow.fs import FileSelector
 
         with self._talking(prefix):
             selector = FileSelector(self._path(prefix), recursive=True, allow_not_found=True)
-            found = self._filesystem.get_file_info(selector)
-        _count("list", max(1, -(-len(found) // LIST_PAGE)))
-        files = (info for info in found if info.is_file)
+            infos = self._filesystem.get_file_info(selector)
+        _count("list", max(1, -(-len(infos) // LIST_PAGE)))
+        files = (info for info in infos if info.is_file)
         return {info.path[len(self._root) + 1 :]: ObjectFacts(info.size, self._whole(info.mtime_ns)) for info in files}
 
     def delete(self, key: str) -> None:
-        """Delete an object, if there is one: three requests, since pyarrow keeps its folder; or one."""
+        """Delete an object if there is one. Three requests, since pyarrow keeps its folder; or one."""
         _count("head")
         with self._talking(key):
             try:
@@ -126,7 +126,7 @@ class Bucket:
         _count("put")
 
     def now(self) -> float:
-        """Seconds since 1970 by the object store's clock."""
+        """Return Unix seconds by the object store's clock."""
         if self._uri not in _CLOCKS:
             key = f".preflight/clock-{uuid.uuid4().hex}"
             self.put(key, b"")
@@ -135,28 +135,29 @@ class Bucket:
         return _CLOCKS.get(self._uri, time.time() - elapsed()) + elapsed()
 
     def set_clock(self, key: str) -> None:
-        """Learn what the object store's clock shows from an object that was put just now."""
+        """Read the object store's clock from an object that was just put."""
         if self._uri not in _CLOCKS and (info := self.info(key)) is not None:
             _CLOCKS[self._uri] = info.mtime_ns / 1e9 - elapsed()
 
     def _open(self, key: str, content: bool) -> tuple[bytes, ObjectFacts | None] | None:
-        """An object's content, where it is wanted, and what opening it has told of it; None where there is none."""
+        """Return an object's content, if wanted, and the facts that opening it reveals; None if there is none."""
         _count("head")
         with self._talking(key):
             try:
                 with self._filesystem.open_input_stream(self._path(key)) as stream:
-                    told = stream.metadata()
+                    metadata = stream.metadata()
                     if content:
                         _count("get")
-                    found = stream.read() if content else b""
+                    data = stream.read() if content else b""
             except FileNotFoundError:
                 return None
-        if "Last-Modified" not in told:
-            return found, None
-        return found, ObjectFacts(int(told["Content-Length"]), _nanoseconds(told["Last-Modified"].decode()))
+        if "Last-Modified" not in metadata:
+            return data, None
+        modified = _nanoseconds(metadata["Last-Modified"].decode())
+        return data, ObjectFacts(int(metadata["Content-Length"]), modified)
 
     def _whole(self, nanoseconds: int) -> int:
-        """The time of an object as `info` tells it: of some S3 servers, lists alone tell parts of seconds."""
+        """Round an object's time as `info` does: some S3 servers give fractions of seconds in lists only."""
         return nanoseconds - nanoseconds % 1_000_000_000 if self._filesystem.type_name == "s3" else nanoseconds
 
     def _path(self, key: str) -> str:
@@ -169,8 +170,8 @@ class Bucket:
         except OSError as error:
             raise StorageError(
                 f"object store, {self._path(key)}: {clause(error)}. Check that the bucket exists, that this node "
-                f"({socket.gethostname()}) can reach it, and that the credentials here may list, read, write and "
-                "delete. Then run the same command again."
+                f"({socket.gethostname()}) can reach it, and that its credentials allow list, read, write and delete. "
+                "Then run the same command again."
             ) from error
 
 
@@ -183,31 +184,31 @@ def _connect(uri: str) -> tuple[FileSystem, str]:
     try:
         try:
             filesystem, root = FileSystem.from_uri(_with_short_puts(uri))
-        except ArrowInvalid:  # an option that this pyarrow does not know: of ours, or of the URI's
+        except ArrowInvalid:  # this pyarrow does not know one of the options
             filesystem, root = FileSystem.from_uri(uri)
     except (ArrowInvalid, OSError, ImportError) as error:
         raise StorageError(
-            f"{uri}: pyarrow cannot open it: {clause(error)}. Check the URI and its options, and that the environment "
-            "has the credentials."
+            f"{uri}: pyarrow cannot open it: {clause(error)}. Check the URI, its options and the credentials in "
+            "the environment."
         ) from error
     return filesystem, root.rstrip("/")
 
 
 def _with_short_puts(uri: str) -> str:
-    """Have S3 objects that are small be put by one request instead of three."""
+    """Have small S3 objects put by one request instead of three."""
     if urlsplit(uri).scheme != "s3" or "allow_delayed_open=" in uri:
         return uri
     return f"{uri}{'&' if '?' in uri else '?'}allow_delayed_open=true"
 
 
-def _nanoseconds(told: str) -> int:
-    """Read the time of an object, such as 2026-01-31T12:00:00Z."""
-    moment = datetime.strptime(told, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+def _nanoseconds(text: str) -> int:
+    """Parse an object's time, such as 2026-01-31T12:00:00Z."""
+    moment = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     return int(moment.timestamp()) * 1_000_000_000
 
 
 def uri_faults(uri: str) -> list[str]:
-    """Describe what is wrong with the URI of an object store, as far as its text tells."""
+    """Describe the faults in the text of an object store's URI."""
     parts = urlsplit(uri)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
@@ -216,7 +217,7 @@ def uri_faults(uri: str) -> list[str]:
         return [f"found {quoted(uri, 200)}; expected a bucket after {parts.scheme}://"]
     if has_credentials(uri):
         return [
-            "the URI holds credentials, which would be written into every copy of the sweep file; leave them out and "
-            "give them to each node as its provider does (environment variables, an instance role)"
+            "found credentials in the URI, which every copy of the sweep file would contain; leave them out and "
+            "configure them on each node (environment variables, an instance role)"
         ]
     return []

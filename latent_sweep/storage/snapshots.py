@@ -1,8 +1,8 @@
-"""Snapshots: what learning one task leaves behind. Written once, named by lineage, committed by rename, never changed.
+"""Snapshots: what learning one task leaves. Named by lineage, written once, committed by rename, never changed.
 
-Safetensors and JSON only: nothing is unpickled. Every read checks a digest; what does not check is set aside, reported
-and made again. Caches (factors, embeddings, router records, answers) and checkpoints are single files that carry the
-digest of themselves.
+Safetensors and JSON only; nothing is unpickled. Every read checks a digest; a corrupt file is quarantined, reported and
+made again. Caches (factors, embeddings, router records, answers) and checkpoints are single files that contain their
+own digest.
 """
 
 from __future__ import annotations
@@ -29,59 +29,55 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 256
-"""Snapshots whose files stay mapped, at most; what is mapped takes no memory that the system could not have back."""
+"""Maximum number of memory-mapped snapshots."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors and facts that learning one task left behind."""
+    """The tensors and facts that learning one task leaves."""
 
     lineage: str
-    """Hash chain that names it: settings, data, seed, code version, and the parent where history is read."""
+    """Hash chain over settings, data, seed, code version and, if history is read, the parent."""
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    """JSON values that repeat with the training: task, steps, losses, what it was computed with. Nothing about a clock
-    or an order."""
+    """Reproducible JSON values: task, steps, losses, software versions. No times, nothing that depends on order."""
 
 
 class SnapshotStorage:
-    """Append-only, content-addressed snapshots of a storage, in its folder `snapshots`, shared by all its sweeps.
+    """Append-only, content-addressed snapshots in a storage's folder `snapshots`, shared by all its sweeps.
 
     Raises:
-        StorageError: the storage cannot be read or written; every method may.
+        StorageError: the storage cannot be read or written; every method may raise it.
     """
 
     def __init__(self, storage: Storage):
         self.folder, self._storage = storage.folder / "snapshots", storage
 
     def __contains__(self, lineage: str) -> bool:
-        """Whether the snapshot was committed: its facts are written last. Its digest is checked when it is read."""
+        """Return whether the snapshot was committed; its digest is checked on reading."""
         return self._storage.holds(self._facts_path(lineage)) and self._storage.holds(self.path(lineage))
 
     def lineages(self) -> set[str]:
-        """All snapshots that were committed, by one look: asking for thousands one by one takes an object store hours.
-
-        Their digests are checked when they are read.
-        """
-        names = self._storage.names(self.folder)  # damaged ones lie below
-        found = {name.removesuffix(".json") for name in names if name.endswith(".json")}
-        return {lineage for lineage in found if self.path(lineage).name in names}
+        """List all committed snapshots, unverified: one listing instead of thousands of requests to an object store."""
+        names = self._storage.names(self.folder)  # quarantined ones are in a subfolder
+        lineages = {name.removesuffix(".json") for name in names if name.endswith(".json")}
+        return {lineage for lineage in lineages if self.path(lineage).name in names}
 
     def path(self, lineage: str) -> Path:
-        """The file of a snapshot's tensors."""
+        """Return the path of a snapshot's tensors."""
         return self.folder / f"{lineage}.safetensors"
 
     def _facts_path(self, lineage: str) -> Path:
         return self.folder / f"{lineage}.json"
 
     def append(self, snapshot: Snapshot) -> Snapshot:
-        """Commit a snapshot, and return what is there now as `recall` does; one that is there already stays."""
-        if snapshot.lineage in self and (there := self.recall(snapshot.lineage)) is not None:
-            return there
+        """Commit a snapshot, unless there is one; return the stored one with lazy tensors."""
+        if snapshot.lineage in self and (stored := self.recall(snapshot.lineage)) is not None:
+            return stored
         content = _tensor_bytes(snapshot.tensors)
         self._storage.write_once(self.path(snapshot.lineage), content)
         digest = hashlib.sha256(content).hexdigest()
-        # the second rename commits: without this file the snapshot does not exist
+        # this second rename commits: without the facts there is no snapshot
         facts = {"lineage": snapshot.lineage, "sha256": digest, "facts": snapshot.facts}
         facts |= {"facts_sha256": _facts_digest(snapshot.facts)}
         self._storage.write_once(self._facts_path(snapshot.lineage), written := json_bytes(facts))
@@ -89,35 +85,37 @@ class SnapshotStorage:
         return Snapshot(snapshot.lineage, tensors, json.loads(written)["facts"])
 
     def get(self, lineage: str) -> Snapshot | None:
-        """Return a committed snapshot, or None where there is none; a damaged one is set aside and counts as none."""
+        """Return a committed snapshot; None if it is missing, or corrupt and so quarantined."""
         files = self.path(lineage), self._facts_path(lineage)
-        for _ in range(2):  # an object store may have what was damaged here
+        for _ in range(2):  # an object store may have an intact copy
             if not all(map(self._storage.share, files)):
                 return None
-            if (found := self._read(lineage)) is not None:
-                return found
-            self._set_aside(lineage)
-        for path in reversed(files):  # without its facts it is not committed
+            if (snapshot := self._read(lineage)) is not None:
+                return snapshot
+            self._quarantine(lineage)
+        for path in reversed(files):  # the facts first: without them it is not committed
             self._storage.remove(path)
         return None
 
     def recall(self, lineage: str) -> Snapshot | None:
-        """Return a snapshot as `get` does, but leave its tensors where they are: each is read when it is asked for.
+        """Return a snapshot as `get` does, with tensors that are read on access.
 
-        So a trial's history takes no memory, however long it is, but what its method is looking at.
+        A trial's history then takes no memory except for what its method reads.
         """
-        found = self.get(lineage)
-        return None if found is None else Snapshot(lineage, StoredTensors(self, lineage, found.tensors), found.facts)
+        snapshot = self.get(lineage)
+        if snapshot is None:
+            return None
+        return Snapshot(lineage, StoredTensors(self, lineage, snapshot.tensors), snapshot.facts)
 
     def fault(self, lineage: str) -> str | None:
-        """Describe what is wrong with a snapshot that should be there, or None; it is left as it is."""
+        """Describe what is wrong with an expected snapshot, without changing it; None if it is intact."""
         files = self.path(lineage), self._facts_path(lineage)
         if not all(map(self._storage.share, files)):
             return "is missing"
         return None if self._facts(lineage, files[0].read_bytes()) is not None else "does not match its digest"
 
     def _read(self, lineage: str) -> Snapshot | None:
-        """The snapshot as it lies here, or None where it does not match its digest."""
+        """Return the local snapshot; None if it does not match its digest."""
         from safetensors.torch import load
 
         content = self.path(lineage).read_bytes()
@@ -125,33 +123,33 @@ class SnapshotStorage:
         return None if facts is None else Snapshot(lineage, load(content), facts)
 
     def _facts(self, lineage: str, content: bytes) -> dict[str, Any] | None:
-        """The facts beside these tensors, or None where they, or the tensors, do not check against their digests."""
+        """Return the local facts; None if they, or the tensors, do not match their digests."""
         try:
-            found = json.loads(self._facts_path(lineage).read_text(encoding="utf-8"))
-            facts = found["facts"]
-            digests = found["sha256"], found["facts_sha256"]
-            if found["lineage"] == lineage and digests == (hashlib.sha256(content).hexdigest(), _facts_digest(facts)):
+            stored = json.loads(self._facts_path(lineage).read_text(encoding="utf-8"))
+            facts = stored["facts"]
+            digests = stored["sha256"], stored["facts_sha256"]
+            if stored["lineage"] == lineage and digests == (hashlib.sha256(content).hexdigest(), _facts_digest(facts)):
                 return facts
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
         return None
 
-    def _set_aside(self, lineage: str) -> None:
-        damaged = self.folder / "damaged"
-        log.warning("snapshot %s does not match its digest; it is moved to %s and made again", lineage, damaged)
-        with committing(damaged):
-            damaged.mkdir(exist_ok=True)
+    def _quarantine(self, lineage: str) -> None:
+        folder = self.folder / "damaged"
+        log.warning("snapshot %s does not match its digest; it is quarantined in %s and made again", lineage, folder)
+        with committing(folder):
+            folder.mkdir(exist_ok=True)
             for path in (self._facts_path(lineage), self.path(lineage)):
                 if path.is_file():
-                    os.replace(path, damaged / path.name)
+                    os.replace(path, folder / path.name)
 
     @contextmanager
     def leases(self, lineages: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[list[str]]:
-        """Hold the right to learn these snapshots, as far as nobody else has it; give those this process may learn.
+        """Take the leases to learn these snapshots; yield the lineages that this process may learn.
 
-        Where others learn all of them, it waits for one and gives that; whoever learned it may have committed by then.
-        No process waits while it holds a lease, so two that want the same snapshots cannot block each other. A lease
-        ends with the process that has it, however that ends: in a folder at once, in an object store when it expires.
+        If other processes hold all of them, it waits for the first and yields that; its snapshot may exist by then. No
+        process waits while it holds a lease, so two processes cannot deadlock. A lease ends with its process: in a
+        folder at once, in an object store when it expires.
         """
         leases = {lineage: self._storage.lease(self.folder / f"{lineage}.lock") for lineage in lineages}
         held = []
@@ -170,42 +168,42 @@ class SnapshotStorage:
                 leases[lineage].release()
 
     def checkpoint(self, lineage: str) -> TaskCheckpoint:
-        """The checkpoint inside the task that will become this snapshot."""
+        """Return the checkpoint of the unfinished task that will become this snapshot."""
         return TaskCheckpoint(self._storage, self._storage.folder / "checkpoints" / f"{lineage}.safetensors")
 
 
 class StoredTensors(Mapping[str, "Tensor"]):
-    """The tensors of a snapshot that has been checked, where they lie: each is read anew whenever it is asked for.
+    """The tensors of a verified snapshot, each read from disk on access.
 
     Args:
         names: of the tensors.
     """
 
-    def __init__(self, store: SnapshotStorage, lineage: str, names: Iterable[str]):
-        self._store, self._lineage, self._names = store, lineage, dict.fromkeys(names)
-        self._path = store.path(lineage)
+    def __init__(self, snapshots: SnapshotStorage, lineage: str, names: Iterable[str]):
+        self._snapshots, self._lineage, self._names = snapshots, lineage, dict.fromkeys(names)
+        self._path = snapshots.path(lineage)
         self._state = state_of(self._path)
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor.
 
         Raises:
-            StorageError: the file is missing or damaged by now.
+            StorageError: the file has become missing or corrupt.
         """
         if name not in self._names:
             raise KeyError(name)
         if (state := state_of(self._path)) != self._state:
-            if self._store.get(self._lineage) is None:
+            if self._snapshots.get(self._lineage) is None:
                 raise StorageError(
-                    f"{self._path}: was whole when this run took it up, and is missing or damaged now. Run the same "
-                    "command again: the snapshot is learned again, and what is there is not."
+                    f"{self._path}: became missing or corrupt during this run. Run the same command again: only this "
+                    "snapshot is learned again."
                 )
             state = self._state = state_of(self._path)
         tensor: Tensor = _mapped(self._path, state).get_tensor(name)
-        return tensor.clone()  # memory of its own, laid out as that of a tensor that was computed
+        return tensor.clone()  # own memory, laid out like a computed tensor's
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such a tensor; nothing is read."""
+        """Return whether there is such a tensor, without reading it."""
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
@@ -224,7 +222,7 @@ def _mapped(path: Path, state: FileState) -> Any:
 
 
 class TaskCheckpoint:
-    """Adapter, optimizer and position inside one task: replaced every N steps, removed when the snapshot is there."""
+    """Adapter, optimizer and position inside one task: replaced every N steps, removed with the committed snapshot."""
 
     def __init__(self, storage: Storage, path: Path):
         self.path, self._storage = path, storage
@@ -238,20 +236,20 @@ class TaskCheckpoint:
         self._storage.write(self.path, checksummed(_tensor_bytes(tensors, NO_CHECKSUM | {"facts": json.dumps(facts)})))
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read tensors and facts, or None where there is none; a damaged one is set aside, says so, counts as none."""
+        """Return tensors and facts; None if there is none, or a corrupt one, which is quarantined and reported."""
         from safetensors import safe_open
 
         if not self._storage.sync(self.path):
             return None
         if not verified(self.path):
-            log.warning("checkpoint %s is damaged; the task starts from its first step", self.path)
+            log.warning("checkpoint %s is corrupt; the task restarts from its first step", self.path)
             return None
         with safe_open(self.path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
             return {name: file.get_tensor(name).clone() for name in file.keys()}, facts  # noqa: SIM118
 
     def remove(self) -> None:
-        """Remove it once the snapshot is committed: nothing to resume, nor to learn from a damaged one set aside."""
+        """Remove the checkpoint and its quarantined predecessor."""
         self._storage.remove(self.path)
         self.path.with_suffix(QUARANTINED).unlink(missing_ok=True)
 

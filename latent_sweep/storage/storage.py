@@ -1,10 +1,10 @@
-"""Where everything that is computed lies: a folder, or an object store (`s3://bucket/prefix`) behind a working folder.
+"""Where all results are stored: a folder, or an object store (`s3://bucket/prefix`) behind a working folder.
 
-All code works on local files. Below an object store's working folder, which is a cache, what is committed is pushed at
-once, and what is missing or older here is fetched before it counts as missing. Shared are snapshots, checkpoints inside
-tasks and the folders of sweeps; the caches in `NODE_LOCAL` are made again on each node.
+All code works on local files. An object store's working folder is a cache: committed files are pushed at once, and
+missing or older files are fetched before use. Shared are snapshots, checkpoints and sweep folders; the caches in
+`NODE_LOCAL` are made again on each node.
 
-A put to an object store is atomic, as a rename in a folder is; commits of several files keep their order on both.
+A put is atomic, like a rename; commits of several files keep their order on both.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from latent_sweep.storage.leases import FileLease, Lease, ObjectLease, Presence
 from latent_sweep.storage.objects import Bucket, ObjectFacts, uri_faults
 
 NODE_LOCAL = frozenset({"tokens", "factors", "embeddings", "router", "predictions", "profiles"})
-"""Caches directly below a storage that stay on their node: cheaper to make again than to fetch, with equal results."""
+"""Caches in a storage that stay on their node: making them again is cheaper than fetching them, with equal results."""
 JOURNAL = "journal.jsonl"
-"""Name of a trial's journal: the only shared file that grows instead of being replaced."""
+"""Name of a trial's journal, the only shared file that grows."""
 
 PROBES = ".preflight"
-"""Folder of what is written to find out what a node, or a clock, sees."""
+"""Folder of files that test what a node, or a clock, sees."""
 
 DEFAULT_LOCATION = "runs"
-"""Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
-that of a folder with another name is the umask's and its administrator's."""
+"""The default of `run.storage`. Nobody chose who may read this folder, so only its owner may; access to a named folder
+follows the umask."""
 STORAGE_VARIABLE = "LATENT_SWEEP_STORAGE"
-"""Environment variable with the storage of commands and sweep files that do not name one by an absolute path."""
+"""Environment variable with the default storage of commands and sweep files."""
 
 CONNECTIONS = 16
-"""Requests to an object store at the same time."""
+"""Concurrent requests to an object store."""
 _PRESENCES: dict[tuple[int, Path], Presence] = {}
-"""Of this process, by process id and working folder."""
+"""By process id and working folder."""
 
 
 def json_bytes(content: Any) -> bytes:
-    """Write `content` as indented JSON with sorted keys."""
+    """Return indented JSON with sorted keys."""
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
@@ -61,30 +61,30 @@ def json_bytes(content: Any) -> bytes:
 
 
 class FileFacts(NamedTuple):
-    """The size and the age of a file."""
+    """Size and modification time of a file."""
 
     size: int
     """In bytes."""
     modified: float
-    """When it was last written, in Unix seconds."""
+    """Unix seconds."""
 
 
 class Storage:
-    """A plain folder, which all nodes share or there is one node only: what is written is where it belongs.
+    """A plain folder, shared by all nodes unless there is only one.
 
     Args:
-        folder: where the files are.
-        place: what `run.storage` says, for messages; None is the folder's path.
+        folder: path of the files.
+        location: the value of `run.storage`, for messages; None is the folder's path.
     """
 
     is_remote = False
-    """Whether `folder` is only a cache of what is elsewhere."""
+    """Whether `folder` is a cache of an object store."""
 
     def __init__(self, folder: Path, location: str | None = None):
         self.folder, self.location = folder, location or str(folder)
 
     def create(self) -> None:
-        """Make the folder where that is not left to the first file in it.
+        """Make the folder if it must be private.
 
         Raises:
             StorageError: it cannot be made.
@@ -93,17 +93,16 @@ class Storage:
             private_folder(self.folder)
 
     def write(self, path: Path, content: bytes | bytearray) -> None:
-        """Commit a file: a reader sees the old one or the whole new one, here and where all nodes read it.
+        """Commit a file atomically and push it.
 
         Raises:
-            StorageError: it cannot be written (a full or read-only disk, an object store that is away); the old file
-                stays.
+            StorageError: it cannot be written (full or read-only disk, unreachable object store); the old file stays.
         """
         write_file(path, content)
         self.push(path)
 
     def write_once(self, path: Path, content: bytes | bytearray) -> None:
-        """Do as `write` for a file that never changes: nobody will ask which of two is newer.
+        """Commit a file that never changes, so its modification time does not matter.
 
         Raises:
             StorageError: as `write`.
@@ -111,51 +110,51 @@ class Storage:
         self.write(path, content)
 
     def write_together(self, files: Mapping[Path, bytes]) -> None:
-        """Do as `write` for files below one folder, in no certain order.
+        """Commit files below one folder, in any order.
 
         Raises:
-            StorageError: as `write`; some may have been written.
+            StorageError: as `write`; some files may have been written.
         """
         for path, content in files.items():
             self.write(path, content)
 
     def push(self, path: Path) -> None:
-        """Bring a file that was written here to where all nodes read it."""
+        """Make a local file visible to all nodes."""
 
     def holds(self, path: Path) -> bool:
-        """Whether there is such a file, here or where all nodes read it."""
+        """Return whether the file exists, locally or remotely."""
         return path.is_file()
 
     def sync(self, path: Path) -> bool:
-        """Have the newer one of a file both here and where all nodes read it; return whether there is one."""
+        """Make both copies the newer one; return whether there is one."""
         return path.is_file()
 
     def share(self, path: Path) -> bool:
-        """Do as `sync` for a file that never changes: it goes only where it is missing; return whether there is one."""
+        """Copy a file that never changes to where it is missing; return whether there is one."""
         return path.is_file()
 
     def sync_folder(self, folder: Path) -> None:
-        """Do as `sync` for all files below a folder. Only for the one who may write there."""
+        """Sync all files below a folder. Only its writer may call this."""
 
     def pull(self, folder: Path, only: Container[str] | None = None) -> None:
-        """Bring what is newer below a folder here.
+        """Fetch the newer files below a folder.
 
         Args:
-            only: names of the files that are wanted; None is all.
+            only: file names; None is all.
         """
 
     def files(self, folder: Path) -> dict[Path, FileFacts]:
-        """Return all files below a folder, here and where all nodes read it."""
-        found = {}
+        """Return all files below a folder, local and remote."""
+        files = {}
         for path in folder.rglob("*"):
-            with suppress(FileNotFoundError):  # removed while we look
+            with suppress(FileNotFoundError):  # removed meanwhile
                 facts = path.stat()
                 if stat.S_ISREG(facts.st_mode):
-                    found[path] = FileFacts(facts.st_size, facts.st_mtime)
-        return found
+                    files[path] = FileFacts(facts.st_size, facts.st_mtime)
+        return files
 
     def names(self, folder: Path) -> set[str]:
-        """Return the names of the files in a folder itself, as `files` finds them, without a look at each."""
+        """Return the file names in a folder itself, local and remote, without a stat per file."""
         try:
             with os.scandir(folder) as entries:
                 return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
@@ -163,11 +162,11 @@ class Storage:
             return set()
 
     def remove(self, path: Path) -> None:
-        """Remove a file here and where all nodes read it; it need not be there."""
+        """Remove a file everywhere; it may be missing."""
         path.unlink(missing_ok=True)
 
     def now(self) -> float:
-        """Seconds since 1970 by the clock that gives files their times. An object store's is asked by writing to it.
+        """Return Unix seconds by the clock that stamps the files; an object store's clock is read by writing an object.
 
         Raises:
             StorageError: the object store cannot be reached or refuses.
@@ -175,33 +174,33 @@ class Storage:
         return time.time()
 
     def pull_heartbeats(self, sweep_folder: Path) -> None:
-        """Bring here what other processes tell of a sweep (`telling.py`)."""
+        """Fetch the heartbeats of other processes for a sweep."""
 
     def pull_journal(self, path: Path) -> None:
-        """Bring a journal here, unless the one here continues it. For those who only read it."""
+        """Fetch a journal for reading, unless the local one continues it."""
 
     def lease(self, path: Path) -> Lease:
-        """Return the lease of this name; it guards against processes on all nodes."""
+        """Return the lease at this path; it excludes processes on all nodes."""
         return FileLease(path)
 
     def publish_heartbeat(self, sweep_folder: Path, at_once: bool) -> None:
-        """Write what this process tells of a sweep.
+        """Write this process's heartbeat for a sweep.
 
         Args:
-            at_once: where files have to be pushed, whether this one is before its time.
+            at_once: push it now, not with the next renewal.
 
         Raises:
             StorageError: as `write`.
         """
-        telling = heartbeat_of(sweep_folder)
-        write_file(sweep_folder / FOLDER / telling.name, telling.content(), durable=False)
+        heartbeat = heartbeat_of(sweep_folder)
+        write_file(sweep_folder / FOLDER / heartbeat.name, heartbeat.content(), durable=False)
 
 
 class ObjectStorage(Storage):
     """An object store behind a working folder on each node.
 
-    Whether a file is newer here or there is told by its time: once pushed or fetched it has the object's time, once
-    written again a later one. Of two journals, the one that continues the other is newer.
+    Modification times decide which copy is newer: a pushed or fetched file gets the object's time, a later write a
+    later one. Of two journals, the newer one continues the other.
 
     Every method that talks to the object store raises `StorageError` when it cannot be reached or refuses.
     """
@@ -213,17 +212,17 @@ class ObjectStorage(Storage):
         self._bucket = Bucket(uri)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the working folder: another node has another one."""
+        """Pickle without the working folder, which differs between nodes."""
         return ObjectStorage, (self.location,)
 
     def write_once(self, path: Path, content: bytes | bytearray) -> None:
-        """Do as `write` for a file that never changes: nobody will ask which of two is newer."""
+        """Commit a file that never changes."""
         write_file(path, content)
         if self._shared(path):
             self._bucket.put(self._key(path), content)
 
     def write_together(self, files: Mapping[Path, bytes]) -> None:
-        """Do as `write` for files below one folder, in no certain order."""
+        """Commit files below one folder, in any order."""
         for path, content in files.items():
             write_file(path, content)
         shared = [path for path in files if self._shared(path)]
@@ -239,43 +238,43 @@ class ObjectStorage(Storage):
                 stamp(path, there[path].mtime_ns)
 
     def push(self, path: Path) -> None:
-        """Put a file that was written here; nothing where it is not shared."""
+        """Put a local file if it is shared."""
         if self._shared(path):
             self._bucket.put(self._key(path), path.read_bytes())
             if (info := self._bucket.info(self._key(path))) is not None:
                 stamp(path, info.mtime_ns)
 
     def holds(self, path: Path) -> bool:
-        """Whether there is such a file, here or in the object store."""
+        """Return whether the file exists, locally or in the object store."""
         return path.is_file() or (self._shared(path) and self._bucket.info(self._key(path)) is not None)
 
     def sync(self, path: Path) -> bool:
-        """Have the newer one of a file both here and in the object store; return whether there is one."""
+        """Make both copies the newer one; return whether there is one."""
         if self._shared(path):
-            self._bring(path, self._bucket.info(self._key(path)))
+            self._sync_file(path, self._bucket.info(self._key(path)))
         return path.is_file()
 
     def share(self, path: Path) -> bool:
-        """Do as `sync` for a file that never changes: it goes only where it is missing; return whether there is one."""
+        """Copy a file that never changes to where it is missing; return whether there is one."""
         if self._shared(path):
             info = self._bucket.info(self._key(path))
             if info is None or not path.is_file():
-                self._bring(path, info)
+                self._sync_file(path, info)
         return path.is_file()
 
     def sync_folder(self, folder: Path) -> None:
-        """Do as `sync` for all files below a folder. Only for the one who may write there."""
+        """Sync all files below a folder. Only its writer may call this."""
         there = self._list(folder)
         for path in {*there, *(path for path in folder.rglob("*") if path.is_file() and self._shared(path))}:
-            self._bring(path, there.get(path))
+            self._sync_file(path, there.get(path))
 
     def pull(self, folder: Path, only: Container[str] | None = None) -> None:
-        """Bring what is newer below a folder here.
+        """Fetch the newer files below a folder.
 
-        Events of a journal speak of files that were pushed before them: journals are read first and put in place last.
+        Events refer to files that were pushed before them, so journals are fetched first and put in place last.
 
         Args:
-            only: names of the files that are wanted; None is all.
+            only: file names; None is all.
         """
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             journals = self._newer(folder, lambda path: path.name == JOURNAL)
@@ -283,84 +282,84 @@ class ObjectStorage(Storage):
             files = self._newer(folder, lambda path: path.name != JOURNAL and (only is None or path.name in only))
             list(pool.map(self._fetch, files, files.values()))
         for (path, info), content in zip(journals.items(), events, strict=True):
-            self._take_journal(path, content, info)
+            self._merge_journal(path, content, info)
 
     def files(self, folder: Path) -> dict[Path, FileFacts]:
-        """Return all files below a folder, here and in the object store."""
+        """Return all files below a folder, local and in the object store."""
         there = {path: FileFacts(info.size, info.mtime_ns / 1e9) for path, info in self._list(folder).items()}
         return super().files(folder) | there
 
     def names(self, folder: Path) -> set[str]:
-        """Return the names of the files in a folder itself, here and in the object store."""
+        """Return the file names in a folder itself, local and in the object store."""
         return super().names(folder) | {path.name for path in self._list(folder) if path.parent == folder}
 
     def remove(self, path: Path) -> None:
-        """Remove a file here and in the object store; it need not be there."""
+        """Remove a file locally and in the object store; it may be missing."""
         if self._shared(path):
             self._bucket.delete(self._key(path))
         path.unlink(missing_ok=True)
 
     def lease(self, path: Path) -> Lease:
-        """Return the lease of this name; it guards against processes on all nodes."""
+        """Return the lease at this path; it excludes processes on all nodes."""
         first, *others = path.relative_to(self.folder).parts
-        about = first if len(others) > 1 else PROBES  # of a sweep, or of what all sweeps share
+        about = first if len(others) > 1 else PROBES  # a sweep's, or shared by all sweeps
         return ObjectLease(self._bucket, self._key(path), self._presence, about)
 
     def now(self) -> float:
-        """Seconds since 1970 by the object store's clock."""
+        """Return Unix seconds by the object store's clock."""
         return self._bucket.now()
 
     def publish_heartbeat(self, sweep_folder: Path, at_once: bool) -> None:
-        """Write what this process tells of a sweep; it is put at once, or with the next sign that the process lives."""
+        """Write this process's heartbeat for a sweep and put it, at once or with the next renewal."""
         super().publish_heartbeat(sweep_folder, at_once)
         self._presence.publish(self._key(sweep_folder), at_once)
 
     def pull_heartbeats(self, sweep_folder: Path) -> None:
-        """Bring here what other processes tell of a sweep, as far as it is newer."""
+        """Fetch the newer heartbeats of other processes."""
         mine = heartbeat_of(sweep_folder).name
         for path in self._newer(sweep_folder / FOLDER, lambda path: path.name != mine):
-            if (found := self._bucket.read(self._key(path))) is not None:
-                write_file(path, found[0], found[1].mtime_ns)
+            if (stored := self._bucket.read(self._key(path))) is not None:
+                write_file(path, stored[0], stored[1].mtime_ns)
 
     def pull_journal(self, path: Path) -> None:
-        """Bring a journal here, unless the one here continues it. For those who only read it."""
-        if (found := self._bucket.read(self._key(path))) is not None:
-            self._take_journal(path, *found)
+        """Fetch a journal for reading, unless the local one continues it."""
+        if (stored := self._bucket.read(self._key(path))) is not None:
+            self._merge_journal(path, *stored)
 
     @property
     def _presence(self) -> Presence:
-        """What shows other nodes that this process lives, one for all storages of this working folder."""
+        """Shows other nodes that this process is alive; one per working folder."""
         mine = os.getpid(), self.folder
         if mine not in _PRESENCES:
             _PRESENCES[mine] = Presence(self._bucket, lambda folder: heartbeat_of(self.folder / folder))
         return _PRESENCES[mine]
 
-    def _bring(self, path: Path, info: ObjectFacts | None) -> None:
-        """Make this file the newer one of both, here and there."""
+    def _sync_file(self, path: Path, info: ObjectFacts | None) -> None:
+        """Make both copies of a file the newer one."""
         if info is None:
             if path.is_file():
                 self.push(path)
         elif path.name == JOURNAL:
-            self._bring_journal(path, info)
+            self._sync_journal(path, info)
         elif _behind(path, info):
             self._fetch(path, info)
         elif modified(path) > info.mtime_ns:
             self.push(path)
 
-    def _bring_journal(self, path: Path, info: ObjectFacts) -> None:
+    def _sync_journal(self, path: Path, info: ObjectFacts) -> None:
         if path.is_file() and (path.stat().st_size, modified(path)) == (info.size, info.mtime_ns):
             return
-        self._take_journal(path, self._get(path), info)
+        self._merge_journal(path, self._get(path), info)
         if path.stat().st_size > info.size:
-            self.push(path)  # written here, and the node or the network failed before it was pushed
+            self.push(path)  # the node or the network failed before the push
 
-    def _take_journal(self, path: Path, there: bytes, info: ObjectFacts) -> None:
-        """Put a journal in place, unless the one here is the same or continues it."""
+    def _merge_journal(self, path: Path, there: bytes, info: ObjectFacts) -> None:
+        """Replace a local journal, unless it is equal or continues the fetched one."""
         if not path.is_file():
             write_file(path, there, info.mtime_ns)
             return
         with committing(path), path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # a worker on this node may append to it
+            fcntl.flock(file, fcntl.LOCK_EX)  # a local worker may append
             here = read_file(path)
             if here.startswith(there) and here != there:
                 return
@@ -378,15 +377,15 @@ class ObjectStorage(Storage):
     def _get(self, path: Path) -> bytes:
         content = self._bucket.get(self._key(path))
         if content is None:
-            raise StorageError(f"object store, {self._key(path)}: removed by somebody else while it was being fetched")
+            raise StorageError(f"object store, {self._key(path)}: removed by another process during the fetch")
         return content
 
     def _newer(self, folder: Path, wanted: Callable[[Path], bool]) -> dict[Path, ObjectFacts]:
-        """The objects of this kind below a folder that are newer than the files here."""
+        """Return the wanted objects below a folder that are newer than the local files."""
         return {path: info for path, info in self._list(folder).items() if wanted(path) and _behind(path, info)}
 
     def _list(self, folder: Path) -> dict[Path, ObjectFacts]:
-        """List what the object store has below a folder, by its path here."""
+        """List the shared objects below a folder by their local paths."""
         files = {self.folder / key: info for key, info in self._bucket.list(self._key(folder)).items()}
         return {path: info for path, info in files.items() if self._shared(path)}
 
@@ -399,47 +398,47 @@ class ObjectStorage(Storage):
         return "" if key == "." else key
 
 
-def open_storage(place: str) -> Storage:
-    """The storage that `run.storage` names: a path, or the URI of an object store.
+def open_storage(location: str) -> Storage:
+    """Open the storage that `run.storage` names: a path, or the URI of an object store.
 
     Raises:
         ConfigError: no folder can have this path.
-        StorageError: pyarrow cannot open such a URI.
+        StorageError: pyarrow cannot open the URI.
     """
-    if "://" not in place:
-        return Storage(local_path(place).resolve(), place if place == DEFAULT_LOCATION else None)
-    return ObjectStorage(place)
+    if "://" not in location:
+        return Storage(local_path(location).resolve(), location if location == DEFAULT_LOCATION else None)
+    return ObjectStorage(location)
 
 
 def storage_in(folder: Path) -> Storage:
-    """The storage whose files are in this folder on this node: an object store's, where it is its working folder."""
+    """Return the storage with this local folder: an object store if it is a working folder."""
     folder = folder.resolve()
     if folder.parent != _working_folders(cache_folder()):
         return Storage(folder)
     return ObjectStorage(read_file(folder / "uri").decode())
 
 
-def location_faults(place: str) -> list[str]:
-    """Describe what is wrong with a value of `run.storage`, as far as the text tells."""
-    if "://" in place:
-        return uri_faults(place)
+def location_faults(location: str) -> list[str]:
+    """Describe the faults in the text of a `run.storage` value."""
+    if "://" in location:
+        return uri_faults(location)
     try:
-        local_path(place)
+        local_path(location)
     except ConfigError as error:
         return [str(error)]
     return []
 
 
 def default_location() -> str:
-    """Return the storage of a command that names none: that of `LATENT_SWEEP_STORAGE`, else `runs`.
+    """Return the storage of a command that names none: `LATENT_SWEEP_STORAGE`, else `runs`.
 
     Raises:
-        ConfigError: the variable's value can name no storage.
+        ConfigError: the variable's value is no valid location.
     """
-    place = os.environ.get(STORAGE_VARIABLE) or DEFAULT_LOCATION
-    if faults := location_faults(place):
+    location = os.environ.get(STORAGE_VARIABLE) or DEFAULT_LOCATION
+    if faults := location_faults(location):
         raise ConfigError(f"{STORAGE_VARIABLE}: {'; '.join(faults)}")
-    return place
+    return location
 
 
 def in_job_package(path: Path) -> bool:
@@ -453,15 +452,15 @@ def _working_folders(cache: Path) -> Path:
 
 @lru_cache(maxsize=64)
 def _working_folder(uri: str, cache: Path) -> Path:
-    """The working folder of an object store on this node; the file `uri` in it names the object store."""
-    private_folder(_working_folders(cache))  # it holds results, and nobody has chosen who may read them
+    """Return an object store's working folder on this node; its file `uri` names the object store."""
+    private_folder(_working_folders(cache))  # results must not become readable by default
     folder = _working_folders(cache) / content_hash(uri)
     write_file(folder / "uri", uri.encode())
     return folder
 
 
 def _behind(path: Path, info: ObjectFacts) -> bool:
-    """Whether the object is newer than the file. Times of objects are whole seconds, so sizes are compared too."""
+    """Return whether the object is newer than the file. Object times are whole seconds, so sizes are compared, too."""
     here = modified(path)
     return info.mtime_ns > here or (info.mtime_ns == here and info.size != path.stat().st_size)
 
@@ -471,7 +470,7 @@ def _behind(path: Path, info: ObjectFacts) -> bool:
 
 @contextmanager
 def question(storage: Storage) -> Iterator[str]:
-    """Write a file that shows whether a node sees this storage; its name is given, for `sees` and `has_answer`."""
+    """Write a file that tests which nodes see this storage; yield its name for `sees` and `has_answer`."""
     name = uuid.uuid4().hex
     folder = storage.folder / PROBES / name
     storage.write(folder / "question", b"does every node see this?\n")
@@ -484,7 +483,7 @@ def question(storage: Storage) -> Iterator[str]:
 
 
 def sees(storage: Storage, name: str, node: str | None = None) -> bool:
-    """Whether the question is there, seen from any node. Given the node's id, leave an answer for the one who asked."""
+    """Return whether this node sees the question; if a node id is given, leave an answer."""
     folder = storage.folder / PROBES / name
     if not storage.sync(folder / "question"):
         return False
@@ -494,15 +493,14 @@ def sees(storage: Storage, name: str, node: str | None = None) -> bool:
 
 
 def has_answer(storage: Storage, name: str, node: str) -> bool:
-    """Whether the answer of a node is there, looked for where the question was asked."""
+    """Return whether a node's answer has arrived."""
     return storage.sync(storage.folder / PROBES / name / node)
 
 
 def unseen_message(storage: Storage, nodes: list[str]) -> str:
-    """Advise what to do about nodes that do not see the storage."""
-    found = "these nodes do not see" if len(nodes) > 1 else "this node does not see"
+    """Return the message for nodes that do not see the storage."""
     return (
-        f"run.storage: {storage.location}: {found} what {socket.gethostname()} writes there: {', '.join(nodes)}. "
-        "All nodes need the same storage: a folder of a file system that they share, at the same path, or an object "
-        "store, e.g. --set run.storage=s3://bucket/prefix"
+        f"run.storage: {storage.location}: found nodes that do not see what {socket.gethostname()} writes there: "
+        f"{', '.join(nodes)}. Use a shared file system, mounted at the same path, or an object store, e.g. --set "
+        "run.storage=s3://bucket/prefix"
     )

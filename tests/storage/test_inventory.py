@@ -105,7 +105,7 @@ def test_list_goes_on_where_a_sweep_is_damaged(place, capsys):
     (place / "one" / "sweep.json").write_text("{}")
     assert main(["list", str(place)]) == 0
     printed = capsys.readouterr().out
-    assert "damaged" in printed and "does not match its digest" in printed
+    assert "corrupt" in printed and "does not match its digest" in printed
     assert main(["list", str(place), "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
     assert "fault" in one and "fault" not in two, "the other one can be read"
@@ -320,7 +320,7 @@ def test_a_sweep_whose_choices_are_being_made_is_its_candidates(tmp_path, capsys
     write_sweep(runs, {"seed": [0]}, name="lambda-tuning", tuning_of="lambda")
     for command in ("report", "verify", "rescore"):
         assert main([command, str(runs / "lambda")]) == 2
-        said = f"{runs / 'lambda'}: found no sweep.json: its choices are still being made, among the trials of "
+        said = f"{runs / 'lambda'}: found no sweep.json: it is still being tuned by the trials of "
         assert f"{said}{runs / 'lambda-tuning'}. Run the sweep to its end" in capsys.readouterr().err
     assert main(["cp", str(runs / "lambda"), str(tmp_path / "copy")]) == 0
     assert f"verify {tmp_path / 'copy'}/lambda-tuning" in capsys.readouterr().out.replace("rescore", "verify")
@@ -431,28 +431,28 @@ def test_a_copy_never_replaces_another_sweep(ran, place, tmp_path, capsys):
     assert main(["run", write(tmp_path, other), "--local"]) == 0
     before = results(open_sweep(tmp_path / "third" / "one"))
     assert main(["cp", str(place / "one"), str(tmp_path / "third")]) == 2
-    assert "it is another one" in capsys.readouterr().err
+    assert "another sweep of this name" in capsys.readouterr().err
     assert results(open_sweep(tmp_path / "third" / "one")) == before
     archive = tmp_path / "one.tar"
     assert main(["cp", str(place / "one"), str(archive)]) == 0
     assert main(["cp", str(place / "one"), str(archive)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_an_archive_is_not_written_to_an_object_store(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     assert main(["cp", str(place / "one"), "s3://bucket/one.tar.gz"]) == 2
-    assert "s3://bucket/one.tar.gz: archives are written on this machine" in capsys.readouterr().err
+    assert "s3://bucket/one.tar.gz: archives are local files" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("one.zip", "no archive of this kind is written; expected .tar, .tar.gz, .tgz, .tar.xz, or a folder"),
-        ("runs/one", "lies in the folder of a sweep, "),
-        ("runs/two/new/place", "lies in the folder of a sweep, "),
+        ("one.zip", "unsupported archive; expected .tar, .tar.gz, .tgz, .tar.xz, or a folder"),
+        ("runs/one", "is inside a sweep's folder, "),
+        ("runs/two/new/place", "is inside a sweep's folder, "),
     ],
 )
 def test_what_is_no_storage_does_not_become_one(place, tmp_path, capsys, target, said):
@@ -472,12 +472,12 @@ def test_a_copy_is_never_taken_back_to_an_earlier_state(place, tmp_path, capsys)
     trial.journal.path.write_bytes(b"".join(lines))
     before = results(open_sweep(target / "one"))
     assert main(["cp", str(place / "one"), str(target)]) == 2
-    assert "has gone on there since it was copied; delete it" in capsys.readouterr().err
+    assert "advanced there since it was copied; delete it" in capsys.readouterr().err
     assert results(open_sweep(target / "one")) == before and verify_disk(open_sweep(target / "one")).faults == []
     assert main(["cp", str(target / "one"), str(place)]) == 0, "what has gone on may be copied back"
     assert verify_disk(open_sweep(place / "one")).faults == []
     assert main(["cp", str(place / "one"), str(place)]) == 2
-    assert "is the storage that sweep one lies in" in capsys.readouterr().err
+    assert "already contains sweep one" in capsys.readouterr().err
 
 
 def test_a_copy_that_was_cut_is_no_sweep_and_goes_on(place, tmp_path):

@@ -205,7 +205,7 @@ def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
         list(open_sweep(tmp_path))
     for content in ("", "{", "[]", '{"name": "tiny", "trials": []}', '{"sha256":"%s","content":{}}' % ("0" * 64)):
         (tmp_path / "sweep.json").write_text(content)
-        with pytest.raises(StorageError, match=r"sweep\.json: does not match its digest: .*Run the sweep again"):
+        with pytest.raises(StorageError, match=r"sweep\.json: does not match its digest"):
             list(open_sweep(tmp_path))
 
 

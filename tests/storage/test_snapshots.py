@@ -70,11 +70,9 @@ def test_what_is_recalled_is_held_against_its_digest_where_the_file_is_another(s
     write_file(path, whole)
     assert_same(found, snapshot())
     path.write_bytes(whole[:-1] + b"x")
-    with pytest.raises(
-        StorageError, match=r"abc\.safetensors: was whole when this run took it up.* same command again"
-    ):
+    with pytest.raises(StorageError, match=r"abc\.safetensors: became missing or corrupt"):
         found.tensors["R"]
-    assert "it is moved to" in caplog.text
+    assert "it is quarantined in" in caplog.text
 
 
 def test_one_look_tells_of_all_snapshots_what_asking_for_each_does(store):
@@ -340,7 +338,7 @@ def test_a_damaged_checkpoint_is_set_aside_counts_as_none_and_says_so(tmp_path, 
     assert spoiled != checkpoint.path.read_bytes()
     checkpoint.path.write_bytes(spoiled)
     assert checkpoint.load() is None
-    assert "the task starts from its first step" in caplog.text
+    assert "the task restarts from its first step" in caplog.text
     assert (tmp_path / "abc.damaged").read_bytes() == spoiled
     checkpoint.save({"R": torch.ones(3)}, {"step": 2})
     assert checkpoint.load()[1] == {"step": 2}

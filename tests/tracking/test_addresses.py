@@ -274,7 +274,7 @@ def test_a_long_storage_is_refused_at_once(tmp_path, capsys, piece):
     started = time.process_time()
     assert main(["plan", path]) == 2
     assert time.process_time() - started < 10
-    assert "run.storage: the URI holds credentials" in capsys.readouterr().err
+    assert "run.storage: found credentials in the URI" in capsys.readouterr().err
 
 
 def test_an_address_from_the_environment_is_not_stored(tmp_path, monkeypatch):
