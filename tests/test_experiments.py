@@ -34,6 +34,7 @@ def numbers_of(tmp_path_factory):
     @cache
     def numbers_of(name):
         assert main(["cp", str(ROOT / "sweeps" / "results" / f"{name}.tar.xz"), str(storage)]) == 0
+        assert main(["report", str(storage / name)]) == 0
         sweep = open_sweep(storage / name)
         groups = 100 * sweep.trials().groupby(sweep.configuration, dropna=False)[["AP", "LA", "FM"]].agg(
             ["mean", "std"]
