@@ -567,7 +567,7 @@ class _Costs:
                 self._reused += 1
             else:
                 self._learning[stage.lineage] = metrics.get("seconds_train", 0.0)
-            if "generated_share" in metrics:
+            if "answers_asked" in metrics:
                 asked = metrics["answers_asked"]
                 self._generated += metrics["generated_share"] * asked
                 self._asked += asked
