@@ -115,13 +115,13 @@ FILES = {
     ),
     "ten million points": (
         sweep(f"search: {{seed: {list(range(1000))}, router.components: {HUNDRED}, method.alpha: {HUNDRED}}}\n"),
-        "search: 10,000,000 points; at most 10,000 are possible. Leave values out, spread them over several sweep "
-        "files, or draw some of them at random (run.num_samples)",
+        "search: 10,000,000 points; expected at most 10,000. Leave values out, split them into several sweep files, or "
+        "draw some of them at random (run.num_samples)",
     ),
     "ten million draws": (
         sweep("search: {seed: {randint: [0, 9]}}\nrun: {num_samples: 10000000}\n"),
-        "search: 10,000,000 points; at most 10,000 are possible. Leave values out, spread them over several sweep "
-        "files, or draw fewer (run.num_samples)",
+        "search: 10,000,000 points; expected at most 10,000. Leave values out, split them into several sweep files, or "
+        "draw fewer (run.num_samples)",
     ),
     "a long axis": (
         sweep(f"search: {{seed: {list(range(10_001))}}}\n"),

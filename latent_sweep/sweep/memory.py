@@ -1,38 +1,37 @@
-"""Bytes that a worker needs to learn and to answer, from the settings alone: no torch, no model, no data.
+"""Predict the memory that a worker needs to train and to evaluate, from the settings alone, without torch or a model.
 
-Legend: b bytes of a number in the backbone's type; B rows of a forward pass, members of a pack together; S longest
-prompt, L longest target, T = B S tokens (Llama: B (S + L)); h width, a all heads together, H heads, f inner width of
-the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n.
+Legend: b bytes per number in the backbone's type; B examples per forward pass, of all runs of a pack; S longest prompt,
+L longest target, T = B S tokens (Llama: B (S + L)); h width, a all heads together, H heads, f inner width of the MLP,
+r rank, V vocabulary, P trainable parameters, M adapted projections of o x n.
 
-    weights      b x every parameter, counted exactly; at ZeRO stage 3 a worker holds its share of the large ones
+    weights      b per parameter, counted exactly; at ZeRO stage 3 a worker holds its share of the large ones
     factors      latent adapters: b r (o + n) for each projection
     adapter      8 P: values and gradients in float32
     optimizer    8 P: AdamW's two moments
-    history      (4 + b) P for each task, where earlier branches stay active or answer together
-    moments      InfLoRA and GainLoRA, before a task and after it: 8 n^2 for each input that projections read, and
-                 64 n^2 where the directions of one are found, or 16 n for each token of a batch
-    fisher       EWC, after a task: a pass of as many rows as a step's, at most 8, and 8 P for each: its own pair and
-                 the gradient
+    history      (4 + b) P for each task, if earlier task adapters stay active or answer together
+    moments      InfLoRA and GainLoRA, before and after a task: 8 n^2 for each input that projections read, and
+                 64 n^2 to find the directions of one, or 16 n for each token of a batch
+    fisher       EWC, after a task: a pass of as many examples as a step's, at most 8, and 8 P for each: its own
+                 adapter and gradient
     logits       b V B L, and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
-Kept of a Llama block, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
+A Llama block keeps, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
 attention and its k wide keys and values, 4 H for its normaliser, 3 b f in the MLP. A frozen projection keeps nothing;
-an adapter keeps b r per projection, LoRA its input, b h, too. A T5 block differs in its norms, (4 + b) h in bfloat16,
+an adapter keeps b r per projection, and LoRA its input, b h. A T5 block differs in its norms, (4 + b) h in bfloat16,
 its MLP, b f, or 6 b f where a GELU gates it, and in its decoder, where every block keeps keys and values of all prompt
-tokens; all blocks share a mask, b B H S^2 with the position bias in it, or have one each. LoRA keeps b P besides, its
+tokens; all blocks share a mask, b B H S^2 with the position bias in it, or have one each. LoRA also keeps b P, its
 matrices in bfloat16; latent adapters b r o for each projection, the product of its left factor and R, and in bfloat16
 the left factors in float32. T5's own dropout keeps noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each
 a byte on a GPU and b on a CPU, where attention with dropout is not fused and keeps 8 B H S^2. On a CPU attention is
-learned in float32: 4 stands for b in what it keeps. The backward pass of an MLP adds as many numbers as it keeps (T5:
+trained in float32, so that it keeps 4 instead of b. The backward pass of an MLP adds as many numbers as it keeps (T5:
 twice as many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the
 above.
 
-The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
-Left out: a device's context and the allocator's unused rest (see `RESERVE`; of a CPU, `Memory.besides`); what stands
-only between steps or tasks (a gate, the SVD, loading); and LwF's teacher. Blocks of other families differ in their
-norms alone, each of which keeps 4 (k + 1) for the k numbers that it reads; of a family that no table describes nothing
-is predicted.
+The longest batch that the settings allow is assumed: prompts and targets at their limits. Not included: the device's
+context and the allocator's unused memory (see `RESERVE`, and `Memory.besides` for a CPU), allocations between steps or
+tasks (a gate, the SVD, loading), and LwF's teacher. Blocks of other families differ only in their norms, each of which
+keeps 4 (k + 1) for the k numbers that it reads; families without a table are not predicted.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 GIB = 1 << 30
 
 RESERVE = 3 * GIB // 2
-"""What a GPU's own context, the libraries' workspaces and the allocator's unused rest take, roughly."""
+"""About the memory of a GPU's context, the libraries' workspaces and the allocator's unused blocks."""
 
 HOST_RESERVE = 3 * GIB // 2
-"""What a process takes besides, at least, that computes on a CPU: Python, the libraries, and what the C heap keeps."""
+"""Minimum overhead of a process on a CPU: Python, the libraries, and unused C heap."""
 LIBRARIES, HEAP_SHARE = GIB // 2, 0.45
-"""Python with the libraries, and what the C heap keeps of a pass besides what is in use, as a share of it. Measured:
-SmolLM2 in float32 with 12 rows of 562 tokens takes 6.5 GiB as predicted, and 9.7 resident."""
+"""Python with the libraries, and the share of a pass that the C heap keeps unused. Measured: SmolLM2 in float32 with 12
+examples of 562 tokens needs 6.5 GiB as predicted, and 9.7 GiB resident."""
 
 ACCELERATORS: Mapping[str, Mapping[int, float]] = {
     "T4": {16: 14.6},
@@ -72,32 +71,32 @@ ACCELERATORS: Mapping[str, Mapping[int, float]] = {
     "H200": {141: 139.7},
     "B200": {192: 178.3},
 }
-"""GiB that programs see on accelerators by Ray's names, by the GB they are sold with; `A100` covers two cards."""
+"""Usable GiB by Ray's names of accelerators and the GB they are sold with; `A100` covers two cards."""
 
 GENERATION_ROOM = 64
 """Tokens by which the key-value cache grows, up to the longest answer; as in `latent_sweep.backbones.generation`."""
 
 GATHER_ROOM = 1.25
-"""Weights are gathered to answer where so many times their size is free; as in `latent_sweep.execution.deepspeed`."""
+"""Weights are gathered to evaluate if this many times their size is free; as in `latent_sweep.execution.deepspeed`."""
 
 ZERO_DEFAULTS: Mapping[str, int] = {
     "stage3_param_persistence_threshold": 100_000,
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
 }
-"""DeepSpeed's own, in numbers; `run.engine.config` may say others."""
+"""DeepSpeed's defaults, in numbers; `run.engine.config` may override them."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one worker, on the device that computes, at the fullest moment of a step or of an answer."""
+    """Bytes of one worker on its device at the peak of a training step or of an evaluation."""
 
     weights: int
-    """Of the backbone, that always lie there."""
+    """Of the backbone, always resident."""
     gathered: int
-    """Of the backbone, from other workers or the host, while blocks that need them compute."""
+    """Of the backbone, fetched from other workers or the host for the blocks that compute."""
     gathered_to_answer: int
-    """The same, while answers are generated."""
+    """The same, during evaluation."""
     factors: int
     """Of latent adapters."""
     history: int
@@ -105,51 +104,51 @@ class Memory:
     activations: int
     """Kept for the backward pass."""
     working: int
-    """One block's in the backward pass; with gradient checkpointing, what was recomputed for it too."""
+    """Of one block in the backward pass, including recomputed activations with gradient checkpointing."""
     logits: int
-    """With what the cross-entropy makes of them."""
+    """With the intermediates of the cross-entropy."""
     adapter: int
-    """What is trained, and its gradients."""
+    """Trainable parameters and their gradients."""
     optimizer: int
-    """Moments."""
+    """The optimizer's moments."""
     moments: int
-    """Second moments of inputs before and after a task, where a method reads them, with what measures them."""
+    """Second moments of inputs before and after a task, for methods that read them, with the measuring pass."""
     fisher: int
-    """The pass that measures gradients of single rows after a task, where a method does, as EWC."""
+    """The pass that measures gradients of single examples after a task, as in EWC."""
     cache: int
-    """Keys and values while answers are generated."""
+    """Keys and values during generation."""
     reading: int
-    """Activations beside them."""
+    """Activations during generation."""
     host: int
-    """Weights that wait in host memory instead."""
+    """Weights in host memory."""
 
     @property
     def learning(self) -> int:
-        """Return the peak while a task is learned, in bytes."""
+        """Peak of training, in bytes."""
         passed = self.activations + self.working + self.logits
         return self.weights + self.gathered + self.factors + self.history + passed + self.adapter + self.optimizer
 
     @property
     def answering(self) -> int:
-        """Return the peak while answers are generated, in bytes."""
+        """Peak of evaluation, in bytes."""
         read = self.cache + self.reading
         return self.weights + self.gathered_to_answer + self.factors + self.history + read
 
     @property
     def measuring(self) -> int:
-        """Return the peak while second moments or Fisher information are measured, in bytes; 0 without either."""
+        """Peak of measuring second moments or Fisher information, in bytes; 0 without either."""
         beside, measured = self.weights + self.gathered + self.factors + self.history, max(self.moments, self.fisher)
         return beside + self.adapter // 2 + measured if measured else 0
 
     @property
     def besides(self) -> int:
-        """Return what a process that computes on a CPU takes besides, in bytes; see `LIBRARIES`."""
+        """Overhead of a process on a CPU, in bytes; see `LIBRARIES`."""
         passed = max(self.activations + self.working + self.logits, self.fisher)
         return max(HOST_RESERVE, LIBRARIES + int(HEAP_SHARE * passed))
 
     @property
     def peak(self) -> int:
-        """The largest of them."""
+        """The largest of the peaks."""
         return max(self.learning, self.measuring, self.answering)
 
 
@@ -158,12 +157,12 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
 
     Args:
         run: engine, number of workers and accelerator.
-        members: trainings that learn side by side; all are taken to be like this one.
+        members: trainings that learn side by side, assumed to be like this one.
 
-    Where checkpointing is `auto`, learning without it is predicted.
+    With `gradient_checkpointing: auto`, training without checkpointing is predicted.
 
     Returns:
-        None where only the hub knows the backbone's shapes, or no table says what its blocks are made of.
+        None if the backbone's shapes are known only to the hub, or no table describes its blocks.
     """
     s, method = trial.settings, trial.method()
     shape = shape_of(s.backbone)
@@ -198,7 +197,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
 
 
 def with_checkpointing(trial: Trial, on: bool) -> Trial:
-    """The trial with activations recomputed, or not."""
+    """Return the trial with gradient checkpointing on or off."""
     training = trial.settings.training.model_copy(update={"gradient_checkpointing": on})
     return replace(trial, settings=trial.settings.model_copy(update={"training": training}))
 
@@ -222,7 +221,7 @@ def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], flo
 
 
 def cards(resources: ResourceSettings) -> dict[int, float]:
-    """Return a worker's bytes on its accelerator, by the GB that the card is sold with; empty where it is not known."""
+    """Return a worker's bytes on its accelerator by the GB the card is sold with; empty for an unknown accelerator."""
     known = ACCELERATORS.get(resources.accelerator or "", {}) if resources.gpus else {}
     return {size: resources.gpus * GIB * visible for size, visible in known.items()}
 
@@ -232,44 +231,44 @@ def cards(resources: ResourceSettings) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a backbone that memory follows from; see the legend above."""
+    """Sizes of a backbone that memory depends on; see the legend above."""
 
     family: Family
     bytes: int
     sizes: Sizes
     parameters: Mapping[int, int]
-    """How many weight tensors there are of each size, in numbers."""
+    """Number of weight tensors by size, in numbers."""
     targets: Mapping[str, tuple[int, int]]
     """Adapted projections, (out, in)."""
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of tokens."""
+        """Number of tokens."""
         return self.sizes["vocabulary"]
 
     @property
     def width(self) -> int:
-        """Return the width of what blocks hand on."""
+        """Width of hidden states."""
         return self.sizes["width"]
 
     @property
     def heads(self) -> int:
-        """Return the number of queries' heads."""
+        """Number of query heads."""
         return self.sizes["heads"]
 
     @property
     def attention(self) -> int:
-        """Return the width of all heads together."""
+        """Width of all heads together."""
         return self.sizes["queries"]
 
     @property
     def keys(self) -> int:
-        """Return the width of all keys together."""
+        """Width of all keys together."""
         return self.sizes["keys"]
 
     @property
     def inner(self) -> int:
-        """Return the inner width of the MLP."""
+        """Inner width of the MLP."""
         return self.sizes["inner"]
 
     @property
@@ -279,22 +278,22 @@ class Shape:
 
     @property
     def parameter_count(self) -> int:
-        """Count the numbers in all weights."""
+        """Number of parameters."""
         return sum(size * count for size, count in self.parameters.items())
 
     @property
     def inputs(self) -> Mapping[str, int]:
-        """Return the widths of the inputs that adapted projections read: a block's query and value read one."""
+        """Widths of the inputs of adapted projections; a block's query and value share one."""
         return {input_of(name): n for name, (_, n) in self.targets.items()}
 
     @property
     def attentions(self) -> int:
-        """Count the attentions of all blocks: a decoder's block behind an encoder has two."""
+        """Number of attentions; a decoder block after an encoder has two."""
         return self.sizes["blocks"] + 2 * self.sizes["decoder_blocks"]
 
 
 def shape_of(settings: BackboneSettings) -> Shape | None:
-    """The sizes of a backbone; None where only the hub knows them, or no table says what its blocks are made of."""
+    """Return the sizes of a backbone; None if only the hub knows them, or no table describes its blocks."""
     known = describe(settings)
     if known is None or not known.traits.stacks:
         return None
@@ -313,7 +312,7 @@ def shape_of(settings: BackboneSettings) -> Shape | None:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Bytes of the backbone's weights, by where they lie and when; see `Memory`."""
+    """Bytes of the backbone's weights by place; see `Memory`."""
 
     held: int
     gathered: int = 0
@@ -323,10 +322,10 @@ class _Weights:
 
 
 def _weights(shape: Shape, run: RunSettings) -> _Weights:
-    """Return the weights' bytes: whole in every worker, or at ZeRO stage 3 in shares.
+    """Return the bytes of the weights, whole in every worker or, at ZeRO stage 3, sharded.
 
-    There a weight stays gathered where it is used again within DeepSpeed's reuse distance: about the turn from the
-    forward to the backward pass, these are the last half of that distance. The next ones are prefetched.
+    A sharded weight stays gathered if it is used again within DeepSpeed's reuse distance, which at the turn from the
+    forward to the backward pass covers half of it; the next weights are prefetched.
     """
     b, engine, workers = shape.bytes, run.engine, run.resources.workers
     whole = b * shape.parameter_count
@@ -335,8 +334,8 @@ def _weights(shape: Shape, run: RunSettings) -> _Weights:
     offloaded = engine.offload == "cpu"
     if workers == 1 and not offloaded:  # the only share is everything
         return _Weights(whole)
-    said = engine.config.get("zero_optimization", {})
-    persistent, reuse, prefetch = (int(said.get(name, default)) for name, default in ZERO_DEFAULTS.items())
+    config = engine.config.get("zero_optimization", {})
+    persistent, reuse, prefetch = (int(config.get(name, default)) for name, default in ZERO_DEFAULTS.items())
     small = b * sum(size * count for size, count in shape.parameters.items() if size <= persistent)
     large = whole - small
     gathered = min(large, b * (max(reuse // 2, *shape.parameters) + prefetch))
@@ -348,7 +347,7 @@ def _weights(shape: Shape, run: RunSettings) -> _Weights:
 
 
 def _moments(trial: Trial, trained: int) -> int:
-    """Return bytes of the optimizer's moments, which every worker holds whole."""
+    """Return the bytes of the optimizer's moments, whole in every worker."""
     return 8 * trained if trial.settings.training.optimizer == "adamw" else 0  # Adafactor's are rows and columns
 
 
@@ -361,17 +360,17 @@ def _share(total: int, workers: int) -> int:
 
 @dataclass(frozen=True)
 class _Adapters:
-    """The bytes that adapters make autograd keep."""
+    """Bytes that autograd keeps for adapters."""
 
     latent: bool
     input: int
-    """Of an attention's input, per token, and of other inputs beside it."""
+    """Of the inputs of an attention block, per token."""
     inner: int
-    """Of the products inside the adapters beside one attention, its own among them, per token."""
+    """Of the products inside all adapters of a block, per token."""
     one: int
     """Of the product inside one adapter, per token."""
     products: int
-    """Of what the matrices are made into, whatever the batch."""
+    """Of products of the matrices, independent of the batch."""
 
 
 def _adapters(trial: Trial, shape: Shape, trained: int, members: int) -> _Adapters:
@@ -380,7 +379,7 @@ def _adapters(trial: Trial, shape: Shape, trained: int, members: int) -> _Adapte
     if not trained or not method.rank():  # nothing to learn, or a soft prompt
         return _Adapters(latent, 0, 0, 0, 0)
     read = 0 if latent else b
-    if not method.packable:  # dropout: each of the two projections has an input of its own, and a mask
+    if not method.packable:  # with dropout both projections have their own input, and a mask
         read = 2 * (read + 1)
     if latent:
         out = method.rank() * sum(m for m, _ in shape.targets.values())
@@ -394,27 +393,33 @@ def _adapters(trial: Trial, shape: Shape, trained: int, members: int) -> _Adapte
 
 @dataclass(frozen=True)
 class _Stack:
-    """Equal blocks one after another; bytes of one of them."""
+    """A sequence of equal blocks, in bytes of one."""
 
     blocks: int
     kept: int
     """For the backward pass."""
     working: int
-    """Beside them in the backward pass, at most."""
+    """In addition, in the backward pass."""
     input: int
     """What gradient checkpointing keeps instead."""
     norm: int
-    """Kept of the norm behind the last block."""
+    """Of the norm after the last block."""
     shared: int
     """The mask of all blocks together."""
 
 
 def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, besides: int = 0, shared: int = 0) -> _Stack:
-    """Make a stack that keeps so many bytes per token, the MLP left out, others for the whole batch, and a mask."""
+    """Return a stack.
+
+    Args:
+        per_token: bytes kept per token, without the MLP.
+        besides: bytes kept for the whole batch.
+        shared: bytes of the mask of all blocks.
+    """
     b, h, f = shape.bytes, shape.width, shape.inner
     mlp = b * f * shape.sizes.kept
     in_mlp = b * f * (3 if shape.gated else 2)
-    in_norm = 4 * 4 * h - mlp  # of float32, when what the MLP kept is gone
+    in_norm = 4 * 4 * h - mlp  # in float32, after the MLP's activations are freed
     return _Stack(
         blocks=blocks,
         kept=tokens * (per_token + mlp) + besides,
@@ -431,8 +436,8 @@ def _stacks(
     """Return the stacks in the order of the forward pass.
 
     Args:
-        noise: bytes of a number that the backbone's dropout draws; 0 without dropout.
-        on_cpu: where attention is computed in float32, and with dropout keeps its probabilities.
+        noise: bytes of one number of the backbone's dropout noise; 0 without dropout.
+        on_cpu: attention is computed in float32, and keeps its probabilities with dropout.
     """
     b, a, norm = shape.bytes, shape.attention, _norm(shape)
     keys, of_attention = shape.keys, 4 if on_cpu else b
@@ -446,7 +451,7 @@ def _stacks(
     of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if noise and on_cpu else 0
     across += drawn * target * (prompt + target)
     of_encoder = drawn * prompt**2
-    if not shape.family.shared_bias:  # every block has a mask of its own, and keeps it
+    if not shape.family.shared_bias:  # every block keeps its own mask
         of_encoder, across = of_encoder + mask_of_encoder, across + mask_across + heads * target**2
         mask_of_encoder = mask_across = 0
     return [
@@ -470,13 +475,13 @@ def _stacks(
 
 
 def _norm(shape: Shape) -> int:
-    """Return bytes per token: the float32 input and its inverse root; T5 keeps the input in its own type as well."""
+    """Return bytes per token of a norm: the float32 input and its inverse root; T5 also keeps the input in its type."""
     also = shape.bytes if shape.family.keeps_input and shape.bytes < 4 else 0
     return (4 + also) * shape.width + 4
 
 
 def _norms(shape: Shape, stack: Stack) -> int:
-    """Return bytes per token of all norms of a causal model's block; those of each head have an inverse root each."""
+    """Return bytes per token of all norms of a causal block; norms per head keep an inverse root for each head."""
     heads = {"query_heads": ("queries", "heads"), "key_heads": ("keys", "kv_heads")}
     found = 0
     for norm in stack.norms:
@@ -499,7 +504,7 @@ class _Moment:
 
 
 def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, rows: int) -> _Moment:
-    """Find the fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
+    """Return the peak: in the cross-entropy, or in the backward pass of the last block of a stack."""
     training = trial.settings.training
     prompt, target = _longest(trial)
     on_cpu = not resources.gpus
@@ -513,25 +518,25 @@ def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSe
         fullest = max(stack.kept + stack.working for stack in stacks)
         moments = [_Moment(inputs + sum(s.norm for s in stacks), 0, in_loss), _Moment(inputs, fullest, logits)]
         return max(moments, key=lambda moment: moment.total)
-    # the first norm of a stack keeps nothing, since nothing below it learns; the one behind the stack makes up for it
+    # the first norm of a stack keeps nothing, as nothing below it is trained; the norm after the stack makes up for it
     kept = list(itertools.accumulate(stack.blocks * stack.kept for stack in stacks))
     moments = [_Moment(kept[-1] + masks, 0, in_loss)]
-    for below, stack in zip(kept, stacks, strict=True):  # the stacks above have done their backward pass
+    for below, stack in zip(kept, stacks, strict=True):  # later stacks have finished their backward pass
         moments.append(_Moment(below + masks, stack.working, logits))
     return max(moments, key=lambda moment: moment.total)
 
 
 def _longest(trial: Trial) -> tuple[int, int]:
-    """Return the tokens of the longest prompt, with a soft one, and of the longest target."""
+    """Return the tokens of the longest prompt, including a soft prompt, and of the longest target."""
     limits = trial.settings.benchmark
     return limits.max_source_length + len(trial.method().prompt(())), limits.max_target_length
 
 
-# --- what is measured beside steps -----------------------------------------------------------------------------------
+# --- between steps ---------------------------------------------------------------------------------------------------
 
 
 def _fisher(trial: Trial, shape: Shape, trained: int, resources: ResourceSettings, rows: int) -> int:
-    """Return bytes of the pass that measures gradients of single rows, each of which has its own pair; 0 without."""
+    """Return bytes of the pass that measures gradients of single examples, each with its own adapter; 0 without."""
     rows = min(trial.method().gradient_rows, rows)
     if not rows:
         return 0
@@ -540,10 +545,10 @@ def _fisher(trial: Trial, shape: Shape, trained: int, resources: ResourceSetting
 
 
 def _second_moments(trial: Trial, shape: Shape) -> int:
-    """Return bytes of the second moments of inputs with what measures them: a batch that is read, or an eigenproblem.
+    """Return bytes of the second moments of inputs, with a batch that is read or an eigenproblem.
 
-    A batch has a copy of an input in float64, once as it is and once times its counts, beside the pass itself. How many
-    matrices of n x n the eigenproblem holds at once was counted on small models, not derived.
+    A batch has two float64 copies of an input, one times its counts, besides the pass itself. The number of n x n
+    matrices of the eigenproblem was counted on small models.
     """
     gpm = getattr(trial.settings.method, "gpm", None)
     if gpm is None:
@@ -552,7 +557,7 @@ def _second_moments(trial: Trial, shape: Shape) -> int:
     tokens = gpm.batch_size * (prompt if shape.family.encoder_decoder else prompt + target)
     widths = [n // gpm.chunks for n in shape.inputs.values()]
     if shape.family.encoder_decoder and gpm.cross_attention_v == "own_input":
-        widths.append(shape.width // gpm.chunks)  # the encoder's output, which the values of all blocks read
+        widths.append(shape.width // gpm.chunks)  # the encoder's output, read by all blocks
     width, moments = max(widths), 8 * gpm.chunks * sum(width**2 for width in widths)
     reading = tokens * (2 * 8 * width + shape.bytes * (2 * shape.attention + 2 * shape.width))
     return moments + max(reading, 8 * 8 * width**2)
@@ -563,14 +568,14 @@ def _second_moments(trial: Trial, shape: Shape) -> int:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Bytes at the fullest moment of a batch of answers; see `Memory`."""
+    """Bytes at the peak of generating a batch; see `Memory`."""
 
     cache: int
     reading: int
 
 
 def _answer(trial: Trial, shape: Shape) -> _Answer:
-    """Find the fullest moment of answering: while prompts are read, or while the longest answers end."""
+    """Return the peak of generation: while prompts are read, or at the end of the longest answers."""
     rows, (prompt, target) = trial.settings.evaluation.batch_size, _longest(trial)
     b, a, h, tokens = shape.bytes, shape.attention, shape.width, rows * prompt
     in_mlp = tokens * b * ((3 if shape.gated else 2) * shape.inner + 4 * h)
@@ -583,7 +588,7 @@ def _answer(trial: Trial, shape: Shape) -> _Answer:
             _Answer(shape.sizes["blocks"] * of_token * at_first, max(in_mlp, in_attention) + mask),
             _Answer(
                 shape.sizes["blocks"] * of_token * (prompt + later), of_token * (prompt + later)
-            ),  # one block's are copied
+            ),  # with a copy of one block's
         ]
     else:
         of_token = 2 * b * a * rows
@@ -593,6 +598,6 @@ def _answer(trial: Trial, shape: Shape) -> _Answer:
             _Answer(0, max(in_mlp, in_attention) + b * shape.heads * prompt**2),
             _Answer(
                 cache, tokens * b * h + of_token * max(prompt, target)
-            ),  # what was read, and one block's are copied
+            ),  # the encoder's output, and a copy of one block's
         ]
     return max(moments, key=lambda moment: moment.cache + moment.reading)

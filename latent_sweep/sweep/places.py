@@ -1,8 +1,8 @@
-"""Where a sweep keeps its results and its tracker: the command line, the sweep file and the environment name it.
+"""Find a sweep's storage and tracker from the command line, the sweep file and the environment.
 
-The first of these decides: the command line; an absolute path or a URI in the sweep file; the environment
-(`LATENT_SWEEP_STORAGE`, `MLFLOW_TRACKING_URI`); a relative path in the file, or the default. So the environment takes
-the place of a relative path: with LATENT_SWEEP_STORAGE=/data/sweeps, `storage: runs` means /data/sweeps.
+The first of these counts: the command line; an absolute path or a URI in the sweep file; the environment
+(`LATENT_SWEEP_STORAGE`, `MLFLOW_TRACKING_URI`); a relative path in the file; the default. So the environment replaces a
+relative path: with LATENT_SWEEP_STORAGE=/data/sweeps, `storage: runs` means /data/sweeps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from latent_sweep.sweep.tracking_uris import (
 
 
 def placed(run: RunSettings, given: Mapping[str, Any]) -> tuple[RunSettings, list[str]]:
-    """Return the settings with the storage and the tracker of this process, and what is wrong with these two.
+    """Return the settings with the storage and tracker of this process, and the faults of these two.
 
-    A tracker of the environment stays there (`tracking.uri` is None): its address may hold a password.
+    A tracker from the environment is not copied (`tracking.uri` is None), as its address may contain a password.
 
     Args:
-        run: as the sweep file and the command line say.
-        given: the part of `run` that the command line says.
+        run: from the sweep file and the command line.
+        given: the part of `run` from the command line.
     """
     storage, faults = _storage(run.storage, "storage" in given)
     tracking = given.get("tracking")
@@ -57,7 +57,7 @@ def _is_absolute(place: str) -> bool:
 
 
 def _folder_faults(place: str) -> list[str]:
-    """List what stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
+    """List why a folder cannot be a storage on this machine; URIs of object stores are not checked."""
     if variable := re.search(r"\$\{?\w+\}?", place):
         return [
             f"found {quoted(place)}; variables such as {variable[0]} are not read here. Write the path, or give it by "
@@ -88,5 +88,5 @@ def _tracker(uri: str | None, given: bool) -> tuple[str | None, list[str]]:
         uri = None
     variable = os.environ.get(TRACKING_VARIABLE) if uri is None else None
     where, address = (TRACKING_VARIABLE, variable) if variable else ("run.tracking.uri", uri or DEFAULT_URI)
-    text_faults = address_faults(address) if variable else []  # those of a setting are known when it is read
+    text_faults = address_faults(address) if variable else []  # a setting was checked when it was read
     return uri, [f"{where}: {fault}" for fault in text_faults or location_faults(address)]

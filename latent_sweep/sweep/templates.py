@@ -1,4 +1,4 @@
-"""A first sweep file, commented, for a backbone and a question; and a first benchmark of one's own beside it."""
+"""Write a commented first sweep file for a backbone and a question, and a first benchmark next to it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from latent_sweep.sweep.planning import plan_sweep
 from latent_sweep.sweep.schema import TrainingSettings
 
 LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0e-6, 1.0e-5, 1.0e-4]"
-"""Weights of the penalty around the paper's, and around what suits a backbone of 135M numbers."""
+"""Weights of the penalty around the paper's, and for a backbone of 135M parameters."""
 
 RANKS = (4, 8, 16, 32)
-"""Usual ranks of adapters; the largest one is the paper's, which holds where a sweep file says nothing."""
+"""Usual ranks of adapters; the largest is the paper's, the default."""
 
 OWN_TASKS = ("mood", "arrival")
-"""What a benchmark of one's own begins with: a classification and an extraction, to be replaced."""
+"""Tasks of a first benchmark: a classification and an extraction, to be replaced."""
 OWN_ROWS: Mapping[str, int] = {"train": 64, "test": 20}
 
 
@@ -38,9 +38,9 @@ class Purpose:
 
     question: str
     search: str
-    """Its search space: `{lambdas}` stands for weights of the penalty, `{ranks}` for ranks; the rest is as written."""
+    """Its search space; `{lambdas}` and `{ranks}` are replaced by weights of the penalty and ranks."""
     tuned: bool = False
-    """Whether the rate is chosen on the first tasks before the trials run."""
+    """Whether the learning rate is tuned on the first tasks."""
 
 
 _REFERENCES = """\
@@ -101,30 +101,30 @@ PURPOSES: Mapping[str, Purpose] = {
 
 
 def is_small(backbone: str) -> bool:
-    """Whether a backbone is meant for CPUs: the embedded one, and those of a few thousand numbers."""
+    """Return whether a backbone is meant for CPUs: the embedded one, and those of a few thousand parameters."""
     known = REGISTRY.get(backbone)
     return backbone == EMBEDDED or (known is not None and known.config.get("vocab_size") == TINY_VOCABULARY)
 
 
 def has_random_weights(backbone: str) -> bool:
-    """Whether a backbone is one of those of a few thousand numbers, whose weights are random."""
+    """Return whether a backbone is one of a few thousand parameters, with random weights."""
     return is_small(backbone) and backbone != EMBEDDED
 
 
 NOTHING_TO_EXPECT = "random weights: scores stay at or near 0; it only shows that a sweep runs"
-"""What a sweep on such a backbone comes to."""
+"""Said of such a backbone."""
 
 
 def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
     """Write a sweep file.
 
     Args:
-        path: where it will lie, for what its comments say; its stem is the sweep's name.
+        path: where it will be, for its comments; its stem is the sweep's name.
         backbone, benchmark: as a sweep file names them.
         purpose: one of `PURPOSES`.
 
     Raises:
-        ConfigError: the name is none that a sweep can have, or there is no such backbone or benchmark.
+        ConfigError: the name is not valid, or there is no such backbone or benchmark.
     """
     name, why, spec = Path(path).stem, PURPOSES[purpose], load_benchmark(benchmark)
     ranks = _ranks(backbone)
@@ -132,7 +132,7 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
     search = why.search.replace("{lambdas}", SMALL_LAMBDAS if small else LARGE_LAMBDAS).replace("{ranks}", str(ranks))
     method = f"  method: {{name: {DEFAULT}}}"
     if max(RANKS) not in ranks:
-        if why.tuned:  # the entries of the search keep what the template says of methods, and not all have a rank
+        if why.tuned:  # not all methods of the search have a rank
             search = _with_rank(search, ranks[-1])
         else:
             method = _with_rank(method, ranks[-1]).ljust(54) + f"# left out: rank {max(RANKS)}, too large here"
@@ -165,7 +165,7 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
 
 
 def _ranks(backbone: str) -> list[int]:
-    """Return the usual ranks that fit a backbone, or else the largest that does; all where its shapes are not known."""
+    """Return the usual ranks that fit a backbone, or the largest possible one; all if its shapes are unknown."""
     settings = BackboneSettings(name=backbone)
     known = describe(settings)
     room = max(RANKS) if known is None else min(map(min, known.adapted(settings).values()))
@@ -173,7 +173,7 @@ def _ranks(backbone: str) -> list[int]:
 
 
 def _with_rank(text: str, rank: int) -> str:
-    """Write the rank behind the name of each method that has one."""
+    """Add the rank after the name of each method that has one."""
 
     def written(found: re.Match[str]) -> str:
         fields = method_class(found[1]).settings_class.model_fields
@@ -183,17 +183,17 @@ def _with_rank(text: str, rank: int) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Write a string as YAML may hold it inside a mapping of one line."""
+    """Write a string as YAML within a one-line mapping."""
     return yaml_text([text], one_line=True).strip()[1:-1]
 
 
 def _order(key: str) -> str:
-    """Write the key of an order: a whole number may stand as it is."""
+    """Write the key of an order; a whole number needs no quotes."""
     return key if re.fullmatch("0|[1-9][0-9]*", key) else _scalar(key)
 
 
 def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[str]:
-    """Write the benchmark, with its orders and its tasks to choose from."""
+    """Write the benchmark, with comments on its orders and tasks."""
     orders = ", ".join(f"{key} ({sequence[0]} first)" for key, sequence in spec.orders.items())
     first = next(iter(spec.orders.values()))
     lines = ["  benchmark:", f"    name: {_scalar(benchmark)}"]
@@ -212,7 +212,7 @@ def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[s
 
 
 def _training_line(backbone: str, benchmark: str, small: bool) -> str:
-    """Write the training, with what is taken where the file leaves it out."""
+    """Write the training, with a comment on its defaults."""
     training = _training(DEFAULT, backbone, benchmark)
     told = f"left out: learning_rate {training.learning_rate:g}, batch_size {training.batch_size}"
     line = "  training: {epochs: 2}" if small else f"  # training: {{epochs: {training.epochs}}}"
@@ -220,35 +220,35 @@ def _training_line(backbone: str, benchmark: str, small: bool) -> str:
 
 
 def _training(method: str, backbone: str, benchmark: str) -> TrainingSettings:
-    """Return what a method trains with where a sweep file says nothing of it."""
+    """Return the default training settings of a method."""
     named = {"method": method, "backbone": backbone, "benchmark": benchmark}
     content = {"name": "any", "trial": {group: {"name": name} for group, name in named.items()}}
     return resolve(trial_settings(parse_sweep(content, "sweep.yaml"), {})).training
 
 
 def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[str]:
-    """Write what is chosen before the trials run: rates around the one that most methods would take."""
-    tasks = min(2, min(map(len, spec.orders.values())) - 1)  # never all of the stream that is judged
+    """Write the `tune:` block, with learning rates around the default of most methods."""
+    tasks = min(2, min(map(len, spec.orders.values())) - 1)  # fewer than the trials are judged on
     if not tasks:
         raise ConfigError(
-            f"init --purpose methods: rates are chosen on the first tasks, and {spec.name} has an order of one alone; "
-            "add a task, or take another purpose"
+            f"init --purpose methods: rates are tuned on the first tasks, but {spec.name} has an order of one task; "
+            "add a task, or use another purpose"
         )
     rate = statistics.mode(_training(method, backbone, benchmark).learning_rate for method in METHODS)
     rates = [f"{rate * factor:.1e}" for factor in (1 / 3, 1, 3, 10, 30)]
     return [
-        "tune:                                                 # chosen before the trials run, on rows held out of the",
-        "  on: first_tasks                                     # first tasks' training rows; test rows are never read",
+        "tune:                                                 # selected before the trials run, on rows held out of the",
+        "  on: first_tasks                                     # first tasks; test examples are never read",
         f"  tasks: {tasks}",
         f"  search: {{training.learning_rate: [{', '.join(rates[:4])}]}}",
         "  by_method:",
-        "    lfpt5: {training.learning_rate: [0.1, 0.3, 0.5]}  # a soft prompt wants a far higher rate",
+        "    lfpt5: {training.learning_rate: [0.1, 0.3, 0.5]}  # a soft prompt needs a far higher rate",
         f"    {DEFAULT}: {{training.learning_rate: [{', '.join(rates)}]}}",
     ]
 
 
 def benchmark_files() -> dict[str, str]:
-    """Write a benchmark of one's own, to be changed: its file and a few rows of two tasks, by path in its folder."""
+    """Return the files of a first benchmark, by path in its folder: its definition and examples of two tasks."""
     spec = load_benchmark("builtin")
     files = {BENCHMARK_FILE: _BENCHMARK}
     for task in (task for task in spec.tasks if task.name in OWN_TASKS):
@@ -260,15 +260,15 @@ def benchmark_files() -> dict[str, str]:
 
 
 _BENCHMARK = """\
-# A benchmark is data: tasks, prompts and orders here, rows beside it in <task>/train.jsonl and test.jsonl, an object
-# with `input` and `output` a line. These two small tasks are there to be replaced by your own.
+# A benchmark defines tasks, prompts and orders here; examples are in <task>/train.jsonl and test.jsonl, one object with
+# `input` and `output` per line. Replace these two small tasks by your own.
 stop: ["\\n"]               # strings at which an answer ends; no target may hold one
 max_target_length: 12      # longest target and longest answer, in tokens
 tasks:
-  - name: mood             # its rows lie in mood/
-    metric: accuracy       # exact match after normalisation; rouge_l for longer answers
-    labels: [plus, minus]  # every answer of a classification task; another in a row is a fault
-    instruction: "Mark this guest review."                # stands before every input
+  - name: mood             # examples in mood/
+    metric: accuracy       # exact match after normalization; rouge_l for longer answers
+    labels: [plus, minus]  # all answers of a classification task; others are a fault
+    instruction: "Mark this guest review."                # precedes every input
   - name: arrival
     metric: rouge_l
     instruction: "Write the timetable entry for the end of the trip."
@@ -279,7 +279,7 @@ orders:                    # left out: one order, the tasks as listed
 
 
 def packaged_sweeps() -> dict[str, Path]:
-    """Return the sweep files of the package by name: installed with it, or, in a checkout, those of the repository."""
+    """Return the package's sweep files by name: the installed ones, or those of the repository in a checkout."""
     package = Path(latent_sweep.__file__).parent
     folder = package / "sweep_files"
     return {
@@ -288,6 +288,6 @@ def packaged_sweeps() -> dict[str, Path]:
 
 
 def first_comment(path: Path) -> str:
-    """Return what the first line of a sweep file says of it; empty where it is no comment."""
+    """Return the comment in the first line of a sweep file; empty if there is none."""
     line = path.read_text(encoding="utf-8").partition("\n")[0]
     return line.removeprefix("#").strip() if line.startswith("#") else ""

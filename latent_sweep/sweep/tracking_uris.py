@@ -1,4 +1,4 @@
-"""Addresses of trackers: which ones MLflow takes, and which file a local database has."""
+"""Check the addresses of MLflow trackers, and find the file of a local database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from latent_sweep.storage.storage import in_job_package
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 TRACKING_VARIABLE = "MLFLOW_TRACKING_URI"
-"""Environment variable of MLflow's with the tracker of sweep files that do not name one by an absolute address."""
+"""MLflow's environment variable, used by sweep files without an absolute address."""
 
 SERVERS = ("http", "https")
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -23,13 +23,13 @@ _SQLITE_HEADER = b"SQLite format 3\0"
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the file of a local database; None where the address is of something else."""
+    """Return the file of a local database; None for other addresses."""
     match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
     return Path(match[1]).absolute() if match else None
 
 
 def relative_place(uri: str) -> Path | None:
-    """Return the database or the folder that a relative address means; None where the address is of something else."""
+    """Return the database or folder of a relative address; None for other addresses."""
     if uri.startswith("databricks"):
         return None
     match = re.fullmatch(r"(?:sqlite(?:\+\w+)?:///|file:)?([^/:?][^:?]*)(?:\?.*)?", uri)
@@ -37,7 +37,7 @@ def relative_place(uri: str) -> Path | None:
 
 
 def address_faults(uri: str) -> list[str]:
-    """Describe why MLflow would not take an address, as far as its text shows."""
+    """Return why MLflow would reject an address, judging by its text."""
     if uri == "none" or uri in DATABRICKS:
         return []
     scheme, colon, _ = uri.partition(":")
@@ -57,7 +57,7 @@ def address_faults(uri: str) -> list[str]:
 
 
 def location_faults(uri: str) -> list[str]:
-    """Describe what on this machine's disk prevents the local database of an address; nothing for other addresses."""
+    """Return why a local database cannot be used on this machine; nothing for other addresses."""
     if (file := sqlite_file(uri)) is None:
         return []
     if in_job_package(file):
@@ -74,7 +74,7 @@ def location_faults(uri: str) -> list[str]:
 
 
 def _file_fault(file: Path, uri: str) -> str:
-    """Say what is wrong with the file of a local database; nothing if MLflow can use it, or make it."""
+    """Return what is wrong with the file of a local database; empty if MLflow can use or create it."""
     if file.is_dir():
         inside = uri.partition("?")[0].rstrip("/")
         return f"this is a folder; expected a file, e.g. {inside}/mlflow.db"

@@ -149,7 +149,7 @@ HOSTILE = {
     ),
     "axis that two of the names lack": (
         tiny(search={"method.name": ["lfpt5", "latent_lora", "seq_lora"], "method.ortho_lambda": [0.0]}),
-        "search.method.ortho_lambda: lfpt5, seq_lora have no setting ortho_lambda; search `method` in place of "
+        "search.method.ortho_lambda: lfpt5, seq_lora have no setting ortho_lambda; search `method` instead of "
         "`method.name`, and write it into the entries whose method has it",
     ),
     "unknown draw": (
