@@ -237,8 +237,8 @@ def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[st
     rate = statistics.mode(_training(method, backbone, benchmark).learning_rate for method in METHODS)
     rates = [f"{rate * factor:.1e}" for factor in (1 / 3, 1, 3, 10, 30)]
     return [
-        "tune:                                                 # selected before the trials run, on rows held out of the",
-        "  on: first_tasks                                     # first tasks; test examples are never read",
+        "tune:                                                 # selected before the trials run, on examples held out",
+        "  on: first_tasks                                     # of the first tasks; test examples are never read",
         f"  tasks: {tasks}",
         f"  search: {{training.learning_rate: [{', '.join(rates[:4])}]}}",
         "  by_method:",
