@@ -38,7 +38,7 @@ class PackTiming:
     """The speed of packs of one size on this machine."""
 
     size: int
-    member_steps_per_second: float
+    run_steps_per_second: float
     peak_gib: float | None
     """Peak GPU memory while training; None on a CPU."""
 
@@ -66,7 +66,7 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
             free_frames(error)
             forget_backbone()
             break
-        if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
+        if len(timings) > 1 and timings[-1].run_steps_per_second < timings[-2].run_steps_per_second:
             break
     context.close()
     if timings:
@@ -80,7 +80,7 @@ def best_size(timings: Sequence[PackTiming]) -> int:
         return 1
     best = timings[0]
     for timing in timings[1:]:
-        if timing.member_steps_per_second > WORTHWHILE * best.member_steps_per_second:
+        if timing.run_steps_per_second > WORTHWHILE * best.run_steps_per_second:
             best = timing
     return best.size
 

@@ -88,10 +88,10 @@ def start(bench: Workbench) -> list[Reading]:
     """Time from the start of a process to the end of its first optimizer step, on one row, with warm caches."""
     bench.free()
     times = [_child(bench.subject, "start", str(time.time())) for _ in range(bench.sizes.few_turns + 1)][1:]
-    imports = [found["imported"] for found in times]
-    ours = [found["stepped"] - found["imported"] for found in times]
+    imports = [child["imported"] for child in times]
+    ours = [child["stepped"] - child["imported"] for child in times]
     return [
-        Reading.of("start to first step", [found["stepped"] for found in times], "s", Target(15)),
+        Reading.of("start to first step", [child["stepped"] for child in times], "s", Target(15)),
         Reading.of("of which imports of others", imports, "s", note="torch, transformers, datasets, scikit-learn"),
         Reading.of("of which ours", ours, "s", Target(3)),
     ]
@@ -113,9 +113,9 @@ def threads(bench: Workbench) -> list[Reading]:
             name: [stack.enter_context(_Trainee(bench.subject, n)) for n in each] for name, each in arrangements.items()
         }
         rates = take_turns({name: partial(rate, trainees) for name, trainees in running.items()}, turns)
-    found = [Reading.of(name, turns, "steps/s") for name, turns in rates.items()]
+    readings = [Reading.of(name, turns, "steps/s") for name, turns in rates.items()]
     better = Target(1.0, at_most=False)
-    return [*found, ratio("2 x 1 thread / 1 x 2 threads", rates["2 x 1 thread"], rates["1 x 2 threads"], better)]
+    return [*readings, ratio("2 x 1 thread / 1 x 2 threads", rates["2 x 1 thread"], rates["1 x 2 threads"], better)]
 
 
 def memory(bench: Workbench) -> list[Reading]:

@@ -66,12 +66,12 @@ def ratio(
 
 def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) -> dict[Contender, list[float]]:
     """Measure contenders alternately (A B C, C B A, ...), so that a drift of the machine favors none."""
-    found: dict[Contender, list[float]] = {name: [] for name in contenders}
+    values: dict[Contender, list[float]] = {name: [] for name in contenders}
     for turn in range(turns):
         order = list(contenders.items())
         for name, measure in order if turn % 2 == 0 else reversed(order):
-            found[name].append(measure())
-    return found
+            values[name].append(measure())
+    return values
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

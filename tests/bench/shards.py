@@ -46,24 +46,24 @@ def shards(bench: Workbench) -> list[Reading]:
     bench.free()
     rows: list[Reading] = []
     for name, engine in engines.items():
-        found = _run_group(bench.subject, engine, workers)
-        rows += _rows(name, found, _predicted(bench, engine, workers), workers)
+        measured = _run_group(bench.subject, engine, workers)
+        rows += _rows(name, measured, _predicted(bench, engine, workers), workers)
     return rows
 
 
 def _rows(
-    name: str, found: Sequence[Mapping[str, float]], predicted: Mapping[str, float], workers: int
+    name: str, measured: Sequence[Mapping[str, float]], predicted: Mapping[str, float], workers: int
 ) -> list[Reading]:
     where = f"the largest of {workers} workers" if workers > 1 else "one worker"
-    seconds = max(worker["seconds"] for worker in found)
+    seconds = max(worker["seconds"] for worker in measured)
     return [
-        Reading(f"{name}: loaded", max(w["loaded_gib"] for w in found), "GiB", None, None, where),
+        Reading(f"{name}: loaded", max(w["loaded_gib"] for w in measured), "GiB", None, None, where),
         Reading(f"{name}: loaded, predicted", predicted["weights"], "GiB"),
-        Reading(f"{name}: peak while loading", max(w["peak_loading_gib"] for w in found), "GiB", None, None, where),
-        Reading(f"{name}: peak while learning", max(w["peak_gib"] for w in found), "GiB", None, None, where),
+        Reading(f"{name}: peak while loading", max(w["peak_loading_gib"] for w in measured), "GiB", None, None, where),
+        Reading(f"{name}: peak while learning", max(w["peak_gib"] for w in measured), "GiB", None, None, where),
         Reading(f"{name}: peak, predicted", predicted["learning"], "GiB"),
         Reading(f"{name}: step", seconds, "s"),
-        Reading(f"{name}: speed", found[0]["tokens"] / seconds, "tokens/s"),
+        Reading(f"{name}: speed", measured[0]["tokens"] / seconds, "tokens/s"),
     ]
 
 
@@ -97,13 +97,13 @@ def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> lis
         command = [sys.executable, "-m", "bench.shards", *arguments]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:
-        said = [process.communicate()[0] for process in processes]
+        outputs = [process.communicate()[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
         raise LatentSweepError("a worker of the group failed; its messages stand above")
-    return [json.loads(text.strip().splitlines()[-1]) for text in said]
+    return [json.loads(text.strip().splitlines()[-1]) for text in outputs]
 
 
 def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[str, Any]) -> None:
@@ -127,14 +127,14 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
     rows = bench.one_batch()
     training = bench.training(rows, bench.sizes.steps + 1, lambda *step: moments.append(time.perf_counter()))
     bench.train([training])
-    found = {
+    measured = {
         "loaded_gib": loaded / 2**30,
         "peak_loading_gib": peak_loading / 2**30,
         "peak_gib": (peak_bytes(subject) - before) / 2**30,
         "seconds": (moments[-1] - moments[0]) / (len(moments) - 1),
         "tokens": float(sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows)),
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(measured), flush=True)
     group.collect(None)  # no worker leaves while another needs it
     os._exit(0)  # gloo's threads now and then abort an interpreter that ends
 

@@ -44,7 +44,7 @@ def step(bench: Workbench) -> list[Reading]:
 
 def tasks(bench: Workbench) -> list[Reading]:
     """One optimizer step on a batch of every task: ours, the bare backbone on the same padded rows, and peft's."""
-    baseline, found, shares = _BaselineStep(bench), [], []
+    baseline, readings, shares = _BaselineStep(bench), [], []
     ratios: dict[str, list[float]] = {"bare backbone": [], "peft + Trainer": []}
     for name, rows in bench.batches_of_tasks().items():
         run, padded = _tokens(bench, rows)
@@ -61,7 +61,7 @@ def tasks(bench: Workbench) -> list[Reading]:
         for other, of_tasks in ratios.items():
             of_turns = [a / b for a, b in zip(seconds["latent"], seconds[other], strict=True)]
             of_tasks.append(statistics.median(of_turns))
-            found.append(Reading.of(f"{name}: latent / {other}", of_turns, "x", note=note))
+            readings.append(Reading.of(f"{name}: latent / {other}", of_turns, "x", note=note))
     limits = (
         {"bare backbone": Target(0.5), "peft + Trainer": Target(0.35)}
         if not bench.backbone.traits.encoder_decoder
@@ -69,7 +69,7 @@ def tasks(bench: Workbench) -> list[Reading]:
     )
     means = {other: statistics.fmean(of_tasks) for other, of_tasks in ratios.items()}
     return [
-        *found,
+        *readings,
         Reading("mean: tokens run / padded tokens", statistics.fmean(shares), "share", note="equal work per token"),
         *(Reading(f"mean: latent / {other}", mean, "x", None, limits.get(other)) for other, mean in means.items()),
     ]
@@ -107,10 +107,10 @@ def _operations(bench: Workbench) -> list[Reading]:
             super().__init__()  # type: ignore[no-untyped-call]
 
         def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-            found = function(*arguments, **(keywords or {}))
+            result = function(*arguments, **(keywords or {}))
             views = function.is_view or function._schema.name in ("aten::detach", "aten::alias")
             self.count += not views
-            return found
+            return result
 
     def counted(call: Callable[[], Any]) -> int:
         with Operators() as operators:
@@ -197,8 +197,8 @@ def packs(bench: Workbench) -> list[Reading]:
     if bench.subject.device == "cuda":
         sizes = fitting(sizes, rate)
     rates = take_turns({str(n): partial(rate, n) for n in sizes}, bench.sizes.few_turns)
-    found = [Reading.of(f"pack of {n}", turns, "run-steps/s") for n, turns in rates.items()]
-    return found + [ratio(f"pack of {n} / pack of 1", rates[n], rates["1"]) for n in list(rates)[1:]]
+    readings = [Reading.of(f"pack of {n}", turns, "run-steps/s") for n, turns in rates.items()]
+    return readings + [ratio(f"pack of {n} / pack of 1", rates[n], rates["1"]) for n in list(rates)[1:]]
 
 
 def fitting(sizes: Sequence[int], measure: Callable[[int], float]) -> Sequence[int]:

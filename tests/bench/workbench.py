@@ -281,14 +281,14 @@ class Workbench:
         size = self.sizes.batch_size
         benchmark = {"name": self.subject.benchmark, "order": 1, "train_per_task": 8 * size, "test_per_task": 1}
         trial = first_trial(self.subject.sweep(benchmark, {}))
-        found: dict[str, Sequence[Example]] = {}
+        by_task: dict[str, Sequence[Example]] = {}
         for position, task in enumerate(trial.tasks):
             rows = list(self.context.tokens(trial, position, "train"))
             lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
             batches = epoch_batches(lengths, size, torch.Generator().manual_seed(0), group_by_length=True)
             whole = sorted((batch for batch in batches if len(batch) == size), key=lambda b: sum(lengths[i] for i in b))
-            found[task.name] = [rows[i] for i in whole[len(whole) // 2]]
-        return found
+            by_task[task.name] = [rows[i] for i in whole[len(whole) // 2]]
+        return by_task
 
     def step_seconds(self, rows: Sequence[Example] | None = None, **training: Any) -> float:
         """Return the mean seconds of an optimizer step over a turn; other arguments go to `training`."""
@@ -303,9 +303,9 @@ class Workbench:
         """Return the seconds of a call, and its result."""
         clock = self.clock()
         clock.tick()
-        found = call()
+        result = call()
         clock.tick()
-        return clock.seconds_per_step, found
+        return clock.seconds_per_step, result
 
     def combiner(self, trial: Trial, gates: Gates | None = None) -> Combiner:
         return self.context.combiner(trial, gates or _no_gates)

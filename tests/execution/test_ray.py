@@ -366,7 +366,7 @@ run = RunSettings.model_validate({"resources": {"gpus": 1}})
 seen, ray_tune.ray_get = [], ray.get
 ray.get = lambda wanted: seen.append(ray_tune.ray_get(wanted)) or seen[-1]
 ray_tune._measured([Pack()], None, run)
-print(int(seen[0][0][0].member_steps_per_second), flush=True)
+print(int(seen[0][0][0].run_steps_per_second), flush=True)
 sys.stdin.readline()
 """
 

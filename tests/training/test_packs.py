@@ -438,7 +438,7 @@ def test_sizes_are_measured_once_and_leave_no_snapshot(runs):
     (whole,) = runs.packs(**SWEEP, run__pack="auto")
     timings = measure(whole, Storage(runs.folder))
     assert [timing.size for timing in timings][:2] == [1, 2]
-    assert all(timing.member_steps_per_second > 0 for timing in timings)
+    assert all(timing.run_steps_per_second > 0 for timing in timings)
     assert measure(whole, Storage(runs.folder)) == timings, "read from the file"
     assert not list((runs.folder / "snapshots").glob("*")) and not (runs.folder / "checkpoints").exists()
 
