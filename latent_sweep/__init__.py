@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> type[ContinualModel]:
-    """Give `ContinualModel`, which loads torch, to whoever asks for it."""
+    """Import `ContinualModel`, which loads torch, on first access."""
     if name != "ContinualModel":
         raise AttributeError(f"module 'latent_sweep' has no attribute {name!r}")
     from latent_sweep.deploy.model import ContinualModel
@@ -24,20 +24,19 @@ def __getattr__(name: str) -> type[ContinualModel]:
 
 
 def open_sweep(*places: str | Path) -> SweepResults:
-    """Return the results of a sweep as data frames, also while it runs: `open_sweep("runs/lambda").trials()`.
+    """Return the results of a sweep as data frames, even while it runs: `open_sweep("runs/lambda").trials()`.
 
-    Several sweeps are put together: `open_sweep("runs/a", "runs/b")` has a column for every setting in which they
-    differ.
+    `open_sweep("runs/a", "runs/b")` combines sweeps; it has a column for every setting in which they differ.
 
     Args:
-        places: the sweep's folder `<storage>/<sweep name>`, as a path or as the URI of an object store, or several. A
-            name alone is looked for in `LATENT_SWEEP_STORAGE`, else in `runs`.
+        places: folders `<storage>/<sweep name>`, as paths or URIs of an object store. A bare name refers to
+            `LATENT_SWEEP_STORAGE`, else to `runs`.
 
     Raises:
-        ConfigError: no folder can have this path, there are two such sweeps, none is named, or one is named twice.
-        StorageError: there is no sweep, or the object store cannot be reached or refuses.
+        ConfigError: no folder can have this path, the name is ambiguous, no sweep is named, or one is named twice.
+        StorageError: there is no such sweep, or the object store cannot be reached or refuses.
     """
-    from latent_sweep.results.frames import SweepResults  # pandas: whoever only imports this package does not wait
+    from latent_sweep.results.frames import SweepResults  # pandas is slow to import
     from latent_sweep.storage import folders
 
     return SweepResults(*map(folders.open_sweep, places))

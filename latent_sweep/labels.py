@@ -1,4 +1,4 @@
-"""How settings and their values are called where people read them."""
+"""Names of settings and values, for people."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ METHOD_NAMES: Mapping[str, str] = {
     "zero_shot": "Zero-shot",
     "joint_lora": "JointLoRA",
 }
-"""How papers write the methods, by the names that sweep files have."""
+"""The papers' names of the methods."""
 
 _READS_BETTER = {"ortho_lambda": "lambda", "components": "K"}
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Map dotted paths to short names for people: `method.ortho_lambda` -> `lambda`, `backbone.name` -> `backbone`.
+    """Map dotted paths to short names: `method.ortho_lambda` -> `lambda`, `backbone.name` -> `backbone`.
 
     Paths whose short names collide keep their full path.
     """
@@ -45,19 +45,19 @@ def _short_name(path: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Write a setting as people do, floats in full; `-` for None, a setting that the trial does not read."""
+    """Format a setting, floats in full; `-` for None, a setting that the trial does not read."""
     if value is None:
         return "-"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def distinct_labels(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write for each point the settings that tell it from the others, as `label` does, the method by its value alone.
+    """Return for each point the settings that distinguish it, formatted as by `label`; the method by its value alone.
 
-    A setting is left out where all points that have the same before it have one value of it.
+    A setting is left out if all points with the same preceding settings share its value.
 
     Args:
-        points: by short name, in the order in which they are written; all have the same names.
+        points: settings by short name, in output order; all have the same names.
     """
     parts: list[list[str]] = [[] for _ in points]
 
@@ -78,11 +78,11 @@ def distinct_labels(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """Write settings as `lambda=0.1 seed=0`; those that are None, not read by this trial, are left out."""
+    """Format settings as `lambda=0.1 seed=0`, without those that are None."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items() if value is not None)
 
 
 def label_paths(values: Mapping[str, Any]) -> str:
-    """Write settings given by dotted path as `label` does, with short names."""
+    """Format settings by dotted path as `label` does, with short names."""
     names = short_names(values)
     return label({names[path]: value for path, value in values.items()})

@@ -1,4 +1,4 @@
-"""What lies outside of the package and is named `package.module:Name`: how it is imported, and what names its code."""
+"""Plugins, named `package.module:Name`: how they are imported and how their code is identified."""
 
 from __future__ import annotations
 
@@ -15,60 +15,58 @@ from latent_sweep.errors import ConfigError
 
 
 def imported(name: str, expected: str) -> Any:
-    """What `package.module:Name` stands for; None where the module has nothing of this name.
+    """Import the object named `package.module:Name`; None if the module has no such attribute.
 
-    The module lies where Python looks, or in the working directory.
+    The module is on Python's path or in the working directory.
 
     Args:
-        expected: what messages say that a name may be.
+        expected: what the name may be, for messages.
 
     Raises:
-        ConfigError: it is no such name, or the module cannot be imported.
+        ConfigError: the name is malformed, or the module cannot be imported.
     """
-    where = f"found {name!r}"
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
-        raise ConfigError(f"{where}; expected {expected}")
+        raise ConfigError(f"found {name!r}; expected {expected}")
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # a console script does not look there, `python -m` does
+        sys.path.append(os.getcwd())  # `python -m` adds it, a console script does not
     try:
         return getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing runs arbitrary code
         advice = "Correct it there"
         if module.endswith(".py"):
             advice = f"Write {module.removesuffix('.py')}:{attribute}"
         elif isinstance(error, ModuleNotFoundError):
-            advice = "It must be installed, or lie below the working directory of the driver and of every worker"
-        raise ConfigError(f"{where}; {module} cannot be imported ({_said(error)}). {advice}") from error
+            advice = "Install it, or put it below the working directory of the driver and of every worker"
+        raise ConfigError(f"found {name!r}; {module} cannot be imported ({_error_text(error)}). {advice}") from error
 
 
 def code_digest(name: str) -> str:
-    """Content hash of the code behind a name that is imported.
+    """Return a content hash of a plugin's code.
 
-    It covers the module, or where that lies in a package, every Python file of the package: whatever the code may
-    import from there can change what it does.
+    It covers the module or, if it is in a package, all Python files of the package.
 
     Raises:
-        ConfigError: it lies in no file, so that nothing would tell of a change.
+        ConfigError: the code is in no file, so changes would go unnoticed.
     """
     module = sys.modules[name.partition(":")[0]]
     files = sorted(path for folder in _package_folders(name) for path in folder.rglob("*.py"))
     if not files and getattr(module, "__file__", None) is None:
         raise ConfigError(
-            f"found {name!r}; {module.__name__} is built into Python, and no file tells when it changes. Call it from "
-            "a function in a file of your own, and name that"
+            f"found {name!r}; {module.__name__} is built into Python, so changes go unnoticed. Wrap it in a "
+            "function in a file of your own, and name that"
         )
     files = files or [Path(str(module.__file__))]
     return _digest(tuple((str(path), path.stat().st_mtime_ns) for path in files))
 
 
 def code_paths(name: str) -> list[Path]:
-    """Where the code lies behind a name that was imported: its module's file, or the folder of the whole package."""
+    """Return the paths of a plugin's code: its module's file, or its package's folders."""
     return _package_folders(name) or [Path(str(sys.modules[name.partition(":")[0]].__file__))]
 
 
 def _package_folders(name: str) -> list[Path]:
-    """Folders of the outermost package of an imported module; none where it lies in no package."""
+    """Return the folders of a module's outermost package; empty if it is in none."""
     package = sys.modules[name.partition(":")[0].partition(".")[0]]
     return [Path(folder) for folder in getattr(package, "__path__", ())]
 
@@ -83,8 +81,8 @@ def _digest(files: tuple[tuple[str, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _said(error: Exception) -> str:
-    """What an error says, and the line of code that raised it, where that is not the import itself."""
+def _error_text(error: Exception) -> str:
+    """Return an error's text and the line of code that raised it, unless that is the import itself."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if "importlib" in frame.filename else f" in {frame.filename}, line {frame.lineno}"
     return f"{type(error).__name__}: {error}{place}"

@@ -1,11 +1,11 @@
-"""The base of every group of settings, how the files that hold them are read, and how settings become identities.
+"""The base class of all settings groups, strict YAML, and how settings become identities.
 
 Each settings class is defined next to the class it configures (`RouterSettings` in `routing/gaussian.py`). Settings are
-frozen, refuse unknown keys, and never coerce: a string for a number is an error. Their files are strict YAML of a
-bounded size, so refusing a hostile file takes seconds and a few hundred megabytes at most.
+frozen, refuse unknown keys and never coerce: a string for a number is an error. Their files are strict YAML of bounded
+size, so that refusing a hostile file takes seconds and a few hundred megabytes at most.
 
-A group's class is what it is once resolved, each value known. What a sweep file may leave to a preset or to the paper's
-protocol is marked, and `as_written` derives the type that the file is read with; `filled` makes of the one the other.
+A group's class describes the resolved settings, with every value known. Fields that a sweep file may leave to a preset
+or to the paper's protocol are marked. `as_written` derives the type of a group in a file, and `filled` resolves it.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
 
 INFERENCE_ONLY: Any = {"inference_only": True}
-"""Mark of a field that training never reads: `Field(json_schema_extra=INFERENCE_ONLY)`. It may vary for free."""
+"""Mark of a field that training never reads, as in `Field(json_schema_extra=INFERENCE_ONLY)`. Varying it costs no
+training."""
 
 NOT_IDENTITY: Any = {"not_identity": True}
-"""Mark of a field that says where or how fast, never what: it is no part of any identity."""
+"""Mark of a field that cannot change a result, such as a path or a speed setting; no identity contains it."""
 
 FROM_PRESET: Any = {"from_preset": True}
-"""Mark of a field that a sweep file may leave out, or write as null: then a preset or the paper's protocol says what it
-is, or else its default. Marks of one field are joined with `|`."""
+"""Mark of a field that a sweep file may leave out or set to null; a preset, the paper's protocol or its default
+supplies the value. Marks are joined with `|`."""
 
 
 LEFT_OUT_AT_DEFAULT: Any = {"left_out_at_default": True}
-"""Mark of a field that identities hold only where it is not its default: one that came later moves no older name."""
+"""Mark of a field that identities contain only if it differs from its default."""
 
 
 class Settings(BaseModel):
-    """A frozen, strict group of settings; subclasses give each field a range and one sentence with its unit."""
+    """A frozen, strict group of settings. Subclasses give each field a range and one sentence with its unit."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def identity(self) -> dict[str, Any]:
-        """Every setting that can change a result, as plain JSON values."""
+        """Return every setting that can change a result, as plain JSON values."""
         return self._content(frozenset({"not_identity"}))
 
     def training_identity(self) -> dict[str, Any]:
-        """Every setting that training reads, as plain JSON values."""
+        """Return every setting that training reads, as plain JSON values."""
         return self._content(frozenset({"not_identity", "inference_only"}))
 
     def inference_identity(self) -> dict[str, Any]:
-        """Every setting that can change a result and that training does not read, as plain JSON values."""
+        """Return every setting that can change a result and that training does not read, as plain JSON values."""
         return _beyond(self.identity(), self.training_identity())
 
     def _content(self, dropped: frozenset[str]) -> dict[str, Any]:
@@ -83,51 +84,51 @@ def _marks(field: FieldInfo) -> set[str]:
 
 @cache
 def _names(kind: type[Settings], dropped: frozenset[str]) -> tuple[str, ...]:
-    """Name the fields of a group that have none of these marks."""
+    """Return the names of a group's fields without any of these marks."""
     return tuple(name for name, field in kind.model_fields.items() if not dropped & _marks(field))
 
 
 def identity_fields(kind: type[Settings]) -> frozenset[str]:
-    """Return the names of the fields of a group that can change a result."""
+    """Return the names of a group's fields that can change a result."""
     return frozenset(_names(kind, frozenset(NOT_IDENTITY)))
 
 
 @cache
 def _optional(kind: type[Settings]) -> dict[str, Any]:
-    """Return the defaults of the fields that identities hold only where they have another value."""
+    """Return the defaults of the fields marked `LEFT_OUT_AT_DEFAULT`."""
     fields = kind.model_fields.items()
     return {name: field.default for name, field in fields if "left_out_at_default" in _marks(field)}
 
 
 def _beyond(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return what `whole` holds and `part` does not, group by group."""
+    """Return what `whole` contains and `part` does not, group by group."""
     beyond = {name: value for name, value in whole.items() if name not in part}
     inner = {name: _beyond(whole[name], part[name]) for name in part if isinstance(whole[name], dict)}
     return beyond | {name: rest for name, rest in inner.items() if rest}
 
 
 def canonical_json(content: Any) -> str:
-    """Write `content` as JSON with sorted keys and no spaces: equal content gives equal text on every machine."""
+    """Return JSON with sorted keys and no spaces: equal content gives equal text on every machine."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def content_hash(content: Any, length: int = 16) -> str:
-    """The first `length` hexadecimal digits of the SHA-256 of `content`'s canonical JSON."""
+    """Return the first `length` hexadecimal digits of the SHA-256 of `content`'s canonical JSON."""
     return text_hash(canonical_json(content), length)
 
 
 def text_hash(text: str, length: int = 16) -> str:
-    """The first `length` hexadecimal digits of the SHA-256 of a text: `content_hash` of what is written already."""
+    """Return the first `length` hexadecimal digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
 def json_object(parts: Mapping[str, str]) -> str:
-    """The canonical JSON of a mapping whose values are written already: what many have in common is written once."""
+    """Return the canonical JSON of a mapping whose values are canonical JSON already."""
     return f"{{{','.join([f'{encode_basestring_ascii(key)}:{parts[key]}' for key in sorted(parts)])}}}"
 
 
 def json_list(parts: Iterable[str]) -> str:
-    """The canonical JSON of a list whose entries are written already."""
+    """Return the canonical JSON of a list whose entries are canonical JSON already."""
     return f"[{','.join(parts)}]"
 
 
@@ -138,9 +139,9 @@ Group = TypeVar("Group", bound=Settings)
 
 @cache
 def as_written(kind: type[Group]) -> type[Group]:
-    """Make the type of a group in a sweep file: `FROM_PRESET` fields, also of inner groups, are None where left out.
+    """Return the type of a group in a sweep file: `FROM_PRESET` fields, also of inner groups, default to None.
 
-    The group's own validators see them so, too.
+    The group's own validators see None, too.
     """
     fields: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
@@ -153,19 +154,20 @@ def as_written(kind: type[Group]) -> type[Group]:
             default = ... if field.is_required() else written.model_validate(given.model_dump(exclude_unset=True))
             info = Field(default, description=field.description, json_schema_extra=field.json_schema_extra)
             fields[name] = written, info
-    # of the same name, which faults tell
+    # the same name, since error messages contain it
     return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields) if fields else kind
 
 
 def filled(written: Settings, kind: type[Group], *defaults: Mapping[str, Any]) -> Group:
-    """Resolve a group: each value as written, or else from the first of `defaults` that has it, or the field's own.
+    """Resolve a group: take each value as written, else from the first of `defaults` that has it, else the field's
+    default.
 
     Args:
-        written: the group as `as_written(kind)` has it; None in a marked field counts as left out.
-        defaults: values by name, those of groups within as mappings; the first goes before the others.
+        written: the group as `as_written(kind)`; None in a marked field counts as left out.
+        defaults: values by name, inner groups as mappings; earlier ones take precedence.
 
     Raises:
-        ValidationError: the values do not make a group of this kind together.
+        ValidationError: the values do not form a valid group.
     """
     values = {name: value for layer in reversed(defaults) for name, value in layer.items()}
     for name, field in kind.model_fields.items():
@@ -178,15 +180,15 @@ def filled(written: Settings, kind: type[Group], *defaults: Mapping[str, Any]) -
 
 
 def group_of(field: FieldInfo) -> type[Settings] | None:
-    """The class of the group that a field holds; None where it holds a value."""
+    """Return the class of the group in a field; None if the field holds a value."""
     inner = field.annotation
     return inner if isinstance(inner, type) and issubclass(inner, Settings) else None
 
 
 def flatten(path: str, value: Any) -> dict[str, Any]:
-    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves.
+    """Return the settings in one value of an axis, by dotted path: one, or one per leaf of a mapping.
 
-    The axis `trial` has whole groups as its leaves' first names.
+    The axis `trial` contains whole groups.
     """
     if not isinstance(value, dict):
         return {path: value}
@@ -198,10 +200,10 @@ def flatten(path: str, value: Any) -> dict[str, Any]:
 
 
 def local_path(text: str | Path) -> Path:
-    """The path that a user names, with `~` for a home folder; whether something lies there or not.
+    """Return the path that a user typed, with `~` expanded; it need not exist.
 
     Raises:
-        ConfigError: no file can have this path: it is too long, goes in a circle, or is in nobody's home.
+        ConfigError: no file can have this path: it is too long, loops, or names an unknown user's home.
     """
     try:
         path = Path(text).expanduser()
@@ -224,14 +226,14 @@ _KINDS = {
 
 
 def read_regular(path: Path, most: int = -1, offset: int = 0) -> bytes:
-    """Read a file, or some of its bytes. Anything else is refused before it is opened: a pipe would be waited for.
+    """Read a regular file. Others, such as pipes, are refused before they are opened.
 
     Args:
-        most: bytes to read; -1 is to its end.
-        offset: where to begin, in bytes.
+        most: bytes to read; -1 reads to the end.
+        offset: first byte.
 
     Raises:
-        OSError: it is no regular file, or cannot be read; `strerror` says which.
+        OSError: it is no regular file or cannot be read; `strerror` says why.
     """
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
@@ -247,32 +249,32 @@ def _check_path(text: str) -> str:
     except ConfigError as error:
         raise ValueError(str(error)) from error
     except OSError as error:
-        raise ValueError(f"found {quoted(text)}; nobody here may look there: {error.strerror}") from error
+        raise ValueError(f"found {quoted(text)}; this user may not look there: {error.strerror}") from error
     return text
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path, or a name that may be one: whether something lies there or not, it can be asked for without an error."""
+"""A path, or a name that may be a path; checking whether it exists raises no error."""
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 MOST_BYTES = 1 << 20
-"""Largest YAML file that is read; the longest packaged one has 8 KiB."""
+"""Maximum size of a YAML file."""
 
 MOST_NODES = 20_000
-"""Most values of a YAML file, those behind an anchor counted as often as they are used."""
+"""Maximum number of values in a YAML file, with anchors written out."""
 
 DEEPEST = 100
-"""Deepest nesting of a YAML file, through its anchors too."""
+"""Maximum nesting of a YAML file, with anchors written out."""
 
 _FLOAT = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
-"""3e-4, a number everywhere but in YAML 1.1."""
+"""3e-4, which YAML 1.1 reads as text."""
 
 _BOOLEAN = "tag:yaml.org,2002:bool"
 _TRUTH = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-"""As in YAML 1.2: `on`, `off`, `yes` and `no` are words; `tune.on` is a key, and `bos: off` a value."""
+"""As in YAML 1.2: `on`, `off`, `yes` and `no` are words."""
 
 _INTEGER = "tag:yaml.org,2002:int"
 _WHOLE = re.compile("^[-+]?(?:0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
@@ -283,15 +285,15 @@ _FRACTION = (
     ),
     list("-+0123456789."),
 )
-"""As in YAML 1.2: `12:30` is text, and no number of base 60."""
+"""As in YAML 1.2: `12:30` is text, not a base-60 number."""
 _OCTAL = re.compile("[-+]?0[0-9_]+$")
 
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
-"""What no file name and no UTF-8 text can hold, and only an escape can bring in."""
+"""Characters that no file name and no UTF-8 text can contain; only escapes can produce them."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML of plain values: bounded, without duplicate keys, and 3e-4 is the number it looks like."""
+    """Safe, bounded YAML of plain values, without duplicate keys; 3e-4 is a number."""
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {
         tag: construct
@@ -302,7 +304,7 @@ class _StrictLoader(yaml.SafeLoader):
     def __init__(self, text: str):
         super().__init__(text)
         self._nodes = 0
-        self._extents: dict[int, tuple[int, int]] = {}  # of every finished node: how many nodes, and how deep
+        self._extents: dict[int, tuple[int, int]] = {}  # (number of nodes, depth) of every finished node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         alias, event = self.check_event(yaml.AliasEvent), self.peek_event()  # type: ignore[no-untyped-call]
@@ -347,7 +349,7 @@ class _StrictLoader(yaml.SafeLoader):
         return text
 
     def construct_whole_number(self, node: yaml.ScalarNode) -> int:
-        # the length first: what is refused here would take a minute to convert
+        # check the length first: converting huge numbers takes a minute
         if _OCTAL.match(node.value):
             raise yaml.MarkedYAMLError(
                 problem=f"found {node.value[:20]}, which YAML reads as an octal number; write it without the leading "
@@ -372,13 +374,13 @@ _StrictLoader.add_implicit_resolver(_BOOLEAN, *_TRUTH)
 
 
 class _StrictDumper(yaml.SafeDumper):
-    """Quotes what `_StrictLoader` would take for a number."""
+    """Quotes text that `_StrictLoader` would read as a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def analyze_scalar(self, scalar: str) -> Any:
-        """Use double quotes for the line break NEL, which they escape; single quotes would fold it into a space."""
+        """Use double quotes for the line break NEL; single quotes would fold it into a space."""
         analysis = super().analyze_scalar(scalar)
         analysis.allow_single_quoted &= "\x85" not in scalar
         return analysis
@@ -388,7 +390,7 @@ _StrictDumper.add_implicit_resolver(_FLOAT, *_EXPONENT)
 
 
 def read_yaml(path: Path) -> Any:
-    """Content of a YAML file.
+    """Return the content of a YAML file.
 
     Raises:
         ConfigError: it cannot be read, is too large, or is not YAML; the message has line and column.
@@ -396,24 +398,26 @@ def read_yaml(path: Path) -> Any:
     try:
         content = read_regular(path, MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so no file of settings; check the path")
+            raise ConfigError(
+                f"{path}: is larger than {MOST_BYTES >> 20} MiB; expected a file of settings. Check the path"
+            )
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text, by byte {error.start}; save it as UTF-8") from error
+        raise ConfigError(f"{path}: is not UTF-8 text at byte {error.start}; save it as UTF-8") from error
     return parse_yaml(text, str(path))
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The content of YAML text.
+    """Return the content of YAML text.
 
     Raises:
         ConfigError: it is not YAML of plain values, or too large; the message begins with `source`.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
-    # beside YAML's own errors: impossible dates and numbers, tags that do not fit their values, endless nesting
+    # besides YAML's own errors: impossible dates and numbers, misplaced tags, endless nesting
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
         raise ConfigError(f"{source}: is not valid YAML: {_yaml_problem(error)}") from error
 
@@ -429,25 +433,25 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     (":merge'", "found the merge key '<<', which is not read here; write the settings out"),
     ("could not determine a constructor", "found a tag ('!...'), which is not read here; leave it out"),
 )
-"""By a part of what the parser says, what is wrong and what to do."""
+"""Part of the parser's message, and what is wrong and what to do."""
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Say what is wrong with YAML text, and where."""
+    """Describe what is wrong with YAML text, and where."""
     if isinstance(error, yaml.reader.ReaderError):
         return f"unacceptable character #x{error.character:04x} at character {error.position + 1}; delete it"
-    said = str(error)
-    words = next((words for part, words in _ADVICE if part in said), None)
+    message = str(error)
+    words = next((words for part, words in _ADVICE if part in message), None)
     mark = getattr(error, "problem_mark", None)
     if mark is None:
-        return said
-    problem = words or getattr(error, "problem", None) or said
+        return message
+    problem = words or getattr(error, "problem", None) or message
     snippet = (mark.get_snippet(indent=4, max_length=75) or "").replace("\t", " ")
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" + (f"\n{snippet}" if snippet else "")
 
 
 def yaml_text(content: Any, one_line: bool = False) -> str:
-    """Write plain values as YAML that `parse_yaml` reads as equal; `one_line` as a sweep file writes a single value."""
+    """Return plain values as YAML that `parse_yaml` reads back; `one_line` as for a single value in a sweep file."""
     text = yaml.dump(
         content, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, default_flow_style=one_line, width=1 << 16
     )

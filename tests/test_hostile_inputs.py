@@ -81,7 +81,7 @@ FILES = {
     "bytes": (sweep(seed="!!binary aGVsbG8="), "line 2, column 9"),
     "a whole number without digits": (sweep(seed='!!int ""'), "is not valid YAML"),
     "a truth value that is none": (sweep(seed="!!bool maybe"), "is not valid YAML"),
-    "not UTF-8": (b"name: \xff\n", "is not UTF-8 text, by byte 6"),
+    "not UTF-8": (b"name: \xff\n", "is not UTF-8 text at byte 6"),
     "UTF-16": ("name: a\n".encode("utf-16"), "is not UTF-8 text"),
     "a NUL character": (sweep(backbone='{name: "a\\0b"}'), "a NUL character"),
     "half a surrogate pair": (sweep('search: {"\\ud800": [1]}\n'), "half of a surrogate pair"),
@@ -192,7 +192,7 @@ def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, capsys):
     with path.open("wb") as file:
         file.write(b"name: a\n")
         file.truncate(50 << 20)
-    assert f"error: {path}: is larger than 1 MiB, so no file of settings" in refusal(capsys, "plan", path)
+    assert f"error: {path}: is larger than 1 MiB" in refusal(capsys, "plan", path)
 
 
 NO_FILES = {

@@ -1,7 +1,7 @@
-"""Versions of what computes: of our own code, which name what it makes, and of the libraries, which results repeat.
+"""Versions of the code that computes results: ours, which are part of identities, and those of libraries.
 
-Our own are raised by whoever changes what the code gives for the same input; then nothing that the old code has made is
-taken for the new one's. `tests/sweep/test_identities.py` lists what must change with each of them.
+Raise a version when the code gives something else for the same input; results of the old code are then no longer used.
+`tests/sweep/test_identities.py` lists the identities that change with each.
 """
 
 from __future__ import annotations
@@ -16,56 +16,55 @@ from pathlib import Path
 from latent_sweep import __version__
 
 TRAINING = 4
-"""Of the loop over steps: part of every snapshot's lineage."""
+"""The training loop; part of every lineage."""
 TOKENS = 2
-"""Of how rows become token ids, and of the columns of their cache: part of lineages and of the cache's name."""
+"""Tokenization and the columns of its cache; part of lineages and of the cache's name."""
 OWN_ROWS = 2
-"""Of how data of a benchmark of one's own becomes rows and token ids, part of what names its rows: since 2 text that
-spells a special token stays text, and more shapes of records are read. Published rows have neither."""
+"""How user data becomes examples and tokens; part of their identity. Since 2, text that spells a special token stays
+text, and more record shapes are read. Published benchmarks are unaffected."""
 OFFICIAL_TRUNCATION = 2
-"""Of `truncation: official`, part of lineages and of the cache's name with it: since 2 T5's cut prompts are tokenized
-again."""
+"""`truncation: official`; part of lineages and of the cache's name. Since 2, T5's cut prompts are tokenized again."""
 FACTORS = 1
-"""Of the truncated SVD and its conventions: part of the lineages of Latent-LoRA and of the cache's name."""
+"""The truncated SVD and its conventions; part of Latent-LoRA's lineages and of the cache's name."""
 RANDOMIZED = 3
-"""Of randomised factors: part of the lineages of Latent-LoRA with them and of the cache's name. Since 2 every rank has
-its own, no prefix; since 3 they are those of scikit-learn's TruncatedSVD, as in LoRA-XS."""
+"""Randomized factors; part of Latent-LoRA's lineages and of the cache's name. Since 2, every rank has its own factors,
+not a prefix; since 3, they are those of scikit-learn's TruncatedSVD, as in LoRA-XS."""
 POOLING = 1
-"""Of how token embeddings become one embedding per input: part of routed rows and of the cache's name."""
+"""Pooling of token embeddings; part of routed rows and of the cache's name."""
 RECORDS = 1
-"""Of how a task's components, scatter and n-grams are fitted: part of routed rows and of the records' names."""
+"""Fitting of a task's components, scatter and n-grams; part of routed rows and of the records' names."""
 DECODING = 5
-"""Of how prompts, snapshots and weights become answers: part of rows and of the names of known answers."""
+"""Generation of answers; part of rows and of the generation cache's names."""
 SCORING = 4
-"""Of how snapshots are weighed, and answers scored: part of rows."""
+"""Combination of snapshots and scoring of answers; part of rows."""
 DRAWN = 1
-"""Of the weights of `random:` backbones: part of what names such a backbone, so of all that it makes."""
+"""Weights of `random:` backbones; part of their identity, and so of everything computed with them."""
 
 OURS = "latent-sweep"
-"""This package."""
+"""Name of this package."""
 
 LIBRARIES = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "rouge-score", "rapidfuzz", "sacrebleu")
-"""What can move a result in its last digits, and with them a decision that hangs on a near tie."""
+"""Libraries that can change a result in its last digits, and with it a near tie."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What this package asks for, as it says to those who install it."""
+    """This package's declared version and requirements."""
 
     version: str
     python: str
-    """A range of versions, as in `>=3.10`."""
+    """A version range, as in `>=3.10`."""
     requirements: tuple[str, ...]
-    """What pip installs with it, a line each; those of its extras have a marker, where they are told at all."""
+    """Requirements, one per line; those of extras have a marker."""
 
 
 def declared() -> Declared:
-    """Return what this package asks for: by its metadata, or where nobody has installed it, by its pyproject.toml.
+    """Return this package's requirements from its metadata or, if it is not installed, from its pyproject.toml.
 
-    The nodes of a cluster get it in the working directory of a job, with that file beside its folder.
+    Cluster nodes get that file in a job's working directory.
 
     Raises:
-        PackageNotFoundError: neither is there, or it takes Python 3.11 to read the latter.
+        PackageNotFoundError: neither exists, or reading pyproject.toml needs Python 3.11.
     """
     try:
         found = metadata(OURS)
@@ -83,15 +82,15 @@ def declared() -> Declared:
 
 @cache
 def library(name: str) -> str:
-    """The installed version of a package; of this one that of its code, which need not be installed."""
+    """Return the version of a package; of this one the version in its code, which need not be installed."""
     return __version__ if name == OURS else version(name)
 
 
 def libraries() -> dict[str, str]:
-    """Versions of this package and of the libraries that compute the results."""
+    """Return the versions of this package and of the libraries that compute results."""
     return {name: library(name) for name in (OURS, *LIBRARIES)}
 
 
 def installed() -> dict[str, str]:
-    """Versions of what computes the results, Python's too."""
+    """Return the versions of everything that computes results, Python included."""
     return {"python": platform.python_version(), **libraries()}
