@@ -9,13 +9,16 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from helpers.patience import PATIENCE
 from tools import reference
 
 from latent_sweep.cli.main import main, make_parser
+from latent_sweep.data.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.methods import METHODS, method_class
+from latent_sweep.metrics.answers import METRICS
 from latent_sweep.settings import parse_yaml
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
@@ -102,6 +105,12 @@ def test_every_sweep_file_has_its_row_and_every_named_one_is_valid():
 def test_every_method_has_a_row_and_a_section():
     sections = " ".join(re.findall(r"^### (.+)$", text_of("docs/methods.md"), re.MULTILINE))
     assert set(re.findall(r"\w+", sections)) == set(METHODS)
+
+
+def test_data_guide_names_every_field_metric_and_permission():
+    (permissions,) = {get_args(get_args(TaskSpec.model_fields["allow"].annotation)[0])}
+    names = {*BenchmarkSpec.model_fields, *TaskSpec.model_fields, *METRICS, *permissions}
+    assert names - set(re.findall(r"`(\w+)`", text_of("docs/data.md"))) == set()
 
 
 def test_every_page_is_in_the_navigation():
