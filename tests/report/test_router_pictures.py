@@ -85,7 +85,7 @@ def test_confusion_by_hand():
     assert [rows.tolist() for rows in own_task(SOME)] == [[0.9, 0.4, 0.5, 1], [0.8, 0.3]]
 
 
-def test_reliability_counts_every_row_in_its_bin():
+def test_reliability_counts_every_example_in_its_bin():
     source = np.random.default_rng(1)
     rows = tuple(source.dirichlet(np.full(3, 0.4), size=n) for n in (50, 7, 31))
     found = reliability(rows)
@@ -107,7 +107,7 @@ def test_reliability_counts_every_row_in_its_bin():
     assert found.calibration_error == pytest.approx(error)
 
 
-def test_rows_that_cross_one_half_are_chosen_by_change_and_then_by_place():
+def test_flips_are_chosen_by_change_and_then_by_index():
     new = [1.0, 1.0, 0.6, 0.2, 0.0, 0.0, 1.0, 0.5]
     last = [0.0, 0.0, 0.4, 0.9, 1.0, 0.4, 0.9, 0.0]
     assert choose_flips(new, last, 2) == [0, 1, 4, 3]
@@ -129,24 +129,26 @@ def test_layout_keeps_groups_together_and_is_repeatable():
 # --- the router ------------------------------------------------------------------------------------------------------
 
 
-def test_posteriors_are_those_that_the_journal_measured(folder):
+def test_posteriors_have_the_journals_routing_metrics(folder):
     soft, hard, ngram = routings(sweep_folder(folder))[0]
     assert [one.name for one in (soft, hard, ngram)] == ["combine=soft", "combine=hard", "combine=ngram"]
     assert (soft.recomputed, hard.recomputed, ngram.recomputed) == (True, True, False)
     assert not ngram.has_posterior
     for one in (soft, hard):
-        told = one.trial.metrics
+        metrics = one.trial.metrics
         assert np.mean([rows.mean() for rows in own_task(one.probabilities)]) == pytest.approx(
-            told["router_p_correct"], rel=1e-6
+            metrics["router_p_correct"], rel=1e-6
         )
-        assert reliability(one.probabilities).calibration_error == pytest.approx(told["router_ece"], rel=1e-6, abs=1e-9)
+        assert reliability(one.probabilities).calibration_error == pytest.approx(
+            metrics["router_ece"], rel=1e-6, abs=1e-9
+        )
     for one in (soft, hard, ngram):
         right = [one.trial.metrics[f"router/accuracy/{task}"] for task in ORDER]
         assert confusion(one.probabilities).diagonal().tolist() == pytest.approx(right)
-    assert max(soft.probabilities[0].max(axis=1)) < 0.999  # there is something to draw
+    assert max(soft.probabilities[0].max(axis=1)) < 0.999  # not certain
 
 
-def test_without_the_store_the_weights_that_answered_are_shown(folder, copied):
+def test_without_router_records_the_stored_weights_are_drawn(folder, copied):
     exact, *_ = routings(sweep_folder(folder))[0]
     shutil.rmtree(copied.storage.folder / "router")
     before = sorted(copied.storage.folder.rglob("*"))
@@ -154,7 +156,7 @@ def test_without_the_store_the_weights_that_answered_are_shown(folder, copied):
     assert gaps == []
     assert not soft.recomputed
     assert soft.has_posterior
-    assert not hard.has_posterior  # its weights are 0 and 1 whatever it knew
+    assert not hard.has_posterior  # its weights are 0 and 1
     threshold = soft.settings.prune_below
     for found, rows in zip(soft.probabilities, exact.probabilities, strict=True):
         np.testing.assert_allclose(found, prune(rows, threshold), atol=1e-9)
@@ -165,36 +167,36 @@ def test_without_the_store_the_weights_that_answered_are_shown(folder, copied):
         *("router_reliability", "router_novelty"),
     ]
     assert "1e-06" in pictures[0].caption
-    assert "none is pruned" not in pictures[0].caption
-    (gap,) = gaps  # of the one that has no picture of its posterior now
+    assert "without pruning" not in pictures[0].caption
+    (gap,) = gaps  # the hard router has no picture of its posterior
     assert gap.startswith("the posterior of combine=hard seed=0: the records of its router are not in ")
     assert sorted(copied.storage.folder.rglob("*")) == before
 
 
-def test_what_could_not_be_drawn_is_said(folder, copied, tmp_path, capsys):
-    """By the command and on the page: of copies without weights and caches."""
+def test_pictures_that_could_not_be_drawn_are_listed(folder, copied, tmp_path, capsys):
+    """The command and the page list them; the copy has no weights and caches."""
     everything = ["figures", str(sweep_folder(folder).path), "--output", str(tmp_path / "all")]
     assert main(everything) == 0
     assert "not drawn" not in capsys.readouterr().out
-    for mode in ("soft", "ngram", "sum"):  # so that the hard one is what every picture shows
+    for mode in ("soft", "ngram", "sum"):  # only the hard one is left
         shutil.rmtree(of_mode(copied, mode).path)
     for cache in ("router", "embeddings", "factors"):
         shutil.rmtree(copied.storage.folder / cache)
     assert main(["figures", str(copied.path)]) == 0
-    first, *told = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
     n_all, n_left = (len(list(path.glob("*.pdf"))) for path in (tmp_path / "all", copied.path / "figures"))
     assert first.startswith(f"{n_left} pictures as PDF and PNG in ") and n_left < n_all
     trial, runs = "of combine=hard seed=0: ", copied.storage.folder
-    assert [line.partition(" on this machine")[0] for line in told] == [
+    assert [line.partition(" on this machine")[0] for line in lines] == [
         f"not drawn: the posterior {trial}the records of its router are not in {runs / 'router'}",
         f"not drawn: interference {trial}the singular values of its backbone's weights are not in {runs / 'factors'}",
         f"not drawn: the map of embeddings {trial}the pooled embeddings of task mood are not in {runs / 'embeddings'}",
     ]
     page = html.unescape(render_page([copied]))
-    assert [line for line in told if f"<li>N{line[1:]}</li>" not in page] == []
+    assert [line for line in lines if f"<li>N{line[1:]}</li>" not in page] == []
 
 
-def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folder):
+def test_a_router_with_other_weights_is_refused(folder):
     soft, *_ = routings(sweep_folder(folder))[0]
     stored = StoredRouter(soft.trial)
     kept = [prune(rows, soft.settings.prune_below) for rows in soft.probabilities]
@@ -204,7 +206,7 @@ def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folde
         stored.posterior(others)
 
 
-def test_a_router_of_prompts_in_a_chat_is_told_from_one_of_bare_prompts(tmp_path):
+def test_chat_templates_have_their_own_embeddings(tmp_path):
     """Both lie in one storage, and differ in what the template puts around the prompts alone."""
     chatting_tokenizer(tmp_path / "tokenizer")
     backbone = {"name": "tiny-llama", "dtype": "float32", "tokenizer": str(tmp_path / "tokenizer")}
@@ -222,7 +224,7 @@ def test_a_router_of_prompts_in_a_chat_is_told_from_one_of_bare_prompts(tmp_path
         assert right == pytest.approx(one.trial.metrics["router_p_correct"], rel=1e-6)
 
 
-def test_what_pictures_of_the_router_show(folder):
+def test_the_data_of_router_pictures(folder):
     sweep = sweep_folder(folder)
     pictures = {picture.name: picture for picture in router_pictures(sweep)[0]}
     (soft, hard, _), _ = routings(sweep)
@@ -252,7 +254,7 @@ def test_what_pictures_of_the_router_show(folder):
     assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == {1: told[1], 2: told[2]}
 
 
-def test_trials_whose_routers_are_the_same_are_shown_once(tmp_path):
+def test_trials_with_the_same_router_count_once(tmp_path):
     axes = {"method.ortho_lambda": [0.0, 0.1], "router.combine": ["soft"], "seed": [0, 1]}
     sweep = write_sweep(tmp_path, axes)
     for trial, auroc in zip(sweep, (0.9, 0.7, 0.9, 0.7), strict=True):
@@ -281,7 +283,7 @@ def answers_by_stage(trial):
 
 
 @pytest.mark.parametrize("mode", ["soft", "sum"])
-def test_flips_are_the_rows_that_changed_sides(folder, mode):
+def test_flips_are_the_examples_that_crossed_one_half(folder, mode):
     sweep = sweep_folder(folder)
     trial = of_mode(sweep, mode)
     answers = answers_by_stage(trial)
@@ -349,7 +351,7 @@ def forgetful(folder, tmp_path):
     return sweep, trial
 
 
-def test_the_largest_changes_come_first_and_hold_all_that_is_known(forgetful):
+def test_the_largest_flips_come_first(forgetful):
     sweep, trial = forgetful
     found = flips(sweep, trial)
     assert [(flip.task, flip.row, flip.kind) for flip in found] == [
@@ -369,7 +371,7 @@ def test_the_largest_changes_come_first_and_hold_all_that_is_known(forgetful):
     assert [flip.row for flip in flips(sweep, trial, per_task=1)] == [0, 1]
 
 
-def test_prompts_of_other_rows_are_not_shown(forgetful):
+def test_prompts_of_other_examples_are_not_shown(forgetful):
     sweep, trial = forgetful
     settings = yaml.safe_load((trial.path / "trial.yaml").read_text())
     settings["benchmark"]["test_per_task"] = 3
@@ -377,7 +379,7 @@ def test_prompts_of_other_rows_are_not_shown(forgetful):
     assert [flip.prompt for flip in flips(sweep, trial)] == [None] * 3
 
 
-def test_without_the_answers_of_both_stages_nothing_flips(folder, forgetful):
+def test_without_answers_of_both_stages_there_are_no_flips(folder, forgetful):
     last = sweep_folder(folder, "last")
     assert flips(last, next(iter(last))) == []
     sweep, trial = forgetful
@@ -388,7 +390,7 @@ def test_without_the_answers_of_both_stages_nothing_flips(folder, forgetful):
 # --- the map of embeddings -------------------------------------------------------------------------------------------
 
 
-def test_the_map_shows_what_the_router_reads(folder, llama):
+def test_the_map_has_the_routers_embeddings(folder, llama):
     sweep = sweep_folder(folder)
     (soft, *_), _ = routings(sweep)
     stored = StoredRouter(soft.trial)
@@ -407,7 +409,7 @@ def test_the_map_shows_what_the_router_reads(folder, llama):
     assert "8 test examples of each task" in picture.caption
 
 
-def test_why_there_is_no_map(copied):
+def test_reasons_for_no_map(copied):
     trial = of_mode(copied, "soft")
     shutil.rmtree(copied.storage.folder / "embeddings")
     missing = "combine=soft seed=0: the pooled embeddings of task mood are not in "
@@ -427,12 +429,12 @@ def nothing_to_show(sweep):
     assert novelty_by_stage(sweep) == {}
 
 
-def test_a_sweep_that_is_not_there_has_nothing_to_show(tmp_path):
+def test_a_missing_sweep_has_no_pictures(tmp_path):
     (tmp_path / "none").mkdir()
     nothing_to_show(open_sweep(tmp_path / "none"))
 
 
-def test_a_sweep_that_runs_has_nothing_to_show(tmp_path):
+def test_a_running_sweep_has_no_pictures(tmp_path):
     sweep: SweepFolder = write_sweep(tmp_path, {"router.combine": ["soft", "hard", "last"], "seed": [0]})
     nothing_to_show(sweep)
     _, running, failed = sweep
@@ -446,7 +448,7 @@ def test_a_sweep_that_runs_has_nothing_to_show(tmp_path):
         assert isinstance(embedding_map(sweep, trial), str)
 
 
-def test_files_that_hold_something_else_are_left_out(tmp_path):
+def test_malformed_files_are_left_out(tmp_path):
     sweep = write_sweep(tmp_path, {"router.combine": ["soft"], "seed": [0, 1]})
     first, second = sweep
     run_to_end(first, 0.5, 0.0)  # whose predictions are of one task, and not as tokens of a benchmark would be
@@ -461,7 +463,7 @@ def test_files_that_hold_something_else_are_left_out(tmp_path):
     assert isinstance(embedding_map(sweep, second), str)
 
 
-def test_damaged_predictions_are_not_drawn(copied):
+def test_corrupt_predictions_are_not_drawn(copied):
     trial = of_mode(copied, "soft")
     path = trial.path / "predictions" / "mood.jsonl"
     path.write_text(path.read_text().replace('"weights"', '"wei"', 1))
@@ -516,7 +518,7 @@ def many(n):
 
 
 @pytest.mark.parametrize("n_tasks", [2, 6, 7, 15])
-def test_nothing_is_clipped_too_small_or_on_top_of_each_other(n_tasks):
+def test_texts_are_legible_and_do_not_overlap(n_tasks):
     for name, figure in many(n_tasks).items():
         width, height = figure.get_size_inches()
         assert COLUMN <= width <= PAGE, name

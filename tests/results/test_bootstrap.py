@@ -1,4 +1,4 @@
-"""Intervals of paired differences, against routes of their own: every resample counted, loops, scipy, known truth."""
+"""Intervals of paired differences, checked against exhaustive resampling, loops, scipy and a known truth."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ def means_of(repetitions, **options):
 
 
 def every_resample(repetitions):
-    """Share of each value among all resamples there are: all draws of rows, task by task, and of repetitions."""
+    """Return the share of each value among all possible resamples of examples, by task, and of repetitions."""
     n = len(repetitions)
     sizes = {task: len(rows) for repetition in repetitions for task, rows in repetition.items()}
     draws = [itertools.product(range(size), repeat=size) for size in sizes.values()]
@@ -34,8 +34,8 @@ def every_resample(repetitions):
     return {value: count / found.total() for value, count in found.items()}
 
 
-def test_resamples_are_as_likely_as_when_all_are_counted():
-    """Tasks weigh the same whatever their rows, rows are drawn once for all repetitions, which need not share tasks."""
+def test_resamples_have_the_exact_probabilities():
+    """Tasks have equal weight, examples are drawn once for all repetitions, and repetitions may have other tasks."""
     first = {"a": np.array([0.0, 1.0]), "b": np.array([0.5, -1.0, 0.25])}
     second = {"a": np.array([4.0, 3.0])}
     exact = every_resample([first, second])
@@ -48,7 +48,7 @@ def test_resamples_are_as_likely_as_when_all_are_counted():
 
 
 def loop_interval(repetitions, resamples, seed):
-    """The same interval with nothing but loops and the standard library."""
+    """Compute the interval with plain loops."""
     source = random.Random(seed)
     tasks = list(repetitions[0])
     values = []
@@ -64,15 +64,15 @@ def loop_interval(repetitions, resamples, seed):
     return values[round(0.025 * resamples)], values[round(0.975 * resamples)]
 
 
-def test_the_interval_is_that_of_loops():
+def test_the_interval_equals_that_of_loops():
     source = np.random.default_rng(5)
     repetitions = [{t: source.normal(0.1 * r, 1.0, 6 + t) for t in range(3)} for r in range(4)]
     found = percentile_interval(means_of(repetitions))
     assert found == pytest.approx(loop_interval(repetitions, 3_000, seed=1), abs=0.04)
-    assert found[1] - found[0] > 0.5  # what 0.04 is little of
+    assert found[1] - found[0] > 0.5  # much more than the tolerance
 
 
-def test_blocks_change_nothing_but_the_draws(monkeypatch):
+def test_blocks_change_only_the_draws(monkeypatch):
     repetitions = [{"a": np.random.default_rng(r).normal(size=30)} for r in range(3)]
     whole = percentile_interval(means_of(repetitions))
     monkeypatch.setattr(bootstrap, "_MOST_DRAWS", 1_000)
@@ -87,8 +87,8 @@ def test_the_same_numbers_give_the_same_interval():
 @pytest.mark.parametrize(
     ("n", "of_repetitions", "of_rows"), [(1, 0.0, 0.5), (2, 0.03, 0.5), (3, 0.03, 0.5), (5, 0.05, 0.5)]
 )
-def test_the_interval_holds_the_truth_as_often_as_it_says(n, of_repetitions, of_rows):
-    """A row does something to all repetitions, a repetition something to all rows, and chance does the rest."""
+def test_coverage_of_the_interval(n, of_repetitions, of_rows):
+    """Scores have an effect of the example, an effect of the repetition, and noise."""
     source = np.random.default_rng(7)
     held = 0
     for data_set in range(300):
@@ -101,20 +101,20 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(n, of_repetitions, of_
 
 
 def stages_right(source, difficulty, drop, n):
-    """Whether rows are right at each of four stages, as the first one's ability is lost: (n, 4, rows)."""
+    """Draw whether examples are right at each of four stages, with a loss of ability: (n, 4, examples)."""
     ability = 0.8 - drop * (1 - np.exp(-np.arange(4.0)))
     chance = source.normal(0, 0.7, (n, 4, len(difficulty))) + source.normal(0, 0.1, (n, 4, 1))
     return (ability[:, None] + chance > difficulty).astype(float)
 
 
 def forgotten(stages):
-    """What each row has lost since the stage at which its task scored best: (rows,)."""
+    """Return what each example has lost since the best stage of its task, (examples,)."""
     return stages[stages.mean(axis=1).argmax()] - stages[-1]
 
 
 @pytest.mark.parametrize(("n", "least"), [(1, 0.85), (3, 0.92)])
-def test_the_interval_of_forgetting_holds_the_truth_although_the_best_stage_is_chosen(n, least):
-    """Two methods of which one forgets more; the maximum in FM is of the noisy means of few rows."""
+def test_coverage_of_the_interval_of_forgetting(n, least):
+    """One of two methods forgets more; the maximum in FM is over noisy means of few examples."""
     source = np.random.default_rng(11)
     many = source.normal(0, 0.7, 2_000)
     more, less = (
@@ -134,11 +134,13 @@ def test_the_interval_of_forgetting_holds_the_truth_although_the_best_stage_is_c
         held += low <= more - less <= high
         widths.append(high - low)
     assert held / 200 >= least
-    assert statistics.fmean(widths) < 4 * (2 * 2 * 0.25 / (3 * 40)) ** 0.5, "of two differences of rows right or wrong"
+    assert statistics.fmean(widths) < 4 * (2 * 2 * 0.25 / (3 * 40)) ** 0.5, (
+        "twice the width for independent right or wrong examples"
+    )
 
 
-def test_pairing_tells_apart_what_alone_cannot_be():
-    """Rows are far more different than two configurations are on the same row."""
+def test_pairing_narrows_the_interval():
+    """Examples differ far more than two configurations on the same example."""
     source = np.random.default_rng(2)
     difficulty = source.normal(0, 1, 100)
     baseline, ours = (difficulty + better + source.normal(0, 0.1, (3, 100)) for better in (0.0, 0.1))
@@ -149,24 +151,24 @@ def test_pairing_tells_apart_what_alone_cannot_be():
     assert unpaired[0] < 0 < unpaired[1]
 
 
-def test_what_a_row_does_to_all_repetitions_does_not_average_out():
+def test_effects_of_examples_do_not_average_out():
     rows = np.random.default_rng(4).normal(size=50)
     one, many = (percentile_interval(means_of([{"a": rows}] * n)) for n in (1, 10))
     assert many == pytest.approx(one, abs=0.02)
 
 
-def test_comparisons_that_are_drawn_together_are_what_each_is_alone():
+def test_joint_comparisons_equal_single_ones():
     source = np.random.default_rng(6)
     comparisons = [[{"a": source.normal(size=20), n: source.normal(size=n)} for _ in range(n)] for n in (1, 2, 5)]
     for found, alone in zip(bootstrap_means(comparisons), map(means_of, comparisons), strict=True):
         assert percentile_interval(found) == pytest.approx(percentile_interval(alone), abs=0.03)
 
 
-def test_students_interval_is_scipys():
+def test_students_interval_equals_scipys():
     ours, theirs = [0.5, 0.52, 0.61, 0.4], [0.45, 0.5, 0.5, 0.41]
     expected = ttest_rel(ours, theirs).confidence_interval(0.95)
     found = student_interval([x - y for x, y in zip(ours, theirs, strict=True)])
     assert found == pytest.approx((expected.low, expected.high))
     assert student_interval([0.1]) is None
     assert student_interval([0.0, 0.0]) == student_interval([0.1 + 0.2 - 0.3, 0.0]) == (0.0, 0.0)
-    assert student_interval([0.005, 0.005]) is None, "two of two rows that differ alike are no certainty"
+    assert student_interval([0.005, 0.005]) is None, "two equal differences do not show their spread"

@@ -1,4 +1,4 @@
-"""Several sweeps in one report and in one frame: every setting in which they differ has a column."""
+"""Several sweeps in one report and one frame: settings in which they differ have columns."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ METHODS = {"seq_lora": 0.4, "o_lora": 0.6}
 
 
 def with_params(sweep, **params):
-    """The sweep, with settings that all of its trials have."""
+    """Return the sweep with these settings in all of its trials."""
     content = read_checksummed_json(sweep.path / "sweep.json")
     for trial in content["trials"]:
         trial["params"] |= params
@@ -30,7 +30,7 @@ def with_params(sweep, **params):
 
 @pytest.fixture
 def one_each(tmp_path):
-    """A sweep for each method, none of which is an axis; seeds alone vary."""
+    """One sweep per method; only seeds vary in each."""
     found = []
     for name, average in METHODS.items():
         sweep = with_params(write_sweep(tmp_path, {"seed": [0, 1]}, name=f"cmp_{name}"), **{"method.name": name})
@@ -47,7 +47,7 @@ def cells(table, column):
 
 
 @pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
-def test_a_sweep_for_each_method_says_which(one_each, format):
+def test_sweeps_of_single_methods_name_them(one_each, format):
     text = report.render_all(summarize_all(one_each), format)
     for name in METHODS if format != "latex" else ("SeqLoRA", "O-LoRA"):
         assert name in text.replace("cmp_", "").replace(r"\_", "_")
@@ -55,7 +55,7 @@ def test_a_sweep_for_each_method_says_which(one_each, format):
         assert [row["method"] for row in csv.DictReader(io.StringIO(text))] == list(METHODS)
 
 
-def test_the_column_is_in_every_table_of_every_sweep(one_each):
+def test_the_column_is_in_every_table(one_each):
     summaries = summarize_all(one_each, baseline=["method=seq_lora"])
     together, differences = joint_sections(summaries)
     assert cells(together.table, "method") == ["o_lora", "seq_lora"]
@@ -76,7 +76,7 @@ def test_a_baseline_may_be_in_another_sweep(one_each, capsys):
     assert "method=seq_lora" in capsys.readouterr().err
 
 
-def test_each_sweep_is_compared_with_its_own_baseline_where_it_has_one(tmp_path):
+def test_a_baseline_in_the_same_sweep_is_preferred(tmp_path):
     sweeps = []
     for name, shift in (("here", 0.0), ("there", 0.2)):
         sweep = write_sweep(tmp_path, {"method.name": list(METHODS), "seed": [0, 1]}, name=name)
@@ -88,7 +88,7 @@ def test_each_sweep_is_compared_with_its_own_baseline_where_it_has_one(tmp_path)
         assert summary.configurations[1].comparison.differences["AP"].mean == pytest.approx(0.2)
 
 
-def test_frames_have_the_column_and_tell_the_sweeps_apart(one_each):
+def test_frames_have_the_column(one_each):
     found = open_sweep(*(sweep.path for sweep in one_each))
     trials = found.trials()
     assert trials[["sweep", "method", "seed"]].values.tolist() == [
@@ -105,7 +105,7 @@ def test_frames_have_the_column_and_tell_the_sweeps_apart(one_each):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_no_folder_and_one_twice_are_refused(one_each, count):
+def test_no_folder_and_duplicates_are_refused(one_each, count):
     with pytest.raises(ConfigError):
         open_sweep(*[one_each[0].path] * count)
 
@@ -150,8 +150,8 @@ def test_which_settings_differ(first, second, axes, expected):
     assert differing([first, second], axes) == expected
 
 
-def test_settings_of_an_axis_with_the_same_short_name_keep_their_paths(tmp_path):
-    """In all sweeps alike, so that their columns agree."""
+def test_settings_with_the_same_short_name_keep_their_paths(tmp_path):
+    """They do so in all sweeps, so that columns agree."""
     first = write_sweep(tmp_path, {"method.steps": [1, 2], "seed": [0]}, name="first")
     second = with_params(write_sweep(tmp_path, {"seed": [0]}, name="second"), **{"training.steps": 9})
     first = with_params(first, **{"training.steps": 8})

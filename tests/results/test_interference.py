@@ -1,4 +1,4 @@
-"""Overlap of snapshots, on matrices made here, against other routes to the same numbers; and on a real sweep."""
+"""Overlap of snapshots: formulas checked against other computations, and a small sweep."""
 
 import shutil
 from itertools import combinations
@@ -38,7 +38,7 @@ S = np.sort(source.uniform(0.5, 3, size=(M, r)))[:, ::-1].copy()
 
 
 @pytest.mark.parametrize("side", ["out", "in", "none"])
-def test_overlaps_are_what_the_penalty_measures(side):
+def test_overlaps_equal_the_penalty(side):
     found = overlaps(weighted(R, S, side))
     space = SimpleNamespace(singular_values=torch.from_numpy(S), sigma_side=side)
     for i, j in combinations(range(T), 2):
@@ -53,7 +53,7 @@ def test_overlaps_by_hand():
     assert overlap_shares(W)[0, 1] == pytest.approx(np.sqrt(8) / (2 * np.sqrt(27)))
 
 
-def test_shares_are_one_for_the_same_direction_and_zero_for_orthogonal_ones():
+def test_shares_of_equal_and_orthogonal_directions():
     column = source.normal(size=(M, r, 1))
     other = source.normal(size=(M, r, 1))
     other -= column * (column * other).sum(1, keepdims=True) / np.square(column).sum(1, keepdims=True)
@@ -66,7 +66,7 @@ def test_shares_are_one_for_the_same_direction_and_zero_for_orthogonal_ones():
     assert ((anything > 0) & (anything <= 1)).all()
 
 
-def test_a_snapshot_that_learned_nothing_has_no_share():
+def test_a_zero_snapshot_has_no_share():
     found = overlap_shares(np.stack([R[0], np.zeros_like(R[0])]))
     assert np.isnan(found[0, 1])
     assert np.isfinite(found[0, 0])
@@ -81,7 +81,7 @@ def test_the_share_of_independent_matrices(side):
     assert chance_share(S, side) == pytest.approx(np.sqrt(products / (norms[0] * norms[1]).sum()), rel=0.03)
 
 
-def test_no_direction_exceeds_the_bound_and_the_largest_is_reached():
+def test_directions_reach_the_largest_and_never_the_bound():
     W, scale = weighted(R, S, "out"), 0.5
     found = interference_bounds(W, scale)
     psi = source.normal(size=(20_000, r))
@@ -104,14 +104,14 @@ PAIRS = tiny(name="pairs", search={"seed": [0]}, trial__method={"name": "o_lora"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Both sweeps, run to their ends in one storage."""
+    """Two finished sweeps in one storage."""
     folder = tmp_path_factory.mktemp("interference")
     for content in (LATENT, PAIRS):
         assert main(["run", write(folder, content), "--local"]) == 0
     return folder
 
 
-def test_overlaps_of_a_sweep_are_those_of_its_whole_weight_changes(folder):
+def test_overlaps_of_a_sweep_equal_those_of_its_weight_changes(folder):
     sweep = sweep_folder(folder)
     found, gaps = interference(sweep)
     assert gaps == []
@@ -173,7 +173,7 @@ def test_pairs_overlap_in_their_down_projections(folder):
     assert [picture.name for picture in interference_pictures(sweep)[0]] == ["interference_1"]
 
 
-def test_what_is_missing_is_said(folder, tmp_path):
+def test_missing_files_are_reported(folder, tmp_path):
     shutil.copytree(folder / "runs", tmp_path / "runs")
     sweep = sweep_folder(tmp_path)
     shutil.rmtree(tmp_path / "runs" / "factors")
@@ -184,10 +184,10 @@ def test_what_is_missing_is_said(folder, tmp_path):
     last = stages(compared_trials(finished_trials(sweep))[0].events)[-1].lineage
     sweep.snapshots.path(last).write_bytes(b"spoilt")
     assert interference(sweep)[1][0].endswith(f"snapshot {last} does not match its digest")
-    assert sweep.snapshots.path(last).read_bytes() == b"spoilt"  # looking changes nothing
+    assert sweep.snapshots.path(last).read_bytes() == b"spoilt"  # nothing is changed
 
 
-def test_without_two_weights_each_training_is_shown_once(folder):
+def test_without_two_weights_each_training_is_selected_once(folder):
     trials = finished_trials(sweep_folder(folder))
     assert len(trials) == 4
     without = [trial for trial in trials if trial.folder.params["method.ortho_lambda"] == 0]
