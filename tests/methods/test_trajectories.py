@@ -1,15 +1,14 @@
 """Every method over several steps of two or three tasks, against references that share no formula with the code.
 
-A reference works in float64, one row at a time and so without padding, with dense matrices added by hooks of its own
-and torch's own optimizers. From the code it takes what no formula gives: random draws, which rows came together, and
-the signs of singular vectors. Each task goes on from what the reference itself left of the one before.
+A reference works in float64 on one row at a time, so without padding, with dense matrices added by its own hooks and
+torch's optimizers. From the code it takes only what no formula determines: random draws, batches, and the signs of
+singular vectors. Each task continues from the reference's own result of the previous one.
 
-The backbone is in float64 for the code too, but adapters and the loss are in float32 there. A gradient's entries are
-then off by some 1e-7 of the typical one, those of gates, which are sums over all projections that nearly cancel, by a
-hundred times that; and AdamW, which steps as far for the smallest gradient as for the largest, makes a thousand times
-more of it in the few entries that are as much smaller than the others. So tensors end off by 1e-7 to 1e-5 of the way
-that they went, gates by up to 3e-4 in their second task, and ten times that in a third. A term that is left out, or
-steps in another order, show as 1e-2 and more.
+The code also has a backbone in float64, but adapters and loss in float32. Gradients then differ by about 1e-7 of a
+typical entry, and those of gates, whose terms nearly cancel, by a hundred times that. AdamW amplifies this in small
+entries, as its steps do not depend on the gradient's scale. Final tensors differ by 1e-7 to 1e-5 of their change,
+gates by up to 3e-4 in their second task and ten times that in a third. A missing term or a wrong order of steps shows
+as 1e-2 or more.
 """
 
 import itertools
@@ -44,11 +43,11 @@ TRAINING = TrainingSettings(
     weight_decay=DECAY,
     gradient_clip=CLIP,
 )
-"""Two epochs of three batches, the third of one row, without the last: every setting of the loop does something."""
+"""Two epochs of three batches (the third has one row) without the last step, so that every setting has an effect."""
 
 
 def rate(step):
-    """Rises to its peak in two steps, then falls to zero."""
+    """The rate rises to its peak in two steps, then falls to zero."""
     return [PEAK / 2, PEAK, PEAK, PEAK * 2 / 3, PEAK / 3][step]
 
 
@@ -56,7 +55,7 @@ def rate(step):
 
 
 class Dense:
-    """A tiny backbone in float64 whose adapted projections add dense matrices."""
+    """A tiny backbone in float64 with dense matrices added to the adapted projections."""
 
     def __init__(self, name):
         backbone = load_tiny(name)
@@ -82,7 +81,7 @@ class Dense:
         return add
 
     def logits(self, row, added=(), prompt=None):
-        """(targets, vocabulary) of one row; `added` are pairs of matrices by projection and whether gradients stop."""
+        """Logits (targets, vocabulary) of one row; `added` pairs matrices by projection with whether to detach."""
         self.added, ids, target = added, row["prompt_ids"], row["target_ids"]
         vectors = [self.table[i] if i >= 0 else prompt[-1 - i] for i in ids]
         if self.family == "llama":
@@ -92,16 +91,16 @@ class Dense:
         return self.model(inputs_embeds=torch.stack(vectors).unsqueeze(0), decoder_input_ids=start).logits[0]
 
     def nll(self, row, added=(), prompt=None):
-        """Summed over the row's target tokens."""
+        """The negative log-likelihood summed over the row's target tokens."""
         return cross_entropy(self.logits(row, added, prompt), torch.tensor(row["target_ids"]), reduction="sum")
 
     def loss(self, rows, added):
-        """Mean over the target tokens of all rows; `added` may depend on the row."""
+        """The mean over the target tokens of all rows; `added` may depend on the row."""
         of_row = added if callable(added) else lambda row: added
         return sum(self.nll(row, of_row(row)) for row in rows) / tokens(rows)
 
     def moments(self, rows, added):
-        """sum h h^T over all tokens of all rows, of every projection's input."""
+        """sum h h^T of every projection's input over all tokens of all rows."""
         self.read = [[] for _ in self.modules]
         with torch.no_grad():
             for row in rows:
@@ -127,7 +126,7 @@ def adafactor(leaves):
 
 
 def trained(start, task, loss, after=lambda now, before, step: None, optimizer=adamw, clip=CLIP):
-    """Parameters after the task's steps; `after` sees them, with clipped gradients, and the values before the step."""
+    """Parameters after the task's steps; `after` gets them with clipped gradients, and the values before the step."""
     leaves = {name: value.detach().double().clone().requires_grad_(True) for name, value in start.items()}
     stepper = optimizer(list(leaves.values()))
     for step, rows in enumerate(task.batches):
@@ -146,37 +145,37 @@ def trained(start, task, loss, after=lambda now, before, step: None, optimizer=a
 
 @dataclass
 class Task:
-    """What a reference is told of a task."""
+    """A task as a reference gets it."""
 
     position: int
     rows: list
     batches: list
-    """Rows of every step."""
+    """Rows of each step."""
     draws: dict
-    """Values that the parameters start from."""
+    """Initial parameters."""
     A: torch.Tensor | None
-    """As the code designed it."""
+    """The designed A, for its signs."""
     fresh: dict
-    """A and B as they are drawn, before anything is designed."""
+    """A and B as drawn."""
 
 
 @dataclass
 class Reference:
-    """What a method's reference has to do with."""
+    """The state of a method's reference."""
 
     dense: Dense
     settings: object
     history: list = field(default_factory=list)
-    """What it left of earlier tasks."""
+    """Its results of earlier tasks."""
     memory: dict = field(default_factory=dict)
-    """Whatever else it keeps."""
+    """Other state."""
 
     def pair(self, values):
-        """The matrices of a pair, gradients flowing."""
+        """The matrices of a pair, not detached."""
         return [(self.dense.matrices(values, self.settings.alpha / self.settings.rank), False)]
 
     def earlier(self):
-        """The matrices of all earlier pairs, as they are active in training."""
+        """The matrices of all earlier pairs that are active in training."""
         cut = self.settings.old_branch_grad == "detach"
         return [(matrices, cut) for snapshot in self.history for matrices, _ in self.pair(snapshot)]
 
@@ -222,13 +221,13 @@ def lwf(ref, task):
     s, dense = ref.settings, ref.dense
     teacher = ref.history[-1] if ref.history else None
 
-    def loss(p, rows):
-        total = dense.loss(rows, ref.pair(p))
+    def loss(values, rows):
+        total = dense.loss(rows, ref.pair(values))
         for row in rows if teacher else ():
             with torch.no_grad():
-                told = (dense.logits(row, ref.pair(teacher)) / s.temperature).softmax(-1)
-            said = log_softmax(dense.logits(row, ref.pair(p)) / s.temperature, -1)
-            divergence = (told * (told.log() - said)).sum()
+                p = (dense.logits(row, ref.pair(teacher)) / s.temperature).softmax(-1)
+            log_q = log_softmax(dense.logits(row, ref.pair(values)) / s.temperature, -1)
+            divergence = (p * (p.log() - log_q)).sum()
             total = total + s.alpha_kd * s.temperature**2 * divergence / tokens(rows)
         return total
 
@@ -236,19 +235,19 @@ def lwf(ref, task):
 
 
 def importance(task_loss, sensitivity):
-    """A function of (reference, task): the pair, and I_bar U of every weight."""
+    """Return a function of (reference, task) that gives the pair and I_bar U of each weight."""
 
     def measured(ref, task):
         smooth, spread = {}, {}
 
         def after(p, before, step):
             for name, value in p.items():
-                found = sensitivity(value * value.grad)
+                now = sensitivity(value * value.grad)
                 if step == 0:
                     smooth[name] = spread[name] = torch.zeros_like(value)
                     continue
-                smooth[name] = 0.85 * smooth[name] + 0.15 * found
-                spread[name] = 0.85 * spread[name] + 0.15 * (found - smooth[name]).abs()
+                smooth[name] = 0.85 * smooth[name] + 0.15 * now
+                spread[name] = 0.85 * spread[name] + 0.15 * (now - smooth[name]).abs()
 
         pair = trained(ref.carried(task), task, lambda p, rows: task_loss(ref, p, rows), after)
         return pair, {name: smooth[name] * spread[name] for name in pair}
@@ -261,7 +260,7 @@ def scaled(scores):
 
 
 def fused(ref, pair, scores, share_of):
-    """The snapshot: units blended by the share of the new values, scores added up."""
+    """The snapshot with fused units and accumulated scores."""
     now = scaled(scores)
     if not ref.history:
         return pair | {"scores": torch.from_numpy(now)}
@@ -269,8 +268,8 @@ def fused(ref, pair, scores, share_of):
     share = share_of(scaled(before["scores"].numpy()), now)
     rows_of_B = [i for i, m in enumerate(ref.dense.outputs) for _ in range(m)]
     shares = {"A": torch.from_numpy(share[0]).unsqueeze(-1), "B": torch.from_numpy(share[-1][rows_of_B])}
-    blended = {name: shares[name] * pair[name] + (1 - shares[name]) * before[name] for name in "AB"}
-    return blended | {"scores": torch.from_numpy(scaled(0.3 * now + 0.7 * before["scores"].numpy()))}
+    mean = {name: shares[name] * pair[name] + (1 - shares[name]) * before[name] for name in "AB"}
+    return mean | {"scores": torch.from_numpy(scaled(0.3 * now + 0.7 * before["scores"].numpy()))}
 
 
 def tasl(ref, task):
@@ -317,7 +316,7 @@ def inc_lora(ref, task):
 
 
 def overlaps(ref, task, p):
-    """O-LoRA's terms; the weights are lists by position in these tests."""
+    """O-LoRA's terms, with weights by position."""
     s, kind = ref.settings, getattr(ref.settings, "penalty", "l1")
     overlap = size = 0.0
     for i in range(len(ref.dense.outputs)):
@@ -343,7 +342,7 @@ def threshold(position):
 
 
 def grown(C, M, position):
-    """A memory with the directions that bring the share of sigma^4 inside of it up to the threshold."""
+    """Add the directions that raise the share of sigma^4 inside the memory to the threshold."""
     total = float((torch.linalg.svdvals(C) ** 2).sum())
     U, S, _ = torch.linalg.svd(C - M @ M.T @ C)
     shares = S**2 / total
@@ -357,13 +356,13 @@ def grown(C, M, position):
 
 
 def aligned(directions, like):
-    """Rows with the signs of other rows, which singular vectors leave open."""
+    """Rows with the signs of other rows, which singular vectors do not determine."""
     signs = (directions * like.double()).sum(-1, keepdim=True).sign()
     return directions * signs
 
 
 def inputs_of(ref):
-    """Projections that read one input, by its name."""
+    """Projections grouped by input."""
     groups = {}
     for i, name in enumerate(ref.dense.names):
         block, _, projection = name.rpartition(".")
@@ -374,7 +373,7 @@ def inputs_of(ref):
 
 
 def designed(ref, task, added):
-    """A of the task: its leading input directions outside of the memory, or the random one projected."""
+    """The task's A: leading input directions outside the memory, or the projected random A."""
     width, s = ref.dense.table.shape[1], ref.settings
     memory = ref.memory.setdefault("inputs", {name: torch.zeros(width, 0).double() for name in inputs_of(ref)})
     moments = ref.dense.moments(task.rows, added)
@@ -392,7 +391,7 @@ def designed(ref, task, added):
 
 
 def remember(ref, task, added):
-    """Extend the memory of inputs; what was added, as projections onto it: columns have no order of their own."""
+    """Extend the memory of inputs; returns projectors onto the new columns, whose order is arbitrary."""
     moments, found = ref.dense.moments(task.rows, added), {}
     for name, projections in inputs_of(ref).items():
         before = ref.memory["inputs"][name]
@@ -426,7 +425,7 @@ def gain_lora(ref, task):
     d, memory = dense.table.shape[1], ref.memory.setdefault("gates", {})
 
     def read(values, prompts):
-        """What the three parts of a gate read of each prompt: p0, p1 and p2."""
+        """The inputs of a gate's three parts for each prompt: p0, p1 and p2."""
         lengths = [max(map(len, prompts))] * len(prompts) if s.gate.pooling == "padded" else map(len, prompts)
         sums = [dense.table[ids].sum(0) for ids in prompts]
         p0 = torch.stack([total / length for total, length in zip(sums, lengths, strict=True)])
@@ -440,7 +439,7 @@ def gain_lora(ref, task):
         return (2 / (1 + torch.exp(-4 * cosine)) - 1).abs()
 
     def added(values, rows):
-        """The matrices of every row, behind their gates; `values` None: of the earlier tasks alone."""
+        """The gated matrices of every row; without `values`, those of earlier tasks only."""
         cut = s.old_branch_grad == "detach"
         all_of_them = [(old, cut) for old in ref.history] + ([] if values is None else [(values, False)])
         weighed = []
@@ -458,7 +457,7 @@ def gain_lora(ref, task):
     maps = {name: (ref.history[-1] if ref.history else task.draws)[name].double() for name in ("gate.G1", "gate.G2")}
 
     def read_alone(values):
-        """The same of every prompt for the memories: if padded, with those of its batch, which are none here."""
+        """Like `read`, one prompt at a time, as batches of the memory have one row here."""
         assert s.gate.pooling == "true_length" or s.gpm.batch_size == 1
         return [torch.cat(parts) for parts in zip(*(read(values, [ids]) for ids in prompts), strict=True)]
 
@@ -469,7 +468,7 @@ def gain_lora(ref, task):
     start = maps | {"gate.key": key, "B": task.draws["B"]}
 
     def alone(values):
-        """The same for rows that come one at a time."""
+        """Like `added`, one row at a time."""
         return lambda row: added(values, [row])(row)
 
     A = designed(ref, task, alone(None)) if inf else None
@@ -484,7 +483,7 @@ def gain_lora(ref, task):
         return total if inf else total + overlaps(ref, task, p)
 
     def after(p, before, step):
-        """The optimizer's step, its change projected, the rows' norms given back: the released order."""
+        """The released order: the optimizer's step, projection of its change, restoration of the rows' norms."""
         for part in GATE if task.position else ():
             P, M = p[f"gate.{part}"], memory[part]
             norm = P.norm(dim=-1, keepdim=True)
@@ -509,7 +508,9 @@ def latent_lora(ref, task):
     factors = []
     for weight in dense.weights:
         U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
-        signs = Vh[range(len(Vh)), Vh.abs().argmax(1)].sign()  # the code's own rule: R means nothing without it
+        signs = Vh[
+            range(len(Vh)), Vh.abs().argmax(1)
+        ].sign()  # the code's sign convention, without which R is meaningless
         factors.append(((U * signs)[:, :r], S[:r], (signs.unsqueeze(1) * Vh)[:r]))
 
     def matrices(R):
@@ -542,10 +543,11 @@ def lfpt5(ref, task):
         divergence = 0.0
         for row in (row for row in rows if row["pseudo"]):
             with torch.no_grad():
-                told = dense.logits(row, prompt=teacher).softmax(-1)
-            divergence += (told * (told.log() - log_softmax(dense.logits(row, prompt=p["prompt"]), -1))).sum()
+                before = dense.logits(row, prompt=teacher).softmax(-1)
+            now = log_softmax(dense.logits(row, prompt=p["prompt"]), -1)
+            divergence += (before * (before.log() - now)).sum()
         accumulated = 4 if s.preset == "official" else 1
-        # the released code's own sum over its micro-batches, in units of one of them
+        # the released code's sum over its micro-batches, divided by their number
         return ((1 - s.kl_weight) * accumulated * total + s.kl_weight * divergence) / accumulated
 
     official = s.preset == "official"
@@ -553,7 +555,7 @@ def lfpt5(ref, task):
     return trained({"prompt": start["prompt"]}, task, loss, optimizer=optimizer, clip=clip)
 
 
-# --- code and reference side by side ---------------------------------------------------------------------------------
+# --- comparison ------------------------------------------------------------------------------------------------------
 
 PAIR = {"rank": 3, "alpha": 6.0, "dropout": 0.0}
 GPM = {"gpm": {"eps_0": 0.7}}
@@ -584,7 +586,7 @@ MORE = [
     ("o_lora", o_lora, PAIR | LAMBDAS | {"penalty": "squared"}),
 ]
 RELEASED = [
-    # rows one at a time are not padded, as the memory's are in the released code
+    # batches of one row, as the released code's memory counts padding
     ("inf_lora", inf_lora, PAIR | OFFICIAL | {"gpm": {"eps_0": 0.7, "batch_size": 1}}),
     ("gain_lora", gain_lora, PAIR | OFFICIAL | {"gpm": {"eps_0": 0.7, "batch_size": 1}}),
     ("lfpt5", lfpt5, PROMPT | OFFICIAL),
@@ -592,15 +594,15 @@ RELEASED = [
 
 
 def case(name, reference, settings, family, slow):
-    telling = ("preset", "variant", "fisher", "old_branch_grad", "penalty")
-    said = [str(settings[key]) for key in telling if key in settings]
+    named = ("preset", "variant", "fisher", "old_branch_grad", "penalty")
+    values = [str(settings[key]) for key in named if key in settings]
     marks = [pytest.mark.slow] if slow else []
-    return pytest.param(name, reference, settings, family, id=" ".join([name, *said, family]), marks=marks)
+    return pytest.param(name, reference, settings, family, id=" ".join([name, *values, family]), marks=marks)
 
 
 @pytest.fixture
 def learned(tmp_path, monkeypatch):
-    """Learn task after task with the code; gives, of each, what a reference is told and the snapshot."""
+    """Trains task after task with the code; yields each task, its snapshot and the settings."""
     banks = []
 
     def learned(name, family, settings):
@@ -629,13 +631,13 @@ def learned(tmp_path, monkeypatch):
 
 
 def pseudo_samples(context, prompt, format, settings, generator):
-    """Two rows of any task, instead of what an untrained model writes."""
+    """Two random rows, instead of samples from an untrained model."""
     rows = [row | {"input_ids": row["prompt_ids"]} for row in random_rows(2, seed=len(format.name) + 90)]
     return Samples(format, rows, 3, 2)
 
 
 def recorded(learner):
-    """A list that the rows of every step are added to."""
+    """Return a list to which the rows of each step are added."""
     batches, loss = [], learner.loss
 
     def record(outputs):
@@ -654,7 +656,7 @@ def recorded(learner):
         *(case(*each, T5, slow=False) for each in RELEASED),
     ],
 )
-def test_several_steps_of_each_task_are_the_references(learned, name, reference, settings, family):
+def test_several_steps_of_each_task_equal_the_reference(learned, name, reference, settings, family):
     ref = None
     for task, snapshot, resolved in learned(name, family, settings):
         ref = ref or Reference(Dense(family), resolved)
@@ -665,6 +667,6 @@ def test_several_steps_of_each_task_are_the_references(learned, name, reference,
             found = snapshot[part].double()
             if part.startswith("memory."):
                 found = found @ found.T
-            way = value - task.draws.get(part, 0.0)  # of what is no parameter: all of it
-            off = float((found - value).norm())
-            assert off <= TOLERANCE * float(way.norm()), f"{part} of task {task.position}"
+            change = value - task.draws.get(part, 0.0)
+            error = float((found - value).norm())
+            assert error <= TOLERANCE * float(change.norm()), f"{part} of task {task.position}"
