@@ -63,7 +63,7 @@ class TestSharp(MethodConformance):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def plugin(tmp_path, monkeypatch):
     """The name of a plugin method in a new folder; each test has its own package, as Python imports a name once."""
     package = f"mine_{tmp_path.name}".replace("-", "_")
     folder = tmp_path / package
@@ -100,9 +100,9 @@ def answers_of(trial):
     )
 
 
-def test_a_plugin_plans_like_a_built_in_method_with_another_identity(place):
-    trial, ours = trial_of(place), trial_of("latent_lora")
-    assert type(trial.method()) is method_class(place)
+def test_a_plugin_plans_like_a_built_in_method_with_another_identity(plugin):
+    trial, ours = trial_of(plugin), trial_of("latent_lora")
+    assert type(trial.method()) is method_class(plugin)
     assert trial.settings.router.combine == "soft"
     assert trial.settings.method.sharpness == 1.0
     assert not {*trial.lineages()} & {*ours.lineages()}
@@ -133,9 +133,9 @@ class Named(TaskAdapterMethod):
 """
 
 
-def test_loss_terms_may_have_any_name(place, tmp_path, runs):
+def test_loss_terms_may_have_any_name(plugin, tmp_path, runs):
     """No term needs to be called `task`."""
-    package = place.partition(".")[0]
+    package = plugin.partition(".")[0]
     (tmp_path / package / "named.py").write_text(NAMED)
     benchmark = {"name": "builtin", "tasks": ["mood", "past"], "train_per_task": 8, "test_per_task": 2}
     trial = {"method": {"name": f"{package}.named:Named", "rank": 4}, "benchmark": benchmark}
@@ -292,9 +292,9 @@ class Noisy(Learns):
 
 
 @pytest.fixture
-def odd(place, tmp_path):
+def odd(plugin, tmp_path):
     """Makes the content of a sweep of a class in `ODD`."""
-    package = place.partition(".")[0]
+    package = plugin.partition(".")[0]
     (tmp_path / package / "odd.py").write_text(ODD)
     benchmark = {"name": "builtin", "tasks": ["mood", "past"], "train_per_task": 8, "test_per_task": 2}
 
@@ -381,12 +381,12 @@ def test_the_position_is_part_of_a_plugins_lineage(odd):
 
 
 @pytest.mark.parametrize("file", ["sharp.py", "__init__.py", "helper.py"])
-def test_the_code_of_its_package_is_part_of_its_identity(place, tmp_path, file):
-    before = *identities(trial_of(place)), answers_of(trial_of(place))
-    path = tmp_path / place.partition(".")[0] / file
+def test_the_code_of_its_package_is_part_of_its_identity(plugin, tmp_path, file):
+    before = *identities(trial_of(plugin)), answers_of(trial_of(plugin))
+    path = tmp_path / plugin.partition(".")[0] / file
     path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
     os.utime(path, ns=(1, 1))  # the file system's clock may be too coarse
-    after = *identities(trial_of(place)), answers_of(trial_of(place))
+    after = *identities(trial_of(plugin)), answers_of(trial_of(plugin))
     assert all(old != new for old, new in zip(before, after, strict=True))
 
 
@@ -405,8 +405,8 @@ def test_the_code_of_its_package_is_part_of_its_identity(place, tmp_path, file):
         ("sharp:", r"expected the name of a method"),
     ],
 )
-def test_a_name_that_is_not_a_method_is_refused(place, tmp_path, attribute, found):
-    package = place.partition(".")[0]
+def test_a_name_that_is_not_a_method_is_refused(plugin, tmp_path, attribute, found):
+    package = plugin.partition(".")[0]
     (tmp_path / package / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match=found) as raised:
         parse_sweep(content(f"{package}.{attribute}"), "sweep.yaml")
@@ -423,9 +423,9 @@ def run_command(*command, **environment):
 
 
 @pytest.mark.slow
-def test_the_command_runs_it_on_ray_from_its_folder(place, tmp_path):
+def test_the_command_runs_it_on_ray_from_its_folder(plugin, tmp_path):
     """The console script must add the working directory to the import path."""
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(place)))
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(plugin)))
     script = Path(sys.executable).with_name("latent-sweep")
     done = run_command(str(script), "run", "sweep.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -433,9 +433,9 @@ def test_the_command_runs_it_on_ray_from_its_folder(place, tmp_path):
     assert [event.name for event in trial.events()] == ["started", "stage", "stage", "finished"]
 
 
-def test_a_worker_with_other_code_learns_nothing(place, tmp_path, runs):
-    packs = runs.packs_of(content(place))
-    path = tmp_path / place.partition(".")[0] / "sharp.py"
+def test_a_worker_with_other_code_learns_nothing(plugin, tmp_path, runs):
+    packs = runs.packs_of(content(plugin))
+    path = tmp_path / plugin.partition(".")[0] / "sharp.py"
     path.write_text(path.read_text() + "\n# changed\n")
     os.utime(path, ns=(1, 1))
     with pytest.raises(ConfigError, match=r"the code of .*:Sharp on .* has the digest .* planned with .*same code"):
@@ -445,12 +445,12 @@ def test_a_worker_with_other_code_learns_nothing(place, tmp_path, runs):
     assert [event.name for event in told] == ["started", "failed"] and told[1].kind == "error"
 
 
-def test_scored_trials_of_changed_code_are_reported(place, tmp_path, capsys):
+def test_scored_trials_of_changed_code_are_reported(plugin, tmp_path, capsys):
     """But not trials that differ in a setting."""
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(place)))
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(plugin)))
     command = ["run", str(tmp_path / "sweep.yaml"), "--local"]
     assert main(command) == 0
-    path = tmp_path / place.partition(".")[0] / "sharp.py"
+    path = tmp_path / plugin.partition(".")[0] / "sharp.py"
     path.write_text(path.read_text() + "\n# changed\n")
     os.utime(path, ns=(1, 1))
     capsys.readouterr()
@@ -463,8 +463,8 @@ def test_scored_trials_of_changed_code_are_reported(place, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_suite_runs_on_it_from_its_folder(place, tmp_path):
-    (tmp_path / "test_sharp.py").write_text(SUITE.format(name=place))
+def test_the_suite_runs_on_it_from_its_folder(plugin, tmp_path):
+    (tmp_path / "test_sharp.py").write_text(SUITE.format(name=plugin))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "test_sharp.py"]
     done = run_command(*command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout

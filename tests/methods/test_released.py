@@ -1,17 +1,17 @@
-"""GainLoRA and its InfLoRA against numbers that the released trainers gave for the same weights, rows and draws.
+"""GainLoRA and its InfLoRA against the released trainers' numbers for the same weights, examples and draws.
 
-`released.json` was made with the code of github.com/liangyanshuo/gainlora at commit a47edf4 (T5 under `official`) and
-of its later commit ba16e1f of November 2025, which github.com/2unju/gainlora keeps (the other two cases), under
-transformers 4.30.2. Nothing of it is here. For each of two tasks in turn it ran `GainLoRA_InfLoRA_Trainer`, and
-`InfLoRA_Trainer`, as scripts do: `get_reg_matrix`, `train` (its own loop and default optimizer) and
-`get_repsentation`, on models as small as these. Weights, rows and the order of rows are those that the functions of
-this file draw, without dropout and in float32. Four things were arranged so that numbers can be compared: CUDA and
-CuPy were replaced by the CPU and NumPy; a new key was given the mean length that ours has (theirs has the length of
-its own draw, and on Llama that of 4,096 dimensions); on Llama the optimizer stepped in `training_step`, as DeepSpeed
-has it; and all batches have four rows, as their mean for the second map's memory weighs a smaller last batch
+`released.json` was produced with github.com/liangyanshuo/gainlora at commit a47edf4 (T5 under `official`) and at the
+later commit ba16e1f of November 2025, kept by github.com/2unju/gainlora (the other two cases), under transformers
+4.30.2. None of that code is included. For two tasks in turn it ran `GainLoRA_InfLoRA_Trainer` and `InfLoRA_Trainer` as
+the scripts do, `get_reg_matrix`, `train` (its own loop and default optimizer) and `get_repsentation`, on equally small
+models. This file draws the same weights, examples and orders, without dropout and in float32.
+
+Four changes make the numbers comparable. The CPU and NumPy replace CUDA and CuPy. A new key has our mean length (theirs
+has the length of its own draw, and on Llama that of 4,096 dimensions). On Llama the optimizer steps in `training_step`,
+as DeepSpeed does. All batches have four rows, since their mean for the second map's memory weights a smaller last batch
 differently.
 
-Large matrices are stored as their products with a fixed random one, memories as projections of it.
+Large matrices are stored as products with a fixed random one, memories as projections of it.
 """
 
 import json
@@ -39,10 +39,10 @@ GATED = [case for case in FIXTURE if case.startswith("gain_lora")]
 RANK, WIDTH, ROWS, BATCH = 4, 20, 8, 4
 EOS = 2
 CLOSE = {"rtol": 2e-3, "atol": 5e-4}
-"""Theirs is float32 throughout, and memories end where a share of energy does."""
+"""The released code computes in float32, and memories end at a share of energy."""
 
 
-# --- what both were given --------------------------------------------------------------------------------------------
+# --- common inputs ---------------------------------------------------------------------------------------------------
 
 
 def draws(name):
@@ -67,7 +67,7 @@ def rows_of(task, prompt_end):
 
 
 def batches(task, use):
-    """Rows of each batch: of the memory (use 0) and of the epochs."""
+    """Row indices of each batch, for the memory (use 0) or an epoch."""
     order = np.random.RandomState(1000 * task + use).permutation(ROWS).tolist()
     return [order[i : i + BATCH] for i in range(0, ROWS, BATCH)]
 
@@ -84,7 +84,7 @@ def t5_backbone(folder):
 
 
 def llama_backbone(folder):
-    """As wide in keys and values as in queries: their model knows no other."""
+    """Keys and values are as wide as queries, as their model requires."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 260}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
@@ -93,24 +93,24 @@ def llama_backbone(folder):
     return load_backbone(BackboneSettings(name=str(folder), dtype="float32", device="cpu"))
 
 
-# --- the same two tasks, learned here --------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """Both tasks under a preset, with draws and orders that stand above in place of those of the package."""
+    """Both tasks under a preset, with the draws and orders above instead of the package's."""
 
     def __init__(self, case, folder, monkeypatch, **changes):
         name, family, preset = case.split()
         self.expected, self.gated = FIXTURE[case], case in GATED
         self.backbone = {"t5": t5_backbone, "llama": llama_backbone}[family](folder)
         give_weights(self.backbone.model)
-        known = {"t5": "t5-large", "llama": "llama-2-7b"}[family]
+        registered = {"t5": "t5-large", "llama": "llama-2-7b"}[family]
         if case in GATED:
             changes["gate"] = {"width": WIDTH} | changes.get("gate", {})
         kind = method_class(name)
-        settings = kind.resolve(kind.settings_class(preset=preset, rank=RANK, **changes), known, "superni")
+        settings = kind.resolve(kind.settings_class(preset=preset, rank=RANK, **changes), registered, "superni")
         own = {"learning_rate": 0.01, "batch_size": BATCH, "epochs": 2, "backbone_dropout": 0.0}
-        self.training = TrainingSettings(**kind.training_defaults(settings, known, "superni") | own)
+        self.training = TrainingSettings(**kind.training_defaults(settings, registered, "superni") | own)
         self.bank = bank_of(self.backbone)
         self.method = kind(settings, MethodContext(self.backbone, self.bank, Path("unused"), RANK))
         self.rows = [rows_of(task, [EOS] if family == "t5" else []) for task in range(2)]
@@ -119,7 +119,9 @@ class Run:
 
     def learn(self, task):
         d, names = self.backbone.embedding_table.shape[1], list(self.backbone.targets)
-        A = torch.stack([uniform(f"{task}.{place}.{what[0]}", (RANK, d), d**-0.5) for place, what in map(split, names)])
+        A = torch.stack(
+            [uniform(f"{task}.{block_name}.{what[0]}", (RANK, d), d**-0.5) for block_name, what in map(split, names)]
+        )
         B = torch.zeros(sum(self.method.outputs), RANK)
         maps = uniform("G1", (WIDTH, d), d**-0.5), uniform("G2", (d, WIDTH), WIDTH**-0.5)
         epochs = iter([batches(task, 1), batches(task, 2)])
@@ -127,7 +129,7 @@ class Run:
             patch.setattr(lora_formulas, "new_pair", lambda *_: (A, B))
             patch.setattr(gate_formulas, "new_maps", lambda *_: maps)
             patch.setattr(torch, "rand", lambda *_, **__: (uniform(f"key{task}", (d,), 1) + 1) / 2)
-            # the random direction is theirs: outside of the memory, else the projection would change it
+            # their random direction must be outside the memory, as the projection would change it
             patch.setattr(torch, "randn", lambda *_, **__: torch.tensor(self.expected["tasks"][task].get("start_key")))
             for module in (_gpm, _gate):
                 patch.setattr(module, "statistics_batches", lambda *_: batches(task, 0))
@@ -141,7 +143,7 @@ class Run:
             self.history.append(learner.finish())
 
     def losses(self):
-        """Mean loss of every row's target with both pairs behind their gates, four rows at once; and the gates."""
+        """The mean loss of each row's target with both gated pairs, four rows at once; and the gates."""
         from latent_sweep.backbones.batches import forward
 
         losses, gates = [], []
@@ -160,8 +162,8 @@ class Run:
 
 
 def split(name):
-    place, _, what = name.rpartition(".")
-    return place, what
+    block_name, _, what = name.rpartition(".")
+    return block_name, what
 
 
 def close(found, expected):
@@ -188,7 +190,7 @@ def run(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_a_task_begins_as_released(run, task):
+def test_initial_parameters_equal_the_released_ones(run, task):
     expected, (A, key) = run.expected["tasks"][task], run.starts[task]
     if run.gated:
         close_but_for_sign(key, expected["start_key"])
@@ -196,14 +198,14 @@ def test_a_task_begins_as_released(run, task):
     found = (A @ probe).reshape(-1, 2, RANK, 2)  # q and v of each attention
     order = list(dict.fromkeys(split(name)[0] for name in run.backbone.targets))
     given = dict(zip(expected["BA"], torch.tensor(expected["start_A"]).flatten(0, 1), strict=True))
-    for place, pair in zip(order, found, strict=True):
+    for block_name, pair in zip(order, found, strict=True):
         for what, own in zip("qv", pair, strict=True):
-            # singular vectors have either sign
-            close(own.abs(), given[f"{place}.{what}"].abs())
+            # the sign of singular vectors is arbitrary
+            close(own.abs(), given[f"{block_name}.{what}"].abs())
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_a_task_is_learned_as_released(run, task):
+def test_trained_parameters_equal_the_released_ones(run, task):
     expected, snapshot = run.expected["tasks"][task], run.history[task]
     d = run.backbone.embedding_table.shape[1]
     if run.gated:
@@ -212,12 +214,12 @@ def test_a_task_is_learned_as_released(run, task):
         close(snapshot["gate.G2"] @ normal("probe_w", (WIDTH, 2)), expected["G2"])
     pairs = run.method.low_rank_pairs(snapshot)
     for name, A, B in zip(run.backbone.targets, pairs.A, pairs.B, strict=True):
-        place, what = split(name)
-        close(pairs.scale * B @ (A @ normal("probe", (d, 2))), expected["BA"][f"{place}.{what[0]}"])
+        block_name, what = split(name)
+        close(pairs.scale * B @ (A @ normal("probe", (d, 2))), expected["BA"][f"{block_name}.{what[0]}"])
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_memories_grow_as_released(run, task):
+def test_memories_equal_the_released_ones(run, task):
     expected, history = run.expected["tasks"][task], run.history[: task + 1]
     settings, names = run.method.settings, list(run.backbone.targets)
     d = run.backbone.embedding_table.shape[1]
@@ -225,12 +227,12 @@ def test_memories_grow_as_released(run, task):
     blocks = _gpm.InputMemory(settings.gpm, "random_project", run.method.context, task_data(run.rows[0]), [])._blocks
     projected = {}
     for block in blocks:
-        M, place = memory_of(history, block.name), split(names[block.projections[0]])[0]
-        counts = np.ravel(expected["columns"][place])
+        M, block_name = memory_of(history, block.name), split(names[block.projections[0]])[0]
+        counts = np.ravel(expected["columns"][block_name])
         assert M.shape[1] == counts[block.dimensions.start // block.length], block.name
-        projected.setdefault(place, []).append(M @ (M.T @ probe[block.dimensions]))
-    for place, parts in projected.items():
-        close(torch.cat(parts), expected["inputs"][place])
+        projected.setdefault(block_name, []).append(M @ (M.T @ probe[block.dimensions]))
+    for block_name, parts in projected.items():
+        close(torch.cat(parts), expected["inputs"][block_name])
     gates = zip(_gate.PARTS, expected["gates"], expected["gate_columns"], strict=True) if run.gated else ()
     for part, given, counts in gates:
         found = []
@@ -242,7 +244,7 @@ def test_memories_grow_as_released(run, task):
         close(torch.cat(found), given)
 
 
-def test_it_answers_as_released(run):
+def test_answers_equal_the_released_ones(run):
     losses, gates = run.losses()
     close(losses, run.expected["losses"])
     if run.gated:
@@ -274,7 +276,7 @@ def test_it_answers_as_released(run):
     ids=str,
 )
 @pytest.mark.one_machine
-def test_what_the_preset_fills_in_is_needed(case, change, tmp_path, monkeypatch):
+def test_every_setting_of_the_preset_is_needed(case, change, tmp_path, monkeypatch):
     run = Run(case, tmp_path, monkeypatch, **change)
     for task in range(2):
         run.learn(task)
