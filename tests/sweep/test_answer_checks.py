@@ -72,7 +72,7 @@ def test_references_that_differ_and_score_1_against_each_other_are_a_fault(metri
 
 
 @pytest.mark.parametrize("unit", ["{}e-3", "{} km2", "{}/4", "{}:30", "{},50", "x 10^{}"])
-def test_numbers_in_any_form_are_told_apart(unit: str) -> None:
+def test_numbers_in_any_form_are_distinguished(unit: str) -> None:
     report = examined("number_match", [unit.format(29)] * 40, [unit.format(i + 1) for i in range(24)])
     assert report.confusion.rows == 0
     assert report.constant == 0
@@ -131,7 +131,7 @@ def scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield from outside_module(tmp_path, monkeypatch, SCORERS)
 
 
-def test_a_metric_from_outside_says_itself_what_an_equal_answer_scores(scorers: str) -> None:
+def test_a_plugin_metric_defines_the_score_of_an_equal_answer(scorers: str) -> None:
     (little,) = answer_problems(examined(f"{scorers}:longer", ["a", "b"] * 4, ["a", "b"] * 4))
     assert (little.is_fault, little.count[:4]) == (False, "0.00")
     (empty, *_) = answer_problems(examined(f"{scorers}:half", ["a", "b"] * 4, ["a", "b"] * 4))
@@ -263,7 +263,7 @@ def test_answers_are_cut_at_the_limits(tmp_path: Path) -> None:
     assert scores.unattainable == 0
 
 
-def test_where_the_tokenizer_is_not_at_hand_it_is_said(tmp_path: Path) -> None:
+def test_a_report_without_a_tokenizer_notes_it(tmp_path: Path) -> None:
     report = examine_benchmark(str(write_benchmark(tmp_path / "own")), "nobody/has-this")
     assert not report.reads_tokens
     assert any("not checked" in line for line in report.lines())

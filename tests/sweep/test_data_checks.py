@@ -425,7 +425,7 @@ def test_a_missing_tokenizer_is_a_note(own: Path) -> None:
     ]
 
 
-def test_backbones_are_told_apart(own: Path) -> None:
+def test_warnings_name_the_backbone(own: Path) -> None:
     put(own, "left", "train", rows("left", "train", ["abcd", "ax"]))
     content = tiny(
         trial__benchmark={"name": str(own)}, **FEW | {"search": {"backbone.name": ["tiny-llama", "tiny-t5"]}}

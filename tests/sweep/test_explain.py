@@ -79,14 +79,14 @@ def test_every_stage_stands_in_one_group():
     assert sum(counts) == len(distinct)
 
 
-def test_the_field_is_named_where_it_is_not_the_axis():
+def test_a_field_other_than_the_axis_is_named():
     _, first, _ = explained(search={"method.alpha": [16.0, 32.0]})
     assert first[1:] == ["method.alpha not shared: method.scale 1.0, 2.0"]
     _, first, _ = explained(search={"backbone.name": ["tiny-llama", "tiny-t5"]})
     assert "backbone.name not shared: backbone.weights.family llama, t5" in first[1]
 
 
-def test_an_order_keeps_apart_what_reads_the_tasks_before():
+def test_an_order_separates_stages_that_read_earlier_tasks():
     _, first, later = explained(search={"benchmark.order": [1, 2]}, **TURNED)
     assert first[1:] == later[1:] == ["benchmark.order not shared: the tasks before it"]
 
@@ -142,7 +142,7 @@ def test_what_is_stored_is_no_longer_to_learn(tmp_path):
     ]
 
 
-def test_a_change_of_the_sweep_file_is_named_beside_the_nearest_stage(tmp_path):
+def test_a_change_of_the_sweep_file_is_compared_with_the_nearest_stage(tmp_path):
     keep(tmp_path, [0, 1], trial__training__epochs=7, trial__training__batch_size=8)
     keep(tmp_path, [0, 1], trial__training__epochs=4)
     _, first, second, third = explained(tmp_path)
@@ -167,7 +167,7 @@ def test_an_earlier_stage_with_other_settings_is_looked_into(tmp_path):
     assert later[1:] == ["the storage has the task with other settings: method.R_std of the tasks before it"]
 
 
-def test_a_snapshot_that_does_not_say_what_it_is_made_from_is_passed_over(tmp_path):
+def test_a_snapshot_without_its_content_is_ignored(tmp_path):
     store = SnapshotStorage(Storage(tmp_path))
     store.append(Snapshot("0" * 16, {"R": torch.zeros(1)}, {"task": "mood"}))
     (store.folder / "1.json").write_text("{")

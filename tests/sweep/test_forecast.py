@@ -104,7 +104,7 @@ def test_passes_by_mode(mode, least, most):
     assert found.reuse.open_answers == Span(12 * least, 12 * most)
 
 
-def test_inference_axes_multiply_only_what_a_router_decides():
+def test_inference_axes_multiply_only_routed_passes():
     alone, four = (estimate(over("soft", **axes), NOWHERE) for axes in ({}, {"router__components": [1, 2, 3, 4]}))
     assert (alone.reuse.passes, four.passes) == (Span(3, 6), 24)
     # one task leaves nothing to route; the five passes of the other stages, for each K

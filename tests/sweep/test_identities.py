@@ -409,7 +409,7 @@ def differing(before, after):
 
 
 @pytest.mark.parametrize("path", SETTINGS)
-def test_a_setting_changes_what_reads_it(unchanged, path):
+def test_a_setting_changes_dependent_identities(unchanged, path):
     subject, before = unchanged
     value, expected = SETTINGS[path]
     assert differing(before, subject.identities(**{path.replace(".", "__"): value})) == set(expected.split())
@@ -420,7 +420,7 @@ def test_the_string_match_is_another_way_to_route(unchanged):
     assert differing(before, subject.identities(router__combine="ngram")) == set(SCORED.split())
 
 
-def test_a_backbones_dropout_changes_what_is_trained(unchanged):
+def test_backbone_dropout_changes_the_training(unchanged):
     subject, _ = unchanged
     before, after = (
         subject.identities(backbone__name="tiny-t5", training__backbone_dropout=rate) for rate in (0.0, 0.1)
@@ -450,14 +450,14 @@ def change_spec(subject, name, value):
 
 
 @pytest.mark.parametrize("name", SPEC)
-def test_a_field_of_a_benchmark_changes_what_reads_it(subject, name):
+def test_a_field_of_a_benchmark_changes_dependent_identities(subject, name):
     before = subject.identities()
     value, expected = SPEC[name]
     assert differing(before, subject.identities(**change_spec(subject, name, value))) == set(expected.split())
 
 
 @pytest.mark.parametrize("name", TASK)
-def test_a_field_of_a_task_changes_what_reads_it(subject, name):
+def test_a_field_of_a_task_changes_dependent_identities(subject, name):
     before = subject.identities()
     value, expected = TASK[name]
     folder = subject.folder / "benchmark"
@@ -485,7 +485,7 @@ def test_the_code_of_a_metric_from_outside_changes_scores_alone(subject, monkeyp
     assert differing(before, subject.identities()) == set(SCORED.split())
 
 
-def test_a_paraphrase_changes_what_reads_it(subject):
+def test_a_paraphrase_changes_dependent_identities(subject):
     reading = {"benchmark__prompts__definition": "paraphrase"}
     before = subject.identities(**reading)
     rewrite_benchmark(subject.folder / "benchmark", lambda content: content["tasks"][0].update(paraphrases=["Say it."]))
@@ -530,7 +530,7 @@ def change_outside(subject, what, monkeypatch):
 
 
 @pytest.mark.parametrize("what", OUTSIDE)
-def test_what_lies_outside_changes_what_reads_it(subject, what, monkeypatch):
+def test_external_content_changes_dependent_identities(subject, what, monkeypatch):
     before = subject.identities()
     follow = change_outside(subject, what, monkeypatch)
     assert differing(before, subject.identities(**follow)) == set(OUTSIDE[what].split())

@@ -136,7 +136,7 @@ def test_a_random_model_of_the_embedded_shapes_has_a_head_of_its_own():
     assert untied - tied == 49152 * 576
 
 
-def test_a_folder_says_what_its_checkpoint_is(tmp_path):
+def test_a_folder_is_identified_by_its_checkpoint(tmp_path):
     import torch
     from transformers import T5Config
 
@@ -271,7 +271,7 @@ def limits(trial):
         ("small-t5", "seq_lora", "bfloat16"),
     ],
 )
-def test_a_step_takes_what_was_predicted(name, method, dtype, checkpointing, tmp_path):
+def test_the_memory_of_a_step(name, method, dtype, checkpointing, tmp_path):
     trial = trial_of(name, dtype, method, trial__training__gradient_checkpointing=checkpointing)
     assert predicted_steps(trial) == pytest.approx(measured_steps(trial, tmp_path), rel=0.1)
 
@@ -286,7 +286,7 @@ OTHERS = [name for name in SHAPES if name.startswith("small-") and name not in (
     ("name", "targets"),
     [*((name, TARGETS.get(name)) for name in OTHERS), ("small-llama", "all-linear"), ("small-llama", ["o_proj"])],
 )
-def test_a_step_of_another_family_takes_what_was_predicted(name, targets, method, dtype, checkpointing, tmp_path):
+def test_the_memory_of_a_step_of_another_family(name, targets, method, dtype, checkpointing, tmp_path):
     backbone = {"name": name, "targets": targets}
     trial = trial_of(backbone, dtype, method, trial__training__gradient_checkpointing=checkpointing)
     predicted, measured = predicted_steps(trial), measured_steps(trial, tmp_path)
@@ -321,7 +321,7 @@ def test_micro_batches_take_turns(name, tmp_path):
     assert predicted_steps(parts) < 0.6 * predicted_steps(whole)
 
 
-def test_what_autograd_keeps_is_what_was_predicted(tmp_path):
+def test_the_activations_that_autograd_keeps(tmp_path):
     trial, kept = trial_of(), {}
     measured_steps(trial, tmp_path, kept=kept, steps=1)
     assert predict(trial, RunSettings()).activations == pytest.approx(sum(kept.values()), rel=0.05)
@@ -354,7 +354,7 @@ def test_a_step_of_a_real_backbone_on_long_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("name", "method"), [("small-llama", "inf_lora"), ("small-t5", "inf_lora"), ("small-llama", "gain_lora")]
 )
-def test_second_moments_take_what_was_predicted(name, method, tmp_path):
+def test_the_memory_of_second_moments(name, method, tmp_path):
     from latent_sweep.methods import method_class
     from latent_sweep.methods.protocol import MethodContext
 
@@ -378,7 +378,7 @@ def test_second_moments_take_what_was_predicted(name, method, tmp_path):
     ("name", "dtype", "rows"),
     [("small-llama", "float32", 2), ("small-llama", "bfloat16", 16), ("small-t5", "float32", 4)],
 )
-def test_fisher_information_takes_what_was_predicted(name, dtype, rows, tmp_path):
+def test_the_memory_of_fisher_information(name, dtype, rows, tmp_path):
     """Of as many rows at once as a step has, but no more than eight."""
     from latent_sweep.methods import method_class
     from latent_sweep.methods.protocol import MethodContext
@@ -401,7 +401,7 @@ def test_fisher_information_takes_what_was_predicted(name, dtype, rows, tmp_path
 @pytest.mark.parametrize(
     ("method", "rows", "prompt", "resident"), [("latent_lora", 12, 512, 9.68), ("seq_lora", 1, 32, 0)]
 )
-def test_a_process_on_a_cpu_takes_what_was_measured(method, rows, prompt, resident):
+def test_the_overhead_of_a_process_on_a_cpu(method, rows, prompt, resident):
     """GiB of a process that took a step of SmolLM2, most of it in a C heap; a small step takes the libraries' alone."""
     trial = trial_of("smollm2-135m", "float32", method, prompt, 50, trial__training__batch_size=rows)
     found = predict(trial, RunSettings())
@@ -424,7 +424,7 @@ def test_what_measures_nothing_counts_nothing():
         ("small-t5", "bfloat16", 8, 40),
     ],
 )
-def test_answers_take_what_was_predicted(name, dtype, prompt, target):
+def test_the_memory_of_answers(name, dtype, prompt, target):
     import torch
 
     from latent_sweep.adapters.bank import Adaptation
@@ -464,7 +464,7 @@ def test_factors_and_adapters_are_counted_exactly(tmp_path):
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
-def test_zero_shares_what_its_stage_says():
+def test_zero_shards_by_stage():
     trial = trial_of("llama-2-13b", "bfloat16", "seq_lora")
     alone, *stages = [predict(trial, run) for run in (run_of(), *(run_of(4, zero_stage=i) for i in range(4)))]
     assert [memory.weights for memory in stages[:3]] == [alone.weights] * 3
@@ -486,7 +486,7 @@ def test_one_worker_holds_every_share_unless_they_wait_in_host_memory():
     assert (waiting.optimizer, waiting.gathered_to_answer) == (alone.optimizer, waiting.host)
 
 
-def test_weights_are_gathered_to_answer_where_they_fit():
+def test_weights_are_gathered_to_evaluate_if_they_fit():
     trial = trial_of("llama-2-13b", "bfloat16")
 
     def gathered(**changes):
@@ -496,7 +496,7 @@ def test_weights_are_gathered_to_answer_where_they_fit():
     assert gathered(gather="never") == gathered(accelerator="A10G") == pytest.approx(1.0, abs=0.1)
 
 
-def test_deepspeed_keeps_what_its_own_settings_say():
+def test_deepspeed_settings_change_the_memory():
     zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
     found = predict(trial_of("llama-2-13b", "bfloat16"), run_of(4, zero_stage=3, config={"zero_optimization": zero}))
     assert found.gathered == 2 * 32000 * 5120  # the largest weight
@@ -551,7 +551,7 @@ def checkpointing_of(trial, free, members=1):
     return said
 
 
-def test_checkpointing_is_turned_on_where_learning_would_not_fit_without():
+def test_checkpointing_is_turned_on_if_training_would_not_fit():
     without = predict(automatic(), run_of()).learning
     assert without == predict(trial_of("llama-2-13b", "bfloat16", prompt=1024), run_of()).learning
     room = without + RESERVE  # as `plan` reckons with it

@@ -73,7 +73,7 @@ def refused(capsys, *arguments):
 
 
 @pytest.mark.parametrize(("text", "parts"), MISTAKES.values(), ids=list(MISTAKES))
-def test_a_mistake_in_the_file_is_refused_with_what_to_do(tmp_path, capsys, text, parts):
+def test_a_mistake_in_the_file_is_refused_with_a_remedy(tmp_path, capsys, text, parts):
     path = tmp_path / "sweep.yaml"
     path.write_text(text)
     for command in (["plan", path], ["run", path, "--local"]):
@@ -84,7 +84,7 @@ def test_a_mistake_in_the_file_is_refused_with_what_to_do(tmp_path, capsys, text
 
 
 @pytest.mark.parametrize(("override", "parts"), SET.values(), ids=list(SET))
-def test_a_mistake_in_a_setting_is_refused_with_what_to_do(tmp_path, capsys, override, parts):
+def test_a_mistake_in_a_setting_is_refused_with_a_remedy(tmp_path, capsys, override, parts):
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(tiny(search={"seed": [0]}), sort_keys=False))
     for command in (["plan", path], ["run", path, "--local"]):

@@ -138,7 +138,7 @@ def test_a_setting_left_out_and_its_default_collapse():
         ("tiny-llama", {"name": "seq_lora", "preset": "official"}, 0.0),
     ],
 )
-def test_the_backbone_drops_out_where_the_released_code_lets_it(backbone, method, rate):
+def test_backbone_dropout_follows_the_released_code(backbone, method, rate):
     (trial,) = trials_of(tiny(trial__backbone__name=backbone, trial__method=method, search={}))
     assert trial.settings.training.backbone_dropout == rate
     assert trial.settings.training.training_identity()["backbone_dropout"] == rate
@@ -158,7 +158,7 @@ def test_dropout_that_a_backbone_does_not_have_is_refused():
 @pytest.mark.parametrize(
     ("written", "clip"), [({}, None), ({"gradient_clip": 0.5}, 0.5), ({"gradient_clip": None}, None)]
 )
-def test_lfpt5_clips_no_gradients_as_released_unless_it_is_told_to(written, clip):
+def test_lfpt5_clips_no_gradients_by_default(written, clip):
     content = tiny(trial__method={"name": "lfpt5", "preset": "official"}, search={})
     content["trial"]["training"] |= written
     (trial,) = trials_of(content)
@@ -239,7 +239,7 @@ def change_row(folder, task, split):
     path.write_text(path.read_text().replace(f"{split} row 3", f"{split} line 3"))
 
 
-def test_a_changed_training_row_changes_what_learned_it_and_what_came_after(tmp_path):
+def test_a_changed_training_example_changes_its_stage_and_later_ones(tmp_path):
     folder = write_benchmark(tmp_path / "own")
     trial_id, lineages, row_keys = own_ids(folder)
     change_row(folder, "right", "train")
@@ -249,7 +249,7 @@ def test_a_changed_training_row_changes_what_learned_it_and_what_came_after(tmp_
     assert same(new_row_keys, row_keys) == [True, False]
 
 
-def test_a_changed_row_of_the_first_task_changes_what_reads_its_snapshot(tmp_path):
+def test_a_changed_example_of_the_first_task_changes_dependent_snapshots(tmp_path):
     folder = write_benchmark(tmp_path / "own")
 
     def lineages(weight):
@@ -374,7 +374,7 @@ class OddLora(SeqLora):
     settings_class = OddSettings
 
 
-def test_a_preset_that_does_not_fit_what_is_written_is_a_fault(monkeypatch):
+def test_a_preset_that_conflicts_with_written_settings_is_a_fault(monkeypatch):
     monkeypatch.setitem(METHODS, "odd_lora", f"{__name__}:OddLora")
     with pytest.raises(ConfigError, match=r"method\..*rank = 8 is even"):
         trials_of(tiny(trial__method={"name": "odd_lora"}, search={}))
@@ -413,7 +413,7 @@ def test_a_component_for_every_row_leaves_no_scatter_about_their_means():
     assert len(trials_of(tiny(trial__router=by_component | {"cov": {}}, search={}))) == 1
 
 
-def test_components_are_no_fault_where_no_router_is_asked():
+def test_components_are_no_fault_without_a_router():
     assert len(trials_of(tiny(trial__router={"combine": "sum", "components": 40}, search={}))) == 1
 
 
@@ -475,7 +475,7 @@ def test_files_are_looked_for_as_often_for_many_trials_as_for_few(tmp_path, monk
     assert planned(2)[1] != lineages
 
 
-def test_data_in_two_folders_makes_one_trial_only_where_it_is_the_same(tmp_path):
+def test_data_in_two_folders_makes_one_trial_only_if_equal(tmp_path):
     """Where it lies is no part of a trial's identity."""
     for folder in ("a", "b"):
         write_benchmark(tmp_path / folder / "Long_Sequence", ("copa", "cb"))
@@ -533,7 +533,7 @@ SHARING = {
 """Axes along which every part of a trial's identity is once the same and once another."""
 
 
-def test_a_trial_among_others_is_what_it_is_alone():
+def test_a_trial_among_others_equals_the_trial_alone():
     """Each trial is planned twice: where equal parts of a sweep's trials are found once, and with nobody beside it."""
     sweep = parse_sweep(tiny(search=SHARING, trial__method={"name": "latent_lora"}), "sweep.yaml")
     together = expand(sweep)
@@ -557,7 +557,7 @@ def test_equal_groups_of_a_sweep_are_one_object():
     assert len({id(trial.sources) for trial in trials}) == 4
 
 
-def test_a_trial_that_was_changed_has_no_lineages_of_what_it_was():
+def test_a_changed_trial_has_new_lineages():
     (trial,) = trials_of(tiny(search={}))
     before, rows = trial.lineages(), trial.row_keys()
     other = replace(trial, settings=trial.settings.model_copy(update={"seed": 7}))

@@ -318,7 +318,7 @@ def test_a_method_setting_that_only_answers_read_is_searched_without_training(ru
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_says_what_its_trials_were_not_all_computed_with(tmp_path, benchmark, monkeypatch, capsys):
+def test_a_table_reports_differing_versions(tmp_path, benchmark, monkeypatch, capsys):
     path = write(tmp_path, tiny(**small(benchmark, search={"seed": [0]})))
     assert main(["run", path, "--local"]) == 0
     assert "computed alike" not in capsys.readouterr().out
@@ -344,7 +344,7 @@ def test_a_table_says_what_its_trials_were_not_all_computed_with(tmp_path, bench
         ({"name": "gain_lora", "rank": 4, "gate": {"pooling": "padded"}}, "padding"),
     ],
 )
-def test_a_table_says_where_rows_were_read_together_that_were_not_elsewhere(tmp_path, benchmark, capsys, method, told):
+def test_a_table_reports_differing_micro_batches(tmp_path, benchmark, capsys, method, told):
     """Halved after running out of memory, passes have masks and padding of their own, which no lineage can know."""
     path = write(tmp_path, tiny(**small(benchmark, trial__method=method, search={"seed": [0]})))
     assert main(["run", path, "--local"]) == 0

@@ -115,7 +115,7 @@ def test_a_quickstart_is_the_packages_own():
     assert {t.trial_id for t in expand(load_sweep("quickstart.yaml"))} == {t.trial_id for t in expand(own)}
 
 
-def test_init_writes_a_file_and_says_what_comes_next(tmp_path, capsys):
+def test_init_writes_a_file_and_names_the_next_command(tmp_path, capsys):
     assert main(["init", "sweeps/first", "--purpose", "lambda"]) == 0
     assert capsys.readouterr().out == "wrote sweeps/first.yaml\nnext: latent-sweep plan sweeps/first.yaml\n"
     assert main(["plan", "sweeps/first.yaml"]) == 0
@@ -132,7 +132,7 @@ def test_init_writes_a_file_and_says_what_comes_next(tmp_path, capsys):
         (["first", "--backbone", "."], "has no config.json"),
     ],
 )
-def test_what_cannot_be_is_said_and_nothing_is_written(arguments, said, tmp_path, capsys):
+def test_invalid_arguments_write_nothing(arguments, said, tmp_path, capsys):
     assert main(["init", *arguments]) == 2
     printed = capsys.readouterr().err
     assert said in printed and "Traceback" not in printed

@@ -54,7 +54,7 @@ def test_a_home_folder_is_written_out(monkeypatch):
     assert fault.endswith("sqlite:////srv/me/mlflow.db")
 
 
-def test_a_folder_passes_where_mlflow_is_told_to_take_it(monkeypatch):
+def test_a_folder_passes_if_mlflow_is_configured_to_accept_it(monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert address_faults("./mlruns") == []
 

@@ -140,7 +140,7 @@ def test_equal_tuning_trials_are_one():
     assert len(selection.tuning_trials) == 1
 
 
-def test_selections_with_equal_names_are_told_apart_by_their_settings():
+def test_selections_with_equal_names_are_labeled_by_their_settings():
     methods = [*({"name": "latent_lora", "rank": rank} for rank in (4, 8)), {"name": "ewc", "rank": 4}]
     search = {"trial": [{"method": method} for method in methods]}
     selections = find_selections(sweep_of(search=search, trial__method=None))
