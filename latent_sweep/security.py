@@ -1,9 +1,9 @@
-"""Passwords and tokens stay out of whatever is written or printed: journals, params, tags, links, logs, tracebacks.
+"""Keeps passwords and tokens out of everything written or printed: journals, params, tags, links, logs, tracebacks.
 
-Secrets are found where something says that they are some: in the user part of an address, behind a name (`password=`,
-`Authorization:`, `"api_key": `), by the shape of well-known tokens, as values of environment variables. A text is read
-from left to right, and each character a bounded number of times: no expression here can fail after a long match in more
-than one way. Where in doubt between a secret and a word, what stands behind a plain `token` has to look random.
+Secrets are recognized by context: the user part of an address, a preceding name (`password=`, `Authorization:`,
+`"api_key": `), the shape of well-known tokens, and the values of environment variables. A text is read from left to
+right, each character a bounded number of times: no expression here backtracks after a long match. In doubt, the value
+after a plain `token` must look random.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from urllib.parse import quote
 _MASK = "***"
 
 _SECRET_VARIABLE = re.compile(r"(?i)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIAL)S?(_|$)(?!.*(PATH|FILE|DIR)$)")
-"""Names of environment variables whose values are secrets; TOKENIZERS_PARALLELISM and AUTH_TOKEN_PATH are none."""
+"""Names of environment variables with secret values; not TOKENIZERS_PARALLELISM or AUTH_TOKEN_PATH."""
 _SHORTEST_SECRET = 6
-"""Characters; shorter values, such as `1` or `true`, would be found everywhere."""
+"""In characters; shorter values, such as `1` or `true`, would match everywhere."""
 
 
 def redact(text: str) -> str:
     """Replace each secret in `text` by `***`.
 
-    Secrets are the user part of every address (`http://user:word@host` becomes `http://***@host`), what stands behind a
-    secret's name in a query, a header, a command or structured text, tokens and keys of well-known shapes, and the
-    values of environment variables that are named like a secret.
+    Secrets are the user part of every address (`http://user:word@host` becomes `http://***@host`), values after a
+    secret's name in a query, header, command or structured text, tokens and keys of well-known shapes, and the values
+    of environment variables that are named like a secret.
     """
     for secret in _environment_secrets():
         text = text.replace(secret, _MASK)
@@ -43,26 +43,26 @@ def redact(text: str) -> str:
 
 
 def quoted(value: Any, longest: int = 80) -> str:
-    """Quote a value for an error: its `repr` without secrets, and then cut: half a secret is not recognised."""
+    """Return a value's redacted `repr` for an error, then cut: half a secret would not be recognized."""
     return redact(repr(value))[:longest]
 
 
 _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-"""What would steer a terminal or reorder what it shows; a line break and a tab do neither."""
+"""Characters that steer a terminal or reorder its text; line breaks and tabs do neither."""
 
 
 def escape_controls(text: str) -> str:
-    """Spell out `\\x1b` and its like in `text`, so that it steers no terminal."""
+    r"""Escape control characters, as `\x1b`, so that `text` cannot steer a terminal."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def printable(text: str) -> str:
-    """Make `text` fit to be printed: without secrets, and spelled out."""
+    """Redact `text` and escape its control characters."""
     return escape_controls(redact(text))
 
 
 def say(text: str) -> None:
-    """Print `text` as `printable` makes it; once the reader of standard output has gone, print nothing more."""
+    """Print `text` after `printable`; print nothing more once the reader of standard output has gone."""
     try:
         print(printable(text), flush=True)
     except BrokenPipeError:
@@ -70,41 +70,41 @@ def say(text: str) -> None:
 
 
 def discard_output() -> None:
-    """Have standard output take everything and keep nothing, after its reader has gone."""
+    """Discard standard output from now on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return an error's traceback, its own worker's where Ray has brought it, redacted; the end if it is long."""
+    """Return an error's redacted traceback, the remote worker's if Ray provides it; only the end if it is long."""
     text = getattr(error, "traceback_str", None) or "".join(traceback.format_exception(error))
     return redact(re.sub("\x1b\\[[0-9;]*m", "", text))[-20_000:]
 
 
-_TOLD_BESIDE = (
+_OTHER_TEXT = (
     (OSError, ("strerror", "filename", "filename2")),
     (subprocess.SubprocessError, ("cmd", "output", "stderr")),
 )
-"""What errors tell beside their arguments."""
+"""Attributes of errors, besides their arguments, that may contain secrets."""
 
 
 def redact_error(error: BaseException) -> None:
-    """Take the secrets out of an error and of what led to it, before it goes to somebody who shows it without us."""
-    left, seen = [error], set[int]()
-    while left:
-        one = left.pop()
-        seen.add(id(one))
-        one.args = tuple(map(_without_secrets, one.args))
-        for name in next((names for kind, names in _TOLD_BESIDE if isinstance(one, kind)), ()):
-            if getattr(one, name, None) is not None:
-                setattr(one, name, _without_secrets(getattr(one, name)))
-        if notes := getattr(one, "__notes__", None):
+    """Redact an error and its causes in place, before other code shows it."""
+    queue, seen = [error], set[int]()
+    while queue:
+        current = queue.pop()
+        seen.add(id(current))
+        current.args = tuple(map(_without_secrets, current.args))
+        for name in next((names for kind, names in _OTHER_TEXT if isinstance(current, kind)), ()):
+            if getattr(current, name, None) is not None:
+                setattr(current, name, _without_secrets(getattr(current, name)))
+        if notes := getattr(current, "__notes__", None):
             notes[:] = map(_without_secrets, notes)
-        led = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))  # the last of a group
-        left += [other for other in led if isinstance(other, BaseException) and id(other) not in seen]
+        causes = (current.__cause__, current.__context__, *getattr(current, "exceptions", ()))
+        queue += [cause for cause in causes if isinstance(cause, BaseException) and id(cause) not in seen]
 
 
 def _without_secrets(part: Any) -> Any:
-    """A part of an error's message; one that is no text only becomes text where it holds a secret."""
+    """Redact a part of an error; other types become text only if they contain a secret."""
     if isinstance(part, str):
         return redact(part)
     text = repr(part)
@@ -112,7 +112,7 @@ def _without_secrets(part: Any) -> Any:
 
 
 def has_credentials(address: str) -> bool:
-    """Whether an address carries a user, a password or a token."""
+    """Return whether an address contains a user, a password or a token."""
     return _without_credentials(address) != address
 
 
@@ -124,7 +124,7 @@ def _without_credentials(text: str) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Return each as it is and as an address or a `repr` writes it, the longest first: one may be part of another."""
+    """Return the environment's secrets, plain and as an address or a `repr` writes them, the longest first."""
     found = {value for name, value in os.environ.items() if _is_secret_variable(name)}
     long = [value for value in found if len(value) >= _SHORTEST_SECRET]
     spelled = {text for value in long for text in (value, quote(value, ""), json.dumps(value)[1:-1], repr(value)[1:-1])}
@@ -149,7 +149,7 @@ _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,10}-----"
     r"(?:[A-Za-z0-9+/=\s\\:.,]|-(?!-))*(?:-----END [A-Z0-9 ]{0,60}-----)?"
 )
-"""A private key; one without its end, cut off, goes as far as it may still be one."""
+"""A private key; a truncated one extends as far as it can."""
 _BEARER = re.compile(r"(?i)\b(Bearer|Basic)( {1,4})([\w.~+/=-]{8,})")
 
 
@@ -166,23 +166,23 @@ _COMMAND = re.compile(
 
 def _masked_argument(found: re.Match[str]) -> str:
     before, word = (part for part in found.groups() if part is not None)
-    return found[0] if word.isdecimal() else f"{before}{_MASK}"  # --user 1000:1000 is no password
+    return found[0] if word.isdecimal() else f"{before}{_MASK}"  # --user 1000:1000 is not a password
 
 
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 _ADDRESS = re.compile(r"(?<![\w./~-])//([^\s\"<>]+)")
-"""What follows a scheme, as far as it has no blank: maybe several addresses, joined by commas."""
+"""What follows a scheme, up to a blank; possibly several addresses joined by commas."""
 _HOST = re.compile(r"(?:\[[^\]]*\]|localhost|[\w-]+(?:\.[\w-]+)+)(?::\d*)?")
-"""What is surely a host, maybe with a port: an IPv6 address, `localhost`, a name with dots or an IPv4 address."""
+"""Certainly a host, perhaps with a port: an IPv6 address, `localhost`, a dotted name or an IPv4 address."""
 
 
 def _without_user(found: re.Match[str]) -> str:
-    return "//" + "://".join(map(_hostwards, found[1].split("://")))
+    return "//" + "://".join(map(_mask_user, found[1].split("://")))
 
 
-def _hostwards(address: str) -> str:
-    """Cut the user part off an address without its scheme: whatever stands before the host, slashes included."""
+def _mask_user(address: str) -> str:
+    """Mask the user part of an address without its scheme: everything before the host, slashes included."""
     authority = re.split(r"[/?#]", address, maxsplit=1)[0]
     user, at, host = authority.rpartition("@")
     may_go_on = (at or ":" in host) and not _HOST.fullmatch(host)
@@ -194,7 +194,7 @@ def _hostwards(address: str) -> str:
 # --- names and their values ------------------------------------------------------------------------------------------
 
 _Strength = Literal["", "weak", "strong"]
-"""Whether a name is a secret's: surely, or only where its value looks like one."""
+"""Whether a name denotes a secret: certainly, or only if its value looks like one."""
 
 _HINT = re.compile(r"(?i)pass|pwd|secret|token|key|sig|auth|cookie|cred|sharedaccess")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -209,10 +209,10 @@ _ABOUT = re.compile(
     "expiration|policy|provider|url|uri|endpoint|env|var|variables?|fields?|ref|scheme|version|algorithm|headers|signed|"
     "manager|source|owner|kind|class|required|missing|stdin|prompt"
 )
-"""Last words of names of what is about a secret, and none: `RAY_AUTH_TOKEN_PATH`, `token_url`, `SecretError`."""
+"""Last words of names that concern a secret without being one: `RAY_AUTH_TOKEN_PATH`, `token_url`, `SecretError`."""
 _WEAK = frozenset({"token", "sig", "auth", "pass"})
 _FILED = re.compile(r"(?i)credential|private[_-]?key")
-"""Secrets that a path often stands for."""
+"""Secrets that are often given as a path."""
 
 
 @lru_cache(maxsize=1024)
@@ -228,19 +228,19 @@ def _strength(name: str) -> _Strength:
 
 @dataclass(frozen=True)
 class _Field:
-    """A secret's name in a text, and where its value begins."""
+    """A secret's name in a text, and the start of its value."""
 
     name: str
     strength: _Strength
     separator: str
-    """Which group of `_SEPARATOR` lies between them."""
+    """The group of `_SEPARATOR` between them."""
     value: int
     in_query: bool
-    """The name is that of a field in an address's query, or in a connection string."""
+    """Whether the name is in an address's query or a connection string."""
     in_code: bool
-    """They stand in a line of source, where only what is quoted can be a secret."""
+    """Whether they are in a line of source, where only quoted text can be a secret."""
     whole_line: bool
-    """The name is the first word of its line, and the value may be the rest of it."""
+    """Whether the name is the first word of its line, so that the value may be the rest of it."""
 
     @property
     def has_to_look_random(self) -> bool:
@@ -251,7 +251,7 @@ class _Field:
         return self.separator == "colon" and _HEADER.match(self.name) is not None
 
 
-# the escapes are read past, so that `\nCookie` and `%26token` are not taken for names
+# skip escapes, so that `\nCookie` and `%26token` are not read as names
 _NAME = re.compile(r"(?P<line>\n[ \t>*#-]*)|\\[nrt]|%[0-9A-Fa-f]{2}|(?P<name>[A-Za-z_][\w.-]*)")
 _SEPARATOR = re.compile(
     r"(?P<equals>\\*[\"']?\]?[ \t]*(?:=>|:=|=(?!=)|%3[Dd])[ \t]*)"
@@ -266,39 +266,39 @@ _HEADER = re.compile(r"(?i)(?:proxy-)?authorization$|(?:set-)?cookie$|x-[\w-]+$|
 _OPENING = re.compile(r"(?P<list>[\[(]?)[bBfFrRuU]?(?P<quote>\"\"\"|\'\'\'|\\{0,63}[\"'])")
 _NEXT = re.compile(r"\\*[\"'],[ \t]*(?P<list>)[bBfFrRuU]?(?P<quote>\\{0,63}[\"'])")
 _GLUED = re.compile(r"[\"'](?:\"[^\"\n]*\"|'[^'\n]*'|\\.|[^\s\"'\\`;&|,()\[\]{}<>:.])+")
-"""The rest of what a shell takes for one word, behind a closing quote."""
+"""The rest of a shell word after a closing quote."""
 _QUERY = re.compile(r"(?:[^\s&;#\"'<>\\%]|%(?!26))+")
 _BARE = re.compile(
     r"(?:[^\s;&\"'`\\]|\\(?!\\{0,9}[rn](?:[\"'\\]|$|[\w.-]{1,60}[=:]))[^\n]"
     r"|[;&](?![\s;&]|$|[\w.-]{1,60}=)|[\"'`](?![\s,;)\]}.:\\]|$))+"
 )
-"""A word in a command or in plain text, with blanks that a backslash keeps in it."""
+"""A word in a command or in plain text, including blanks escaped by a backslash."""
 _LINE = re.compile(r"(?:[^\r\n\\]|\\(?!\\{0,9}[rn]))+")
 _HEADER_VALUE = re.compile(r"(?:[^\r\n\\\"']|\\(?!\\{0,9}[rn]))+")
 _TOKEN = re.compile(r"(?:[\w.~+/-]|%(?!26|3[Dd]))+={0,2}")
-"""What a plain `token=` may introduce; no name with a value fits in, so nothing is read twice."""
+"""The value of a plain `token=`; it cannot contain a name with a value, so nothing is read twice."""
 _TEXT = re.compile(r"[^<\n]+")
 _BLOCK = re.compile(r"[|>][+-]?[ \t]*(?:\n[ \t]+[^\n]+)+")
-"""A YAML text of several lines."""
+"""A multi-line YAML text."""
 _STRUCTURE = re.compile(
     r"(?i)(?:(?:bearer|basic|token) {1,4})?(?:\$?\{\{?[ \t]?[\w.]{0,60}[}:!]|\$\(|"
     r"[\[({](?:[\s\"'\[({\])}]|$|[\w.-]{1,60}[ \t]?[:=,\])}]))"
 )
-"""The beginning of a list, a mapping or a placeholder: the names in it tell whether there is a secret."""
+"""The start of a list, a mapping or a placeholder; names in it decide whether it contains a secret."""
 _NOTHING = re.compile(
     r"(?i)(?:(?:bearer|basic|token) +)?(?:\*+|none|null|nil|true|false|undefined|unset|\.+|\[?redacted\]?|"
     r"<[^<>]*>|\(unset\)|\$[A-Z_][A-Z0-9_]*|%\(?\w*\)?s)"
 )
-"""Values that are none, or stand for one."""
+"""Empty values and placeholders."""
 _CODE = re.compile(
     r"File \"[^\"\n]*\", line \d+[^\n]{0,200}\n"
     r"((?:(?:\([^()\n]{0,100}\))?[ \t]{4}[ \t]*(?![ \t]|File \")[^\n]*(?:\n|$))+)"
 )
-"""The lines of source that a traceback shows."""
+"""The lines of source in a traceback."""
 
 
 def _without_named(text: str) -> str:
-    """`text` without the values of its secret names."""
+    """Return `text` without the values of secret names."""
     pieces, end = [], 0
     for start, stop in _named_values(text):
         pieces += [text[end:start], _MASK]
@@ -307,7 +307,7 @@ def _without_named(text: str) -> str:
 
 
 def _named_values(text: str) -> Iterator[tuple[int, int]]:
-    """Find where the values of secret names begin and end, in order and apart."""
+    """Yield the spans of the values of secret names, in order and without overlap."""
     code = [edge for found in _CODE.finditer(text) for edge in found.span(1)]
     end, line = 0, 0
     for found in _NAME.finditer(text):
@@ -322,7 +322,7 @@ def _named_values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Field | None:
-    """Make the field with this name; None where the name is no secret's, or no value follows."""
+    """Return the field with this name; None if the name is no secret's or no value follows."""
     strength, separator = _strength(name), _SEPARATOR.match(text, start + len(name))
     if not strength or separator is None:
         return None
@@ -353,7 +353,7 @@ def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Fie
 
 
 def _values(text: str, field: _Field) -> Iterator[tuple[int, int]]:
-    """Find where the values of a field begin and end: one, or those of a list."""
+    """Yield the spans of a field's values: one, or those of a list."""
     opening = _OPENING.match(text, field.value)
     if opening is None:
         if not (field.in_code or _is_elsewhere(text, field.value, field)):
@@ -371,7 +371,7 @@ def _values(text: str, field: _Field) -> Iterator[tuple[int, int]]:
 
 
 def _bare_end(text: str, field: _Field) -> int:
-    """Find where a value without quotes ends."""
+    """Return the end of an unquoted value."""
     if field.has_to_look_random:
         expression = _TOKEN
     elif field.separator == "colon" and _BLOCK.match(text, field.value):
@@ -390,7 +390,7 @@ def _bare_end(text: str, field: _Field) -> int:
 
 
 def _quoted_end(text: str, start: int, quote: str) -> int:
-    """Find where a text in quotes ends: at the same quote, with as many backslashes, or with the line."""
+    """Return the end of a quoted text: the same quote with as many backslashes, or the end of the line."""
     found = _inside(quote[-1], quote.count("\\")).match(text, start)
     assert found is not None, "nothing is a match, too"
     return found.end()
@@ -398,28 +398,28 @@ def _quoted_end(text: str, start: int, quote: str) -> int:
 
 @lru_cache(maxsize=256)
 def _inside(mark: str, depth: int) -> re.Pattern[str]:
-    """Build the pattern of what may stand between two quotes with this many backslashes before each."""
+    """Return the pattern for text between two quotes with this many backslashes before each."""
     if depth == 0:
         return re.compile(rf"(?:[^\\{mark}\n]|\\.)*")
     return re.compile(rf"(?:[^\\{mark}\n]|\\{{{depth + 1},}}.|\\{{1,{depth}}}(?![\\{mark}]))*")
 
 
 def _is_elsewhere(text: str, start: int, field: _Field) -> bool:
-    """Whether what begins where a field's value is only leads to one: names of its own, a variable, a path."""
+    """Return whether the value is only a reference: a structure with names of its own, a variable, a path."""
     return _STRUCTURE.match(text, start) is not None or (
         _FILED.search(field.name) is not None and text.startswith(("/", "~", "./"), start)
     )
 
 
 def _is_secret(value: str, field: _Field) -> bool:
-    """Whether what stands where a field's value is one, and a secret."""
+    """Return whether a field's value is a secret."""
     if not value or _NOTHING.fullmatch(value):
         return False
     return not field.has_to_look_random or _looks_random(value)
 
 
 def _looks_random(value: str) -> bool:
-    """Whether a text is neither a number nor a plain word."""
+    """Return whether a text is neither a number nor a plain word."""
     try:
         float(value)
     except ValueError:
@@ -434,14 +434,14 @@ def _looks_random(value: str) -> bool:
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Formats a record with its traceback, then takes the secrets out of all of it."""
+    """Formats a record with its traceback and redacts the result."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def log_without_secrets() -> None:
-    """Send warnings and worse of this process to stderr, redacted; where logging is set up already, nothing changes."""
+    """Log redacted warnings to stderr, unless logging is configured already."""
     handler = logging.StreamHandler()
     handler.setFormatter(_RedactingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -651,7 +651,7 @@ def test_the_error_of_a_trial_holds_no_secret(telling, tmp_path, capsys):
     failed = trial.events()[-1]
     assert "could not be loaded" in failed.message
     assert "Traceback" in failed.traceback
-    assert "password=***" in failed.message and "password=***" in failed["traceback"]
+    assert "password=***" in failed.message and "password=***" in failed.traceback
     printed = capsys.readouterr()
     assert main(["report", str(tmp_path / "runs" / "tiny")]) == 0
     shown = "".join([*printed, *capsys.readouterr(), *(told(tmp_path)[name] for name in ("journal.jsonl",))])
