@@ -230,13 +230,13 @@ def test_out_of_memory_in_statistics_halves_batches(tmp_path, monkeypatch, metho
         finally:
             learning.pop()
 
-    def collated(members, backbone, alike=False):
-        if not learning and len(members[0]) > 2:  # two rows are what methods try before a task is learned
-            (rows,) = members
+    def collated(runs, backbone, uniform=False):
+        if not learning and len(runs[0]) > 2:  # two rows are what methods try before a task is learned
+            (rows,) = runs
             sizes.append(len(rows))
             if len(rows) > limit:
                 raise MemoryError("no memory for statistics of so many rows")
-        return original(members, backbone, alike)
+        return original(runs, backbone, uniform)
 
     trained, original, limit = stage.train_pack, batches.collate, 8
     monkeypatch.setattr(stage, "train_pack", train)

@@ -59,7 +59,7 @@ class Workshop:
         rows, embedding = rows_of(kind), self.backbone.model.get_input_embeddings()
         for _ in range(2):  # what is made once for a dtype is made in the first
             before = self.record.copy()
-            batch = collate([rows], self.backbone, alike=True)
+            batch = collate([rows], self.backbone, uniform=True)
             inputs = {name: value for name, value in batch.inputs.items() if name != "input_ids"}
             inputs["inputs_embeds"] = embedding(batch.inputs["input_ids"]).detach().requires_grad_()
             logits = label_logits(self.backbone, replace(batch, inputs=inputs))

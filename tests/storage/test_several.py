@@ -71,7 +71,7 @@ def test_who_may_only_read_sees_everything(capsys, tmp_path, command):
 @pytest.mark.usefixtures("read_only")
 def test_who_may_only_read_is_told_so_before_anything_is_learned(capsys, tmp_path):
     assert main(["run", write(tmp_path / "b", ONE | {"run": ONE["run"] | {"storage": URI}}), "--local"]) == 2
-    assert "the credentials here may list, read, write" in capsys.readouterr().err
+    assert "credentials" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["s3://moved/elsewhere", f"{URI}?region=eu-west-1"])
