@@ -1,10 +1,10 @@
 """Latent-LoRA: one small matrix per task in the SVD space of the frozen weights, routed by a Gaussian mixture.
 
-The paper's open points are settings, here with their defaults: the scale s = alpha / r (A1); Sigma on the output side
-(A2) and outside the penalty's scale (A3); a penalty that is the squared Frobenius norm (A6), summed over projections
-(A4) and not normalized (A4b); R drawn from N(0, 1e-5^2) (A7); only R_t active while task t is learned (A8), unless
-`train_active: sum` is set in the ablation that sums adapters (A9); one learning rate for R (A30); exact SVD in float32
-(A35). `latent_sweep.routing.gaussian` lists the router's open points, `latent_sweep.data` those of the data.
+The paper leaves points open, numbered A1, A2, ... Most are settings, with these defaults: the scale s = alpha / r (A1);
+S on the output side (A2); a penalty without s (A3), the squared Frobenius norm (A6), summed over projections (A4), not
+normalized (A4b); R drawn from N(0, 1e-5^2) (A7); only R_t active while task t is learned (A8; `train_active: sum` for
+the ablation that sums adapters, A9); one learning rate for R (A30); exact SVD in float32 (A35). The router's open
+points are in `latent_sweep.routing.gaussian`, those of the data in `latent_sweep.data`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAPER_LAMBDA = {"superni": 0.05, "long_sequence": 0.02}
 """From section "Training" of the paper's appendix; other benchmarks use SuperNI's."""
 
 EMBEDDED_LAMBDA = 1e-5
-"""The penalty grows as S^4 R^4: on SmolLM2 the paper's value would be a thousand times the task loss (A4b)."""
+"""The penalty grows as S^4 R^4: on SmolLM2 the paper's lambda makes it a thousand times the task loss (A4b)."""
 
 
 class OrthoSettings(Settings):
@@ -105,7 +105,7 @@ class LatentLora(Method):
 
     @classmethod
     def defaults(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the paper's lambda, or on the embedded backbone one that balances the task loss (A4b)."""
+        """Return the paper's lambda, or on the embedded backbone one that suits its task loss (A4b)."""
         value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
         return {"ortho_lambda": value}
 
@@ -115,7 +115,7 @@ class LatentLora(Method):
         return position > 0 and (bool(s.ortho_lambda) or s.R_init == "prev" or s.train_active == "sum")
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the settings that this stage does not read, so that all lambdas share task 1."""
+        """Return only the settings that this stage reads, so that runs with any lambda share task 1."""
         s, identity = self.settings, super().stage_identity(position)
         if position == 0 or not s.ortho_lambda:
             identity = without(identity, "ortho_lambda", "ortho")
@@ -176,7 +176,7 @@ class LatentLora(Method):
         return LatentLearner(space, R, penalty, s.ortho_lambda, active, s.dropout)
 
     def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
-        """Return LoRA pairs with `A = V^T` and `B = U diag(S) R`, or Sigma on its configured side."""
+        """Return LoRA pairs with `A = V^T` and `B = U diag(S) R`, or with S where `sigma_side` puts it."""
         import torch
 
         space = self.space
@@ -195,7 +195,7 @@ class LatentLora(Method):
 
 
 class LatentLearner(Learner):
-    """Trains one R_t (modules, r, r).
+    """A learner of one R_t, (projections, r, r).
 
     Args:
         penalty: interference with the earlier adapters, weighted by `ortho_lambda`.
@@ -237,7 +237,7 @@ class LatentLearner(Learner):
 
     @classmethod
     def penalties(cls, learners: Sequence[Any]) -> list[dict[str, Tensor]]:
-        """Return the penalty of each learner, all in one product if they are measured in the same way."""
+        """Return the penalty of each learner, in one product if all are measured in the same way."""
         import torch
 
         from latent_sweep.adapters.latent import OrthoPenalty

@@ -1,9 +1,9 @@
-"""How snapshots answer together: a weight for every snapshot in every row of a batch.
+"""How snapshots answer together: every row of a batch has a weight for each snapshot.
 
 last    the newest snapshot alone
 sum     all snapshots with weight one: the sum of the task adapters, the ablation without a router
 soft    the router's posterior, equation (15)
-hard    its largest entry
+hard    weight one on the posterior's largest entry
 ngram   the task whose definition shares the most character n-grams with the prompt, a baseline (`ngram.py`)
 gates   the method's own gates, computed from the prompt (GainLoRA)
 oracle  the snapshot of the row's own task: an upper reference that needs the task's identity
@@ -58,29 +58,29 @@ Array = npt.NDArray[np.float64]
 MODES = get_args(Combination)
 
 DISTANCE_ROWS = 500
-"""Maximum rows of a task whose distance to the tasks seen is computed; each takes d^2 operations."""
+"""Maximum rows of a task whose distance to the tasks seen is computed, at d^2 operations per row."""
 
 DISTANCE_ROWS_IN_ALL = 15 * DISTANCE_ROWS
-"""Maximum over all tasks of a trial, so that in a long stream each task has fewer."""
+"""Maximum over all tasks of a trial: with more than 15 tasks, each has fewer."""
 
 Tokens = Callable[[int, Split], Any]
-"""Returns the tokenized rows of the task at a position, for a split."""
+"""Returns the tokenized rows of a split of the task at a position."""
 
 Gates = Callable[[int, Sequence[Sequence[int]]], Array]
-"""Returns the gates' weights of the first snapshots for some prompts, (prompts, snapshots)."""
+"""Returns the gates' weights, (prompts, snapshots), given the number of snapshots and the prompts' token ids."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows to answer, in the forms that combinations read; each form is computed only if it is read."""
+    """Rows to answer, in the forms that combinations read; each form is computed when it is called."""
 
     count: int
     embeddings: Callable[[], npt.NDArray[Any]]
     """phi(x), (rows, d), scaled by `router.embed_norm`."""
     texts: Callable[[], list[str]]
-    """The prompts as the model reads them."""
+    """The prompts as text, as the model reads them."""
     prompts: Callable[[], Sequence[Sequence[int]]]
-    """Their token ids."""
+    """The prompts as token ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +89,9 @@ class FittedTasks:
 
     tasks_seen: int
     router: GaussianRouter | None
-    """For `soft` and `hard`."""
+    """None except for `soft` and `hard`."""
     ngrams: Sequence[TaskNgrams]
-    """One for each task, for `ngram`."""
+    """One per task; empty except for `ngram`."""
     gates: Gates
 
 
@@ -124,8 +124,8 @@ class Combiner:
         n_tasks: tasks of the whole trial.
         seed: of K-means.
         storage: folder below which pooled embeddings and router records are cached.
-        sums: summed scatters, so that a new task is one addition; combiners of one worker may share it.
-        gmms: tasks' mixtures by name, so that each is read once; may be shared likewise.
+        sums: pooled scatters by first task and `cov.refresh`, which grow by one addition per task.
+        gmms: tasks' mixtures by name, so that each is read once. Combiners of one worker may share both.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class Combiner:
         self.n_tasks, self.seed, self.storage = n_tasks, seed, storage
         self.sums = {} if sums is None else sums
         self.gmms = {} if gmms is None else gmms
-        # caches of the newest entry
+        # caches that keep only their newest entry
         self._fitted: dict[int, FittedTasks] = {}
         self._embeddings: dict[tuple[int, Split], npt.NDArray[Any]] = {}
         self._posterior: dict[tuple[int, int], Array] = {}
 
     @property
     def routes(self) -> bool:
-        """Whether the weights estimate which task a prompt belongs to."""
+        """Whether the weights estimate a prompt's task: `soft`, `hard` and `ngram`."""
         return self.settings.combine in ("soft", "hard", "ngram")
 
     def weights(self, tasks_seen: int) -> list[Array]:
@@ -159,7 +159,7 @@ class Combiner:
         return [self.weights_at(tasks_seen, task) for task in range(tasks_seen)]
 
     def fitted(self, tasks_seen: int) -> FittedTasks:
-        """Fit what the combination needs of the tasks seen."""
+        """Return what the combination needs of the tasks seen, fitted now or cached."""
         if tasks_seen not in self._fitted:
             mode = self.settings.combine
             router = self._fit(tasks_seen) if mode in ROUTED else None
@@ -193,7 +193,7 @@ class Combiner:
         return RoutingMetrics(self, tasks_seen, names)
 
     def novelty(self, tasks_seen: int, task: int) -> Array:
-        """Return the distances of some of a task's test rows from the tasks seen."""
+        """Return the Mahalanobis distances of some test rows of a task to the tasks seen, (rows,)."""
         most = min(DISTANCE_ROWS, max(1, DISTANCE_ROWS_IN_ALL // self.n_tasks))
         return self._router(tasks_seen).distances(spread(self.embeddings(task, "test"), most))
 
@@ -291,7 +291,7 @@ class Combiner:
 
 
 class RoutingMetrics:
-    """How well a stage's router finds the task of test rows, and how far it places rows of future tasks.
+    """How well a stage's router finds the task of test rows, and detects rows of future tasks by their distance.
 
     Args:
         names: of all tasks of the trial, in order.
@@ -306,7 +306,7 @@ class RoutingMetrics:
         self._distances: list[Array] = []
 
     def add(self, task: int, weights: Array) -> None:
-        """Measure the test rows of the next task seen, which have these weights: (rows, tasks_seen)."""
+        """Measure the test rows of a task by their weights, (rows, tasks_seen); tasks must come in order."""
         combiner, name = self._combiner, self._names[task]
         if combiner.settings.combine == "ngram":  # without a posterior
             self._accuracy[name] = float((weights.argmax(axis=1) == task).mean())
@@ -323,9 +323,9 @@ class RoutingMetrics:
     def measures(self) -> dict[str, float]:
         """Return the metrics by name.
 
-        `soft` and `hard` have those of `PosteriorMetrics` and, if tasks are still to come whose rows can be read,
-        `router_novelty_auroc`. `ngram` has its accuracy, `gates` the metrics of a posterior if they are probabilities,
-        the other combinations have none.
+        `soft` and `hard` have those of `PosteriorMetrics`, and `router_novelty_auroc` if there are future tasks whose
+        rows can be read. `gates` has those of `PosteriorMetrics` if its weights are probabilities, `ngram` has
+        accuracies, and the other combinations have none.
         """
         combiner = self._combiner
         if combiner.settings.combine == "gates":
@@ -336,10 +336,10 @@ class RoutingMetrics:
             return accuracies(self._accuracy)
         measures = self._metrics.measures()
         if self._tasks_seen < combiner.n_tasks:
-            to_come = range(self._tasks_seen, combiner.n_tasks)
+            future = range(self._tasks_seen, combiner.n_tasks)
             try:
-                unseen = np.concatenate([combiner.novelty(self._tasks_seen, task) for task in to_come])
-            except DataError as error:  # these rows are not needed yet, so the trial goes on
+                unseen = np.concatenate([combiner.novelty(self._tasks_seen, task) for task in future])
+            except DataError as error:  # the trial does not need these rows yet
                 log.warning("novelty not measured after %s tasks: %s", self._tasks_seen, error)
                 return measures
             measures["router_novelty_auroc"] = novelty_auroc(np.concatenate(self._distances), unseen)
@@ -347,7 +347,7 @@ class RoutingMetrics:
 
 
 def texts_read(backbone: Backbone, prompts: Iterable[Sequence[int]]) -> list[str]:
-    """Decode prompts."""
+    """Decode prompts without special tokens."""
     return backbone.tokenizer.batch_decode([list(ids) for ids in prompts], skip_special_tokens=True)
 
 

@@ -10,7 +10,7 @@ log-determinant cancel between tasks and the router is a linear classifier:
 This takes one Cholesky factor per fit and one matrix product per batch, without an inverse. Inputs are whitened only
 for distances. Symmetric matrices are stored and added as triangles, in half the bytes.
 
-Letters: n inputs, d embedding width, K components of one task, T tasks, M components of all tasks.
+Letters: n inputs, d embedding width, K components per task, M in all, T tasks. A10, A11, ...: the paper's open points.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROUTED: tuple[Combination, ...] = ("soft", "hard")
 """Combinations whose weights are the router's posterior."""
 
 NO_SCATTER = 1e-12
-"""A scatter within components of at most this share of the total is rounding error."""
+"""If the scatter within components is at most this share of the total, it is only rounding error."""
 
 # scipy is imported inside functions: it takes half a second, and plans only read the settings
 Array = npt.NDArray[np.float64]
@@ -129,7 +129,7 @@ class RouterSettings(Settings):
     """Which token embeddings are averaged."""
 
     def record_identity(self) -> dict[str, Any]:
-        """Return the settings that a `TaskGmm` depends on, besides its seed and texts."""
+        """Return the settings that, with seed and texts, determine a `TaskGmm`."""
         content = self.identity()
         names = ["components", "embed_norm", "gmm", "pool"]
         covariance_names = []
@@ -139,7 +139,7 @@ class RouterSettings(Settings):
         return {name: content[name] for name in names} | {name: content["cov"][name] for name in covariance_names}
 
     def scatter_identity(self) -> dict[str, Any]:
-        """Return the settings that a `TaskScatter` depends on, besides its texts; K is not among them."""
+        """Return the settings that, with the texts, determine a `TaskScatter`; K is not among them."""
         content = self.identity()
         return {name: content[name] for name in ("embed_norm", "pool")}
 
@@ -169,7 +169,7 @@ class TaskScatter(_Record):
     """One task's contribution to the shared covariance (Eq. 13).
 
     Raises:
-        ValueError: the array is no triangle of a matrix, or there are no embeddings.
+        ValueError: the array is not the triangle of a float64 matrix, or there are no embeddings.
     """
 
     triangle: Array
@@ -203,7 +203,7 @@ class TaskGmm(_Record):
     shares: Array
     """(K,) component weights pi_tk, summing to one."""
     counts: Array
-    """(K,) embeddings of each component; fractions after EM."""
+    """(K,) number of embeddings per component; not whole numbers after EM."""
 
     def __post_init__(self) -> None:
         K = len(self.shares)
@@ -222,7 +222,7 @@ class TaskGmm(_Record):
     def between(self) -> Array:
         """Return B, (K, d): `B' B` is the scatter of the component means about the task's mean.
 
-        `cov.center: component` subtracts it.
+        `cov.center: component` subtracts it from the pooled scatter.
         """
         mean = self.counts @ self.means / self.counts.sum()
         return np.sqrt(self.counts)[:, None] * (self.means - mean)
@@ -265,7 +265,7 @@ def record_path(storage: Path, name: str) -> Path:
 
 
 def spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
-    """Return at most this many rows, evenly spaced, as a file may be sorted by label."""
+    """Return at most this many rows, evenly spaced because files may be sorted by label."""
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]
 
 
@@ -339,7 +339,7 @@ def fit_gmm(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) -
 
 
 class _Centered:
-    """The centered embeddings of one task, and what is computed from them."""
+    """The centered embeddings of one task, from which its records are computed."""
 
     def __init__(self, embeddings: npt.NDArray[Any]) -> None:
         X = _checked(embeddings)
@@ -348,7 +348,7 @@ class _Centered:
 
     @cached_property
     def scatter(self) -> TaskScatter:
-        # dsyrk computes one triangle, half the work of a product, in place: (d, n) is the transposed view's own order
+        # dsyrk computes one triangle, half the work of a product; the transposed view is in Fortran order: no copy
         from scipy.linalg.blas import dsyrk
         from scipy.linalg.lapack import dtrttp
 
@@ -368,14 +368,14 @@ class _Centered:
         return TaskGmm(means, shares, counts)
 
     def factor(self, gmm: TaskGmm, settings: RouterSettings) -> _Factor:
-        """Return the Cholesky factor of the task's own regularized covariance."""
+        """Return the Cholesky factor of the task's own regularized covariance; see `pooled_covariance`."""
         own = PooledScatter()
         own.add("own", self.scatter)
         return _cholesky(pooled_covariance(own, [gmm], settings), settings)
 
 
 def _kmeans(X: _Centered, settings: RouterSettings, seed: int) -> Array:
-    """Cluster into (n, K) one-hot membership, without empty clusters."""
+    """Return one-hot cluster membership, (n, at most K), without empty clusters."""
     gmm, points = settings.gmm, X.centered
     if settings.components == 1:
         return np.ones((len(points), 1))
@@ -503,13 +503,14 @@ class GaussianRouter:
     """The posterior over the tasks seen for pooled embeddings (Eq. 14), from the tasks' records.
 
     To add a task, `fit` with one more mixture; no embedding of an earlier task is needed. Attributes that end in an
-    underscore exist after `fit`. Routing reads M (d + 1) numbers and the origin; distances also read the factor.
+    underscore exist after `fit`. Routing reads slopes and offsets, M (d + 1) numbers, and the origin; only distances
+    read `factor_` and `whitened_`.
     """
 
     origin_: npt.NDArray[np.floating[Any]]
-    """(d,) grand mean of the component means; centering on it keeps float32 scores accurate."""
+    """(d,) grand mean of the component means, subtracted from each mu below to keep float32 scores accurate."""
     slopes_: npt.NDArray[np.floating[Any]]
-    """(d, M) C^-1 mu of every component of every task, in `settings.dtype`."""
+    """(d, M) C^-1 mu of the components of all tasks, in `settings.dtype`."""
     offsets_: npt.NDArray[np.floating[Any]]
     """(M,) log pi - mu' C^-1 mu / 2, in `settings.dtype`."""
     first_components_: npt.NDArray[np.intp]
@@ -519,7 +520,7 @@ class GaussianRouter:
     factor_: npt.NDArray[np.floating[Any]]
     """(d, d) U with C = U' U in its upper triangle, in `settings.dtype`; the lower triangle is undefined."""
     whitened_: npt.NDArray[np.floating[Any]]
-    """(M, d) component means minus the origin, whitened: U'^-1 mu."""
+    """(M, d) whitened component means, U'^-1 mu."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
@@ -617,7 +618,7 @@ def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSetting
     """Factor a covariance given by its upper triangle, in place.
 
     Raises:
-        RouterError: it is singular to its precision.
+        RouterError: it is singular at the precision of its dtype.
     """
     from scipy.linalg import LinAlgError, cho_factor
 

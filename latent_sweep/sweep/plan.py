@@ -7,8 +7,8 @@ Identities are hashes of content, never of a position in a file:
     lineage       one snapshot: the settings, data and seed of its stage, and the earlier snapshots that it reads
     row key       one row of scores: its snapshots, the test data, and all that answering and scoring read
 
-Data files, backbone folders and hub commits are looked up once, when a trial is planned, and compared with that when
-they are read later.
+Data files, backbone folders and hub commits are identified once, when a trial is planned. Later reads check that they
+have not changed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PROTOCOL: Mapping[str, Mapping[str, Any]] = {
 """Defaults of `training:` by backbone family, from the paper's appendix "Training" (A29, A30)."""
 
 SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, EMBEDDED: 512}
-"""Its longest prompt (A27)."""
+"""Longest prompt in tokens, by backbone family (A27)."""
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """Splits with data files; validation examples are held out of the training examples."""
@@ -100,7 +100,7 @@ class Trial:
     tasks: tuple[TaskSpec, ...]
     """In the order they are learned."""
     spec: BenchmarkSpec
-    """The benchmark, as at planning time, like all below."""
+    """The benchmark at planning time, as are all fields below."""
     backbone: Mapping[str, Any]
     """See `backbone_identity`."""
     method_source: str | None
@@ -117,7 +117,7 @@ class Trial:
         return f"{values} [{self.trial_id}]" if values else self.trial_id
 
     def method(self) -> Method:
-        """Return the method without a backbone: it answers what it reads but cannot train."""
+        """Return the method without a backbone: it can plan, as with `learns_from`, but not train."""
         return method_class(self.settings.method.name)(self.settings.method)
 
     @property
@@ -125,7 +125,7 @@ class Trial:
         return {} if self.method_source is None else {"source": self.method_source}
 
     def rows_learned(self, position: int) -> dict[int, int]:
-        """Count the training examples of each task that a stage learns from, by the task's position."""
+        """Count the training examples that a stage learns from, for each of its tasks by position."""
         b, carve = self.settings.benchmark, self.settings.training.select == "best_validation"
 
         def count() -> dict[int, int]:
@@ -176,7 +176,7 @@ class Trial:
         return [{name: json.loads(text) for name, text in content.items()} for content in self._stage_contents()]
 
     def _stage_contents(self) -> list[dict[str, str]]:
-        """Return the contents of the stages, each part as JSON, so that equal parts of trials are written once."""
+        """Return `stage_contents` with each part as JSON text, so that parts that trials share are serialized once."""
         s, method = self.settings, self.method()
         carve = s.training.select == "best_validation"
         names = [canonical_json(task.name) for task in self.tasks]
@@ -218,7 +218,7 @@ class Trial:
                 "data": json_list(data[i] for i in learned),
                 "settings": settings[position],
                 "parents": json_list(lineages[:position] if method.reads_history(position) else []),
-                # built-in methods report it in `stage_identity` if they read it; a plugin method may read it too
+                # a plugin method may read its position; built-in methods that do report it in `stage_identity`
                 **({} if self.method_source is None else {"position": str(position)}),
                 **({"max_steps": '"for each task"'} if len(learned) > 1 and s.training.max_steps else {}),
                 **({"held_out": '"as they are asked"'} if changes_rows and carve else {}),
@@ -236,16 +236,16 @@ class Trial:
     def _row_keys(self) -> tuple[str, ...]:
         s = self.settings
         parts = s.benchmark, self.spec, self.tasks, self.metric_sources, self.sources
-        return self._keys(memoized("tests", parts, self._write_tests), {"scoring": canonical_json(versions.SCORING)})
+        return self._keys(memoized("tests", parts, self._test_contents), {"scoring": canonical_json(versions.SCORING)})
 
     def answer_keys(self) -> tuple[str, ...]:
-        """Return a key for the answers of each row of the score matrix, whatever scores them."""
+        """Return a key for the answers of each row of the score matrix, independent of the metric."""
         parts = self.settings.benchmark, self.spec, self.tasks, self.sources
         digests = memoized("rows answered", parts, lambda: [self.data_digest_of(task, "test") for task in self.tasks])
         return self._keys([canonical_json(digest) for digest in digests], {})
 
     def _keys(self, tests: Sequence[str], scoring: Mapping[str, str]) -> tuple[str, ...]:
-        """Return a key for each stage, of its snapshots, how they answer, and the tests of the tasks seen."""
+        """Hash, for each stage, its snapshots, how they answer, and the entries in `tests` of the tasks seen."""
         s = self.settings
         lineages = [f'"{lineage}"' for lineage in self.lineages()]
 
@@ -269,10 +269,10 @@ class Trial:
         of_all = s.router.combine in ROUTED and s.router.cov.refresh == "final"
         common["tasks"] = json_list(lineages) if of_all else "null"
         seen = [(json_list(lineages[:n]), json_list(tests[:n])) for n in range(1, len(tests) + 1)]
-        return tuple(text_hash(json_object(common | {"snapshots": s, "tests": t})) for s, t in seen)
+        return tuple(text_hash(json_object(common | {"snapshots": own, "tests": t})) for own, t in seen)
 
-    def _write_tests(self) -> list[str]:
-        """Return, for each task, all that scores depend on besides the answers, as JSON."""
+    def _test_contents(self) -> list[str]:
+        """Return, for each task, the JSON of what its scores depend on, apart from the answers."""
         b, tests = self.settings.benchmark, []
         for task in self.tasks:
             metric = scoring_metric(b, task)
@@ -303,11 +303,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """A training: trials that share it and differ only in inference settings."""
+    """One training, with the trials that share it: they differ only in inference settings."""
 
     trials: tuple[Trial, ...]
     largest_rank: int
-    """Of the sweep on this backbone: factors computed for it serve all trials."""
+    """Largest rank of any trial that adapts the same projections; they share factors of this rank."""
 
     @property
     def training_id(self) -> str:
@@ -325,7 +325,7 @@ class Pack:
 
     @property
     def pack_id(self) -> str:
-        """A hash of its training ids; the training id itself if there is one."""
+        """A hash of its training ids, or the training id of its only run."""
         ids = [run.training_id for run in self.runs]
         return ids[0] if len(ids) == 1 else content_hash(ids)
 
@@ -361,7 +361,7 @@ def expand(sweep: Sweep, selected: Callable[[WrittenTrial], Mapping[str, Any]] |
         selected: returns the settings that tuning selected for a trial, by dotted path; see `selected_values`.
 
     Raises:
-        ConfigError: listing every fault of every combination.
+        ConfigError: lists the faults of all points.
     """
     trials: dict[str, Trial] = {}
     faults: list[str] = []
@@ -403,9 +403,9 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
     """Group trials by training, and trainings into packs.
 
     Args:
-        together: `run.pack`: a number of trainings, or the axes whose values learn side by side; with `auto`, all that
-            can, for `latent_sweep.training.packing` to split. Trainings that cannot share a forward pass (with another
-            method, backbone or task sequence, or dropout) never share a pack.
+        together: `run.pack`: a number of trainings, or the axes whose values learn side by side. `auto` packs all that
+            can; `latent_sweep.training.packing` splits them later. Trainings that cannot share a forward pass (with
+            another method, backbone or task sequence, or dropout) never share a pack.
     """
     ranks: dict[Any, int] = {}
     for trial in trials:
@@ -423,7 +423,7 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
 
 
 def _adapted(trial: Trial) -> tuple[str, Any]:
-    """Return a key of the backbone's adapted projections."""
+    """Return a key that is equal for trials that adapt the same projections."""
     return trial.settings.backbone.name, trial.settings.backbone.targets
 
 
@@ -452,8 +452,8 @@ def resolve(written: WrittenTrial) -> TrialSettings:
     spec, name = load_benchmark(written.benchmark.name), written.backbone.name
     family = name if name in PROTOCOL else family_of(name)
     kind = method_class(written.method.name)
-    beside = written.method, written.backbone, spec
-    method = memoized("method", beside, lambda: _resolved_method(written.method, kind, name, spec.name))
+    parts = written.method, written.backbone, spec
+    method = memoized("method", parts, lambda: _resolved_method(written.method, kind, name, spec.name))
 
     def training() -> TrainingSettings:
         own = kind.training_defaults(method, name, spec.name)
@@ -476,7 +476,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
             (written.benchmark, spec),
             lambda: _resolved_benchmark(written.benchmark, spec, family),
         ),
-        training=memoized("resolved", (written.training, *beside), training),
+        training=memoized("resolved", (written.training, *parts), training),
         evaluation=written.evaluation,
         seed=written.seed,
     )
@@ -512,13 +512,13 @@ def points(sweep: Sweep) -> list[dict[str, Any]]:
     grid = [dict(itertools.chain.from_iterable(map(dict.items, point))) for point in itertools.product(*axes)]
     if not sweep.draws:
         return grid
-    found = []
+    drawn_points = []
     for _ in range(sweep.run.num_samples):
         drawn: dict[str, Any] = {}
         for axis, draw in sweep.draws.items():
             drawn |= flatten(axis, _draw(draw.kind, draw.values, source))
-        found += [point | drawn for point in grid]
-    return found
+        drawn_points += [point | drawn for point in grid]
+    return drawn_points
 
 
 def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
@@ -536,7 +536,7 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
 
     Args:
         point: paths of the settings that vary.
-        elsewhere: paths of numbers that vary among other trials; this trial's values of them are reported, too.
+        elsewhere: paths of numbers that vary only in other trials; `values` includes those that this trial reads.
     """
     s = resolve(written)
     spec = load_benchmark(s.benchmark.name)
@@ -561,7 +561,7 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
             "evaluation": memoized("inference", (s.evaluation,), lambda: canonical_json(s.evaluation.identity())),
         }
     )
-    # settings that the router does not read are no values of the trial
+    # `values` leaves out router settings that the trial does not read
     reported = [*point, *(path for path in elsewhere if has_setting(s, path) and setting(s, path) is not None)]
     read = [path for path in reported if is_read(path, s.router.combine)]
     return Trial(
@@ -627,21 +627,21 @@ def is_read(path: str, mode: str | None) -> bool:
 
 
 def values_read(trial: TrialFolder) -> dict[str, Any]:
-    """Return a trial's values of the settings that vary, by dotted path, with defaults of those its entry leaves out.
+    """Return a trial's values of the settings that vary, by dotted path; omitted settings have their defaults.
 
-    None stands for a setting that it does not read, and for null. Numbers that it reads are recorded at planning.
+    None stands for a setting that it does not read, and for null. Planning has filled in the numbers that it reads.
     """
     mode, values = trial.params.get("router.combine"), dict(trial.values)
     for path, value in trial.values.items():
         resolved = trial.params.get(path)
-        # null tasks mean all of the order, and are not listed by name
+        # `benchmark.tasks: null` means all tasks of the order and stays null
         if value is None and type(resolved) not in (int, float) and path != "benchmark.tasks" and is_read(path, mode):
             values[path] = resolved
     return values
 
 
 def has_setting(settings: TrialSettings, path: str) -> bool:
-    """Return whether a trial has a setting or group at a dotted path; methods differ in theirs."""
+    """Return whether a trial has a setting or group at a dotted path; methods have different ones."""
     try:
         setting(settings, path)
     except AttributeError:
@@ -710,8 +710,8 @@ def _router_faults(trial: Trial) -> list[str]:
         (s.benchmark,),
         lambda: [count_examples(trial.spec, t, "train", s.benchmark) for t in trial.tasks],
     )
-    rows, place = min((rows, place) for place, rows in enumerate(counts))
-    wanted, task = s.router.components, trial.tasks[place]
+    rows, position = min((rows, position) for position, rows in enumerate(counts))
+    wanted, task = s.router.components, trial.tasks[position]
     if wanted <= rows:
         return _scatter_faults(s.router, counts)
     advice = f"use at most {rows:,}"
@@ -723,7 +723,7 @@ def _router_faults(trial: Trial) -> list[str]:
 
 
 def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
-    """List why the examples of the first stage cannot give a covariance: each is its own mean."""
+    """List why the first stage would have no covariance: too few examples for `ddof`, or each equals its own mean."""
     pooled = counts[: router.cov.pooled_tasks(1, len(counts))]
     alone = router.cov.center == "component" and not router.gmm.em_iters  # every example may be its own component
     most = router.components if alone else 1

@@ -28,15 +28,15 @@ from latent_sweep.training.worker_group import WorkerGroup
 
 
 def train_pack(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> list[TrainingSummary | Exception]:
-    """Train learners side by side: one forward pass of the shared backbone for all their batches.
+    """Run trainers side by side, with one forward pass of the shared backbone for all their batches.
 
     Every worker of the engine's group calls this with the same trainers and computes its share of every batch. Each
-    trainer has its own data order, optimizer settings, clipping, checkpoint and number of steps, and ends as it would
-    alone (to rounding: its batch is padded to the longest row of all). One that fails leaves; the others continue.
+    trainer has its own data order, optimizer settings, clipping, checkpoint and number of steps. It ends as it would
+    alone, up to rounding: its batch is padded to the longest row of all trainers. If one fails, the others continue.
 
     Returns:
         For each trainer a summary, or the error that stopped it: NonFiniteLoss for a loss or gradient that became NaN
-        or infinite, RuntimeError if no gradient reaches the first adapted projection.
+        or infinite, RuntimeError if its first step brings no gradient.
     """
     with _training_mode(engine, trainers[0].settings):  # all trainers of a pack agree on the settings read here
         for trainer in trainers:
@@ -58,18 +58,18 @@ def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> No
     while going := [trainer for trainer in trainers if trainer.unfinished]:
         began = time.monotonic()
         if going != stepped:
-            step_all, stepped = _without_those_that_left(stepped, going), going
+            step_all, stepped = _shrink_optimizers(stepped, going), going
         if batches is None or batches.trainers != going:
             batches = _Batches(going, engine)
         _seed(going[0].step_seed)  # for dropout, which only trainers that are alone in their pack may have
         losses = _gradients(batches, engine, bank)
         norms = step_all()
-        # the device is busy now; meanwhile the host prepares the next step for those expected to continue
+        # while the device works, the host prepares the next step of the trainers that have steps left
         staying = [trainer for trainer in going if trainer.step + 1 < trainer.steps]
         batches = _Batches(staying, engine, ahead=1) if staying else None
         for trainer, norm, terms in zip(going, *_to_host(norms, losses), strict=True):
             trainer.advance(terms, norm)
-        if 0 < sum(trainer.unfinished for trainer in going) < len(going):  # the padding of those that stay changes
+        if 0 < sum(trainer.unfinished for trainer in going) < len(going):  # a restart would pad these steps differently
             for trainer in going:
                 trainer.save()
         for trainer in going:
@@ -77,7 +77,7 @@ def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> No
 
 
 def _optimizers(trainers: Sequence[Trainer]) -> Callable[[], Tensor]:
-    """Assign optimizers, one for all trainers of a kind; return a function that steps all and returns their norms."""
+    """Assign one optimizer per `training.optimizer`; return a function that steps all and returns gradient norms."""
     groups = []
     for kind in dict.fromkeys(trainer.settings.optimizer for trainer in trainers):
         indices = [i for i, trainer in enumerate(trainers) if trainer.settings.optimizer == kind]
@@ -94,8 +94,8 @@ def _optimizers(trainers: Sequence[Trainer]) -> Callable[[], Tensor]:
     return step_all
 
 
-def _without_those_that_left(stepped: Sequence[Trainer], going: Sequence[Trainer]) -> Callable[[], Tensor]:
-    """Move the trainers that continue to optimizers of their own."""
+def _shrink_optimizers(stepped: Sequence[Trainer], going: Sequence[Trainer]) -> Callable[[], Tensor]:
+    """Give the trainers still going new optimizers, with the old state; release the others."""
     states = [optimizer.state(index) for optimizer, index in (trainer.optimizer for trainer in going)]
     for trainer in stepped:
         if trainer not in going:
@@ -116,7 +116,7 @@ def _to_host(norms: Tensor, losses: Sequence[Mapping[str, Tensor]]) -> tuple[lis
 
 
 def _seed(seed: int) -> None:
-    """Seed all generators in use; `torch.manual_seed` would format a traceback for each kind of device that is not.
+    """Seed all generators. Unlike `torch.manual_seed`, format no traceback for each unused kind of device.
 
     This package draws nothing from Python's and NumPy's generators, but a plugin may.
     """
@@ -129,7 +129,7 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def _training_mode(engine: Engine, settings: TrainingSettings) -> Iterator[None]:
-    """Set dropout and recomputation of the backbone for training within the block."""
+    """Apply the backbone's dropout and recomputation settings within the block."""
     engine.begin_learning()
     model, rate = engine.backbone.model, settings.backbone_dropout
     model.train(rate > 0)
@@ -169,7 +169,7 @@ def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None
 
 
 class _Batches:
-    """The rows of one step of several trainers, one batch per forward pass, collated on the device.
+    """The batches of one step of several trainers, one per forward pass, on the device.
 
     Args:
         ahead: how many steps after the trainers' current one.
@@ -186,6 +186,7 @@ class _Batches:
         self._collated = {index: (self._uniform(index), self._collate(index)) for index in range(len(self.passes))}
 
     def _uniform(self, index: int) -> bool:
+        """Whether the last adaptation of each trainer in this pass was the same for all its rows."""
         parts = zip(self.trainers, self.passes[index], strict=True)
         return all(trainer.uniform for trainer, part in parts if part.rows)
 
@@ -194,7 +195,7 @@ class _Batches:
         return collate(rows, self.backbone, self._uniform(index))
 
     def take(self, index: int) -> Batch:
-        """Return the batch of a pass and drop it; collate again if the adaptations turned out different."""
+        """Return the batch of a pass and drop it; collate it again if `_uniform` has changed."""
         uniform, batch = self._collated.pop(index)
         return batch if uniform == self._uniform(index) else self._collate(index)
 
@@ -202,8 +203,8 @@ class _Batches:
 def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dict[str, Tensor]]:
     """Accumulate the gradients of one step of each trainer, over all workers; return their loss terms.
 
-    In a trainer's first step a gradient must arrive at what it trains. A non-finite loss spoils only the gradients of
-    its own trainer, as trainers share neither rows nor parameters.
+    A trainer whose first step brings no gradient fails. A non-finite loss spoils only its own trainer's gradients, as
+    trainers share neither rows nor parameters.
     """
     group, trainers = engine.group, batches.trainers
     losses: list[dict[str, Tensor]] = [{} for _ in trainers]
@@ -212,11 +213,11 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
         for own, new in zip(losses, terms, strict=True):
             for name, term in new.items():
                 own[name] = own[name] + term.detach() if name in own else term.detach()
-        trained = [term for new in terms for term in new.values() if term.requires_grad]
-        if len(trained) == 1:
-            trained[0].backward()
-        elif trained:  # backward from one sum: it starts from a single gradient of 1
-            torch.stack([term.float() for term in trained]).sum().backward()
+        differentiable = [term for new in terms for term in new.values() if term.requires_grad]
+        if len(differentiable) == 1:
+            differentiable[0].backward()
+        elif differentiable:  # one backward pass of the sum, not one per term
+            torch.stack([term.float() for term in differentiable]).sum().backward()
 
     first = any(trainer.step == 0 for trainer in trainers)
     for index in range(len(batches.passes)):
@@ -242,8 +243,8 @@ def _forward_and_back(
     """Run one forward and backward pass of a step; a function, so that its tensors are freed before the next one.
 
     Args:
-        add: adds the trainers' loss terms and their gradients.
-        watch: whether to record which trainers' gradients arrive.
+        add: adds up the trainers' loss terms and runs the backward pass.
+        watch: whether to record which trainers a gradient reaches.
     """
     trainers, parts = batches.trainers, batches.passes[index]
     running = [(t, part) for t, part in zip(trainers, parts, strict=True) if part.rows]
@@ -258,8 +259,8 @@ def _forward_and_back(
         outputs = Outputs.of_all([part.rows for part in parts], logits, batch.labels, batches.denominators)
         terms = [checked.loss(t.learner, o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
         add([part.counted(own) for part, own in zip(parts, terms, strict=True)])
-    for sequences in arrived:
-        for (trainer, _), own in zip(running, sequences.split(list(batch.counts)), strict=True):
+    for by_sequence in arrived:
+        for (trainer, _), own in zip(running, by_sequence.split(list(batch.counts)), strict=True):
             trainer.reached = trainer.reached or bool(own.any())
 
 
@@ -269,7 +270,7 @@ class MicroBatch:
 
     rows: Sequence[Example]
     counts: bool = True
-    """False for filler rows: this worker has none left, but takes part in the other workers' pass."""
+    """False for filler rows: a worker with no rows left computes them while others still have a pass."""
 
     def counted(self, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Multiply the terms of filler rows by zero."""
@@ -295,7 +296,7 @@ def _add_up(trainers: Sequence[Trainer], losses: Sequence[dict[str, Tensor]], gr
     reached = torch.tensor([float(trainer.reached) for trainer in trainers], device=parameters[0].device)
     sums = torch.cat([reached, torch.stack([loss.float() for own in losses for loss in own.values()])])
     group.add_up([sums, *(p.grad for p in parameters if p.grad is not None)])
-    if any(trainer.step == 0 for trainer in trainers):  # reading it waits for the device, so once per task
+    if any(trainer.step == 0 for trainer in trainers):  # only once per task, as `tolist` waits for the device
         for trainer, arrived in zip(trainers, sums[: len(trainers)].tolist(), strict=True):
             trainer.reached = arrived > 0
     totals = iter(sums[len(trainers) :].unbind())
@@ -305,5 +306,6 @@ def _add_up(trainers: Sequence[Trainer], losses: Sequence[dict[str, Tensor]], gr
 
 
 def _denominator(rows: Sequence[Example], settings: TrainingSettings) -> float:
+    """Return the divisor of a batch's summed cross-entropy (A5)."""
     targets = sum(len(row["target_ids"]) for row in rows)
     return {"token_mean": targets, "sequence_mean": len(rows), "sum": 1}[settings.loss_reduce]

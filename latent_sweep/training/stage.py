@@ -1,4 +1,4 @@
-"""One stage of a pack: learn the snapshots that are missing, and score the rows that are missing."""
+"""One stage of a pack: learn the missing snapshots, and score the missing rows of the score matrices."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Learned = Mapping[str, TrainingSummary]
 
 
 def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> Learned:
-    """Append the task's snapshot to each run's history: recalled from the storage, or learned now."""
+    """Append the task's snapshot to each run that lacks it: read from the storage, or learned now."""
     store, learned = runs.context.store, {}
-    _recall(runs, position)  # without a lease, as reading needs none
+    _recall(runs, position)  # reading needs no lease
     while wanted := list(dict.fromkeys(run.lineages[position] for run in _lacking(runs, position))):
         with store.leases(wanted, _log_waiting) as leased:
             _recall(runs, position)
@@ -56,7 +56,7 @@ def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> Learned:
 
 
 def _lacking(runs: ActiveRuns, position: int) -> list[ActiveRun]:
-    """Return the runs that learn this task and lack its snapshot."""
+    """Return the runs in progress that lack the snapshot of this task."""
     return [run for run in runs.going(position) if len(run.snapshots) == position]
 
 
@@ -69,8 +69,9 @@ def _recall(runs: ActiveRuns, position: int) -> None:
     for lineage, sharing in sharers.items():
         if (snapshot := store.recall(lineage)) is None:
             continue
-        if not all(run.has_recorded(position) for run in sharing):  # then the checkpoint was removed before
-            store.checkpoint(lineage).remove()  # whoever learned it may have been killed before removing it
+        # a worker killed right after storing a snapshot leaves its checkpoint; recorded rows show that it is gone
+        if not all(run.has_recorded(position) for run in sharing):
+            store.checkpoint(lineage).remove()
         for run in sharing:
             run.snapshots.append(snapshot)
 
@@ -81,7 +82,7 @@ def learn_together(
     """Learn these snapshots side by side; all workers of a group call this at the same time.
 
     Returns:
-        By lineage, each snapshot that did not fail, for all runs that share it.
+        Snapshot and summary by lineage, without the lineages that failed.
     """
     going = runs.going(position)
     sharers = {lineage: [run for run in going if run.lineages[position] == lineage] for lineage in lineages}
@@ -106,7 +107,7 @@ def learn_together(
 
 
 def _outcomes(context: Context, trainers: Mapping[str, Trainer]) -> dict[str, TrainingSummary | Exception]:
-    """Train all that have rows to learn from."""
+    """Train those that have examples; the others get an empty summary."""
     with_rows = {lineage: trainer for lineage, trainer in trainers.items() if trainer.examples}
     outcomes = train_pack(list(with_rows.values()), context.engine, context.bank) if with_rows else []
     untrained = dict.fromkeys(trainers, TrainingSummary(0, {}, {}, 0.0, 0))
@@ -130,7 +131,7 @@ def _log_waiting(lineage: str) -> None:
 
 
 def score_missing(run: ActiveRun, position: int, learned: Learned, emit: Emit) -> None:
-    """Score all tasks seen for each of a run's trials that lacks the row, and record it in the journal."""
+    """Score the tasks seen for each of a run's trials that lacks this row, and record the stage in its journal."""
     for active in run.trials:
         if len(active.files.rows) <= position < active.files.wanted:
             scoring = _score(active, run, position, emit)
@@ -140,7 +141,7 @@ def score_missing(run: ActiveRun, position: int, learned: Learned, emit: Emit) -
 
 
 def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> dict[str, float]:
-    """Score all tasks seen for one trial and record the row; return timings and shares for the journal."""
+    """Score the tasks seen for one trial and record the row; return its time, counts and metrics for the journal."""
     began = time.monotonic()
     trial, context = active.trial, run.context
     s, method = trial.settings, run.method_of(trial)
@@ -188,7 +189,7 @@ def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> di
             emit(Step(position, "scoring", j + 1, position + 1, {}, run.training_id))
         routing = routing_metrics.measures()
     active.files.record(row, context.keep_answers)
-    if context.passes("answering") == 1:  # plans estimate answers of whole batches
+    if context.passes("answering") == 1:  # plans assume whole batches
         mark_stage_cached(context.storage.folder, trial.answer_keys()[position])
     answers = {"answers_asked": float(total), "generated_share": generated / total}
     return {"seconds_eval": time.monotonic() - began} | answers | rouge_1 | routing
