@@ -4,9 +4,9 @@ The SVD is exact because pretrained weights have almost no gap in their spectrum
 subspace, and an adapter trained in one basis is meaningless in another. For SmolLM2's projections at rank 32, the
 smallest cosine between the exact subspace and that of LoRA-XS's randomized SVD is 0.86 to 0.9999.
 
-Two conventions make the basis unique: descending singular values, and a positive entry of largest magnitude in each
-right singular vector. A smaller truncation is a prefix of a larger one, except for randomized factors, which have one
-file per rank.
+Two conventions make the basis unique: singular values descend, and the entry of largest magnitude in each right
+singular vector is positive. A smaller truncation is a prefix of a larger one, except for randomized factors, which have
+one file per rank.
 
 Weights are read one at a time, from a loaded model or its checkpoint, in the type of `backbone.dtype`.
 """
@@ -35,11 +35,11 @@ from latent_sweep.storage.files import committing
 log = logging.getLogger(__name__)
 
 GRAM_COLUMNS = 2048
-"""Largest smaller side for which the Gram matrix's eigenvectors are used: they are exact, and 2 to 6 times faster than
-an SVD."""
+"""Largest short side of a weight that is factored by its Gram matrix's eigenvectors: exact down to `RESOLVED`, and 2 to
+6 times faster than an SVD."""
 
 RESOLVED = 1e-6
-"""Singular values below this share of the largest are lost in the Gram matrix, which squares them."""
+"""The Gram matrix, which squares singular values, loses those below this share of the largest; an SVD is used then."""
 
 SPARE_COLUMNS = 96
 MOST_ITERATIONS = 200
@@ -88,9 +88,9 @@ class Factors:
 
 
 def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> Factors:
-    """Return the first `rank` singular triplets of `weight` (out, in), with the sign convention above (A35).
+    """Return the first `rank` singular triplets of `weight` (out, in), with the sign convention above.
 
-    `randomized` is the computation of LoRA-XS, for comparison; see `_svd_of_lora_xs`.
+    `randomized` is the computation of LoRA-XS, for comparison (A35); see `_svd_of_lora_xs`.
 
     Raises:
         ValueError: the rank exceeds the smaller side.
@@ -149,8 +149,8 @@ def _svd_in_full(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Factor W by block power iteration with spare columns, until every triplet has `W v = s u` and `W^T u = s v`.
 
-    This is twelve times faster than a full SVD at 4096 columns. The spare columns ensure convergence: neighboring
-    singular values differ by 0.1 %, the last wanted one and the first beyond the block by much more.
+    This is twelve times faster than a full SVD at 4096 columns. It converges because of the spare columns: neighboring
+    singular values differ by only 0.1 %, but the last wanted one and the first outside the block by much more.
 
     Raises:
         RuntimeError: no convergence, because the spectrum is flat.
@@ -199,7 +199,7 @@ def load_factors(
     Args:
         projections: projections by name; each weight is read once and released before the next.
         weights_digest: identity of the weights; part of the file's name.
-        compute_rank: rank to compute if the cache has none large enough, usually the largest of the sweep.
+        compute_rank: rank to compute if no cached file covers `rank`, usually the largest of the sweep.
 
     Raises:
         ConfigError: the rank exceeds the smallest side of a projection.
@@ -230,9 +230,9 @@ def load_factors(
 def stored_singular_values(
     names: Sequence[str], weights_digest: str, rank: int, folder: Path, algorithm: Algorithm = "exact"
 ) -> npt.NDArray[np.float32] | None:
-    """Return singular values of the named projections, (M, rank), from the cache in `folder`; None if absent."""
-    for path in _of_rank(folder, factors_name(weights_digest, algorithm), rank):
-        if has_valid_checksum(path) and _holds_its_own(path):
+    """Return singular values of the named projections, (names, rank), from the cache in `folder`; None if absent."""
+    for path in _files_covering(folder, factors_name(weights_digest, algorithm), rank):
+        if has_valid_checksum(path) and _has_own_name(path):
             with safe_open(path, framework="np") as file:
                 if {f"{name}.S" for name in names} <= set(file.keys()):
                     return np.stack([file.get_tensor(f"{name}.S")[:rank] for name in names])
@@ -252,10 +252,10 @@ def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
 
 
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:
-    return next((path for path in _of_rank(folder, stem, rank) if verified(path) and _holds_its_own(path)), None)
+    return next((path for path in _files_covering(folder, stem, rank) if verified(path) and _has_own_name(path)), None)
 
 
-def _of_rank(folder: Path, stem: str, rank: int) -> list[Path]:
+def _files_covering(folder: Path, stem: str, rank: int) -> list[Path]:
     """Return the cached files that cover a rank, smallest first; randomized factors cover only their own rank."""
     paths = {path.stem.rpartition("-r")[2]: path for path in folder.glob(f"{stem}-r*.safetensors")}
     ranks = {int(text): path for text, path in paths.items() if text.isdecimal()}
@@ -263,8 +263,8 @@ def _of_rank(folder: Path, stem: str, rank: int) -> list[Path]:
     return [ranks[cached] for cached in sorted(ranks) if cached == rank or (cached > rank and exact)]
 
 
-def _holds_its_own(path: Path) -> bool:
-    """Whether an intact file was written under its current name."""
+def _has_own_name(path: Path) -> bool:
+    """Return whether an intact file was written under its current name."""
     with safe_open(path, framework="np") as file:
         identity = bytes(file.get_tensor(_IDENTITY)).decode() if _IDENTITY in file.keys() else "no name"  # noqa: SIM118
     if identity != path.stem:

@@ -46,8 +46,8 @@ WARNING_SECONDS = 60.0
 FAILURE_SECONDS = 1.0
 """Pause between two checks for failed trials under `--fail-fast`."""
 STOP_SECONDS = "60"
-"""Seconds that the next pack of a process waits for a stopped one, which releases its leases. Tune's default of two is
-too short for an object store, and Tune then fails the next pack."""
+"""Seconds that a stopped pack has to release its leases before its process starts the next pack. Tune's default of two
+is too short for an object store, and Tune then fails the next pack."""
 
 TUNE: Mapping[str, str] = {
     "TUNE_GLOBAL_CHECKPOINT_S": "inf",  # runs of Tune are never restored
@@ -56,14 +56,14 @@ TUNE: Mapping[str, str] = {
 }
 """Settings that Tune reads from the environment only; variables that the user has set stay."""
 PENDING = 200
-"""Packs that wait for resources at once; at least 1.1 per CPU, Tune's own limit for a grid, so that an autoscaler sees
-the demand."""
+"""Most packs that wait for resources at once, so that an autoscaler sees the demand. Large clusters allow 1.1 per CPU,
+Tune's own limit for a grid."""
 
 
 def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool = False) -> None:
     """Run packs on the cluster that this process belongs to, or on one started for the duration of the call.
 
-    A pack that fails records that in its trials' journals; the others go on.
+    A failed pack records the failure in its trials' journals; the others go on.
 
     Raises:
         ConfigError: no node can ever hold a pack, or a node does not see the storage.
@@ -73,12 +73,12 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
     import ray
     from ray import tune
 
-    storage, asking = sweep.storage, ExitStack()
+    storage, exits = sweep.storage, ExitStack()
     try:
         _check_fits(run.resources, started_cluster)
         say_driving(sweep, "asking every node whether it sees the storage")
-        asked = asking.enter_context(question(storage))
-        check_every_node_sees(storage, asked)
+        question_name = exits.enter_context(question(storage))
+        check_every_node_sees(storage, question_name)
         if run.pack == "auto":
             say_driving(sweep, MEASURING)
             packs = _measured(packs, storage, run)
@@ -91,7 +91,8 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
         in_controller = ray_private.install_controller(callbacks, ends.record)
         tuner = tune.Tuner(
             tune.with_resources(
-                tune.with_parameters(_run_in_worker, sweep=sweep, asked=asked, run=run), _placement(run.resources)
+                tune.with_parameters(_run_in_worker, sweep=sweep, question_name=question_name, run=run),
+                _placement(run.resources),
             ),
             tune_config=tune.TuneConfig(
                 metric="AP",
@@ -127,7 +128,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
         for pack_id, error in ends.errors.items():
             _record_end(by_id[pack_id], sweep, error)
     finally:
-        asking.close()
+        exits.close()
         if started_cluster:
             ray.shutdown()
 
@@ -135,8 +136,8 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
 def _stream(packs: Sequence[Pack], sweep: SweepFolder) -> Any:
     """Return a Tune searcher that suggests one pack after the other.
 
-    A suggestion refers to a Ray object with the pack and the lengths of its journals, so that each worker receives only
-    its own pack.
+    A suggestion refers to a Ray object with the pack and the lengths of its journals: a worker receives only its own
+    pack.
     """
     import ray
     from ray.tune.search import Searcher
@@ -168,14 +169,14 @@ def _max_pending() -> str:
 
 
 def _work(trial: Any) -> tuple[Pack, Mapping[str, int]]:
-    """Return a Tune trial's pack, and the lengths of its journals when it was handed out."""
+    """Return a Tune trial's pack, and the lengths of its journals at its launch: see `still_to_try`."""
     import ray
 
     return ray.get(trial.config["work"])
 
 
 def _fit(tuner: Any) -> None:
-    """Run the tuner; raise one of our errors that Tune has wrapped as it was."""
+    """Run the tuner; if Tune has wrapped one of our errors, raise that error."""
     try:
         tuner.fit()
     except Exception as error:
@@ -190,7 +191,7 @@ def _fit(tuner: Any) -> None:
 # --- in the worker ---------------------------------------------------------------------------------------------------
 
 
-def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, asked: str, run: RunSettings) -> None:
+def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, question_name: str, run: RunSettings) -> None:
     import ray
     from ray import tune
 
@@ -198,14 +199,14 @@ def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, asked: str, run: 
     report = tune.report if run.scheduler.name == "asha" else lambda measures: None
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", STOP_SECONDS)
     pack, launched = ray.get(config["work"])
-    _run_work(pack, launched, sweep, asked, run, report)
+    _run_work(pack, launched, sweep, question_name, run, report)
 
 
 def _run_work(
     pack: Pack,
     launched: Mapping[str, int],
     sweep: SweepFolder,
-    asked: str,
+    question_name: str,
     run: RunSettings,
     report: Callable[[dict[str, float]], None],
 ) -> None:
@@ -214,7 +215,7 @@ def _run_work(
     log_without_secrets()
     limit_to_share(run.resources)
     storage = sweep.storage
-    if not sees(storage, asked):  # the node may have joined after the driver asked all nodes
+    if not sees(storage, question_name):  # the node may have joined after the driver asked all nodes
         raise ConfigError(unseen_message(storage, [socket.gethostname()]))
     _pull_journals(pack, sweep)
     left = still_to_try(pack, sweep, launched, run)
@@ -242,13 +243,13 @@ def _pull_journals(pack: Pack, sweep: SweepFolder) -> None:
 
 
 def _pull_trials(pack: Pack, sweep: SweepFolder) -> None:
-    """Fetch all files of a pack's trials; a journal without the others would pass for a complete trial."""
+    """Fetch all files of a pack's trials: a journal without its files would pass for a complete trial."""
     for trial in pack.trials:
         sweep.storage.pull(sweep.journal(trial.trial_id).path.parent)
 
 
 def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list[Pack]:
-    """Split packs into parts of the fastest size, but no more parts than the cluster has slots for."""
+    """Time packs and split them into parts of the fastest size, or smaller ones to use all of the cluster."""
     import ray
 
     from latent_sweep.training.packing import best_size, split
@@ -283,7 +284,7 @@ def _measure_on_node(pack: Pack, storage: Storage, run: RunSettings) -> Sequence
 
 
 def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
-    """Return a Tune stopper and callback that ends the sweep when a trial has failed for good."""
+    """Return a Tune stopper, also a callback, that ends the sweep once a trial fails without a retry."""
     from ray.tune import Callback, Stopper
 
     class FailureStopper(Callback, Stopper):
@@ -336,7 +337,7 @@ def _loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
 def _end_recorder() -> Any:
     """Return a Tune callback whose `errors` maps each ended pack to the error that ended it, or None.
 
-    Tune's other callbacks are not called for a trial whose worker could not start.
+    Tune does not call `on_trial_error` for a trial whose worker could not start.
     """
     from ray.tune import Callback
 
@@ -356,7 +357,7 @@ def _end_recorder() -> Any:
 
 
 def _error_of(trial: Any) -> Exception | None:
-    """Read the error that ended a Tune trial's worker; Tune's own `get_error` reads a copy that is written later."""
+    """Return the error that ended a Tune trial's worker, from its file; that of Tune's `get_error` is written later."""
     from ray import cloudpickle
 
     path = trial.pickled_error_file
@@ -389,7 +390,7 @@ def _loss_kind(cause: Exception | None) -> LossKind:
 
 
 def _record_end(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
-    """Record in the journals of unfinished trials that an error ended the pack, or that the scheduler stopped it."""
+    """Record in the journals of unfinished trials the pack's error or, if it is None, its stop by the scheduler."""
     if error is not None:
         facts = {"kind": "lost", "message": redact(str(error))[-2000:], "traceback": traceback_text(error)}
         record_failure(pack, sweep, facts)

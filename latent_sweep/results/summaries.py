@@ -30,7 +30,7 @@ from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
 @dataclass(frozen=True)
 class Statistic:
-    """Mean and sample standard deviation (n - 1 in the denominator) of `n` fractions; None for one value."""
+    """Mean and sample standard deviation (n - 1 in the denominator) of `n` values; `std` is None for one."""
 
     mean: float
     std: float | None
@@ -66,19 +66,19 @@ ROUTING_METRICS = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """A point of all axes except those that repeat it, over its finished trials."""
+    """Trials that differ only on repeating axes, with statistics of the finished ones."""
 
     values: Mapping[str, Any]
-    """Short name of each of these axes -> value. They name the configuration."""
+    """Short name of each axis that does not repeat -> value; labels list them."""
     read: Mapping[str, Any]
-    """The same with defaults for omitted settings: see `values_read`."""
+    """The same, with the defaults that trials read for omitted settings: see `values_read`."""
     trial_ids: tuple[str, ...]
     settings: Mapping[str, Any]
     """Settings that all of its trials have in common, by dotted path."""
     n_tasks: int
     finished_ids: tuple[str, ...]
     n_trainings: int
-    """Distinct trainings of the finished trials; fewer than trials if a repeating axis only changes answers."""
+    """Distinct trainings of the finished trials; trials that differ only in inference share one."""
     last_finish: float | None
     """Unix seconds; None if no trial has finished."""
     average_performance: Statistic | None
@@ -93,9 +93,9 @@ class Configuration:
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
     constants: Mapping[str, float]
-    """Task -> score of its most frequent training answer, as far as it is known."""
+    """Task -> score of always giving its most frequent training answer, if known."""
     router: Mapping[str, Statistic]
-    """Metric of `ROUTING_METRICS` -> value after the last task that has one; for the AUROC a mean over stages."""
+    """Metric of `ROUTING_METRICS` -> value at the last stage that has it; for the AUROC the mean over stages."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> all values with which its stages were learned or scored."""
     n_stopped: int = 0
@@ -148,9 +148,9 @@ class Summary:
 
     name: str
     axes: tuple[str, ...]
-    """Columns of its configurations: short names of all axes except those that repeat them, and `added`."""
+    """Columns of its configurations, by short name: all axes that do not repeat, then those `added`."""
     paths: Mapping[str, str]
-    """The dotted paths of these."""
+    """Short name -> dotted path of each of `axes`."""
     repeats: tuple[str, ...]
     """Short names of the axes that repeat a configuration, the seed first."""
     configurations: tuple[Configuration, ...]
@@ -178,7 +178,7 @@ class Summary:
 
     @cached_property
     def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
-        """The highest mean AP by what is tested, over configurations without stopped trials.
+        """The highest mean AP for each `tested_on`, over configurations without stopped trials.
 
         Schedulers stop the worse trials, so the mean over the others is not comparable.
         """
@@ -197,7 +197,7 @@ class Summary:
 
     @property
     def best_average_performance(self) -> float | None:
-        """The highest mean AP; None if no trial has finished."""
+        """The highest of `best_average_performances`; None if there are none."""
         return max(self.best_average_performances.values(), default=None)
 
     @cached_property
@@ -206,7 +206,7 @@ class Summary:
         return any(configuration.comparison is not None for configuration in self.configurations)
 
     def is_best(self, configuration: Configuration) -> bool:
-        """Return whether no configuration tested on the same has a higher mean AP, up to rounding."""
+        """Return whether no mean AP with its `tested_on` is higher, up to rounding; not if 0 or with stopped trials."""
         own = configuration.average_performance
         best = self.best_average_performances.get(tested_on(configuration.settings))
         if own is None or best is None or configuration.n_stopped or best < ROUNDING:
@@ -214,7 +214,7 @@ class Summary:
         return best - own.mean < ROUNDING
 
     def is_marked(self, configuration: Configuration) -> bool:
-        """Return whether tables mark it as the best: not if all that are tested on the same have an equal AP."""
+        """Return whether tables mark it as the best: not if all with the same `tested_on` have an equal AP."""
         tested = tested_on(configuration.settings)
         rivals = [one for one in self.configurations if tested_on(one.settings) == tested and one.average_performance]
         return self.is_best(configuration) and not all(map(self.is_best, rivals))
@@ -222,7 +222,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Curves:
-    """AP in percent against one numeric axis, a series for each point of the other axes."""
+    """AP in percent against one numeric axis, a series for each combination of values on the others."""
 
     x_name: str
     x_values: tuple[float, ...]
@@ -250,7 +250,7 @@ def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         baseline: settings, as `name=value`, of the configuration that the others are compared with.
 
     Raises:
-        ConfigError: the sweep has no such axis, or not exactly one such configuration.
+        ConfigError: the sweep has no such axis, or not exactly one configuration fits `baseline`.
         StorageError: `sweep.json` is missing, or it or a journal is corrupt.
     """
     return summarize_all([sweep], over, baseline)[0]
@@ -261,11 +261,11 @@ def summarize_all(
 ) -> list[Summary]:
     """Summarize several sweeps, with a column for every setting in which they differ.
 
-    Sweeps with the same name are called by their folders. Configurations are compared with the baseline of their own
+    Sweeps that share a name are called by their folders. Configurations are compared with the baseline of their own
     sweep, or else with that of another one.
 
     Raises:
-        ConfigError: a sweep is named twice, lacks such an axis, or has not exactly one such configuration.
+        ConfigError: a sweep is given twice, or as `summarize`.
         StorageError: a sweep or a journal is missing or corrupt.
     """
     times = Counter(sweep.path.resolve() for sweep in sweeps)
@@ -290,7 +290,7 @@ def summarize_all(
 
 
 def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
-    """Return a summary without a baseline, the trials of its configurations, and the axes that repeat these."""
+    """Return a summary without a baseline, the trials of each configuration, and the paths of repeating axes."""
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     columns = {axis: name for axis, name in names.items() if axis not in repeats}
@@ -333,7 +333,7 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
 
 
 def _with_differing_columns(summaries: Sequence[Summary], axes: Sequence[str], repeats: Sequence[str]) -> list[Summary]:
-    """Add a column to all configurations for each setting in which the sweeps differ, except those that repeat.
+    """Add a column to all configurations for each setting in which the sweeps differ, except repeating axes.
 
     Args:
         axes: paths of the axes of all sweeps.
@@ -341,15 +341,15 @@ def _with_differing_columns(summaries: Sequence[Summary], axes: Sequence[str], r
     """
     settings = [[one.settings for one in summary.configurations] for summary in summaries]
     paths = differing(settings, [summary.paths.values() for summary in summaries])
-    apart = [path for path in paths if path not in repeats]
-    names = short_names(dict.fromkeys([*axes, *apart]))
-    return [_with_columns(summary, names, apart) for summary in summaries]
+    differing_paths = [path for path in paths if path not in repeats]
+    names = short_names(dict.fromkeys([*axes, *differing_paths]))
+    return [_with_columns(summary, names, differing_paths) for summary in summaries]
 
 
-def _with_columns(summary: Summary, names: Mapping[str, str], apart: Sequence[str]) -> Summary:
-    """Add columns for these paths to the sweep's axes, and rename all columns."""
+def _with_columns(summary: Summary, names: Mapping[str, str], differing_paths: Sequence[str]) -> Summary:
+    """Add columns for the differing paths that are not axes of this sweep, and rename all columns."""
     own = {path: name for name, path in summary.paths.items()}
-    added = [path for path in apart if path not in own]
+    added = [path for path in differing_paths if path not in own]
 
     def columns(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
         renamed = {names[path]: values[name] for path, name in own.items()}
@@ -360,7 +360,7 @@ def _with_columns(summary: Summary, names: Mapping[str, str], apart: Sequence[st
         axes=tuple(names[path] for path in (*own, *added)),
         paths={names[path]: path for path in (*own, *added)},
         chosen=frozenset(names[summary.paths[name]] for name in summary.chosen),
-        differing=tuple(names[path] for path in apart),
+        differing=tuple(names[path] for path in differing_paths),
         added=frozenset(names[path] for path in added),
         configurations=tuple(
             replace(one, values=columns(one.values, one.settings), read=columns(one.read, one.settings))
@@ -422,7 +422,7 @@ class TrialSummary:
     """Time of its last event; 0 without one."""
     learns_in_turn: bool
     finish: float | None = None
-    """When it finished; None, like all fields below, if it has not."""
+    """Unix seconds; None if it has not finished, and the fields below are empty."""
     measures: Mapping[Measure, float] = field(default_factory=dict)
     matrix: ScoreMatrix | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
@@ -551,7 +551,7 @@ def _statistics(names: Iterable[str], values: Sequence[Mapping[str, float]]) -> 
 
 
 class _Costs:
-    """Sums the costs of trials; a stage shared by several counts once."""
+    """Sums the costs of trials; learning a stage that several share counts once."""
 
     def __init__(self) -> None:
         self._learning: dict[str, float] = {}
@@ -589,7 +589,7 @@ def _compared(
     """Compare the configurations of all sweeps with their baselines.
 
     Args:
-        outcomes: of each sweep, those of the trials of each configuration.
+        outcomes: by sweep, configuration and repetition: see `_outcomes`.
     """
     paths = {name: path for summary in summaries for name, path in summary.paths.items()}
     configurations = [(summary, one) for summary in summaries for one in summary.configurations]
@@ -611,7 +611,7 @@ def _compared(
 
 
 def _outcomes(sweep: SweepFolder, members: Sequence[TrialSummary], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
-    """Return the outcomes of trials by the settings that tell repetitions apart."""
+    """Return the outcomes of trials, None if unfinished, by their values on repeating axes."""
     return {
         tuple(_repeat(one.folder, axis) for axis in repeats): outcomes(TrialResults(sweep, one.folder))
         if one.status == "finished"
@@ -621,7 +621,7 @@ def _outcomes(sweep: SweepFolder, members: Sequence[TrialSummary], repeats: Sequ
 
 
 def _repeat(trial: TrialFolder, axis: str) -> str | None:
-    """Return a trial's value on an axis that repeats it; None if it does not read it, or the axis is not set.
+    """Return a trial's value on a repeating axis, as JSON; None if it does not read or set it.
 
     A null setting, such as `training.max_steps: null`, is a value like any other.
     """
@@ -638,7 +638,7 @@ def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _routing_metrics(learned: Sequence[Stage]) -> dict[str, float]:
-    """Return the routing metrics of a trial: of its last stage, or for the novelty AUROC the mean over the others."""
+    """Return a trial's routing metrics: the newest values, but the novelty AUROC's mean over stages."""
     by_name = {}
     for metric, *_ in ROUTING_METRICS:
         values = [stage.metrics[metric] for stage in learned if metric in stage.metrics]
@@ -648,7 +648,7 @@ def _routing_metrics(learned: Sequence[Stage]) -> dict[str, float]:
 
 
 def numeric_axes(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the axes of these points with only numbers and more than one value; None does not count."""
+    """Return the axes on which these points have only numbers, and more than one; None is ignored."""
     axes = []
     for axis in points[0] if points else ():
         values = [point[axis] for point in points if point[axis] is not None]
@@ -663,7 +663,7 @@ def numeric_axis(points: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def curves(summary: Summary) -> Curves | None:
-    """Return AP against the first numeric axis, without configurations with stopped trials; None without an axis."""
+    """Return AP against the first numeric axis, if any; configurations with stopped trials are left out."""
     x_name = numeric_axis([one.values for one in summary.configurations])
     if x_name is None:
         return None

@@ -1,10 +1,10 @@
 """Where all results are stored: a folder, or an object store (`s3://bucket/prefix`) behind a working folder.
 
 All code works on local files. An object store's working folder is a cache: committed files are pushed at once, and
-missing or older files are fetched before use. Shared are snapshots, checkpoints and sweep folders; the caches in
-`NODE_LOCAL` are made again on each node.
+missing or older files are fetched before use. Nodes share snapshots, checkpoints and sweep folders; each node makes the
+caches in `NODE_LOCAL` itself.
 
-A put is atomic, like a rename; commits of several files keep their order on both.
+In both, each commit is atomic, and files appear in the order of their commits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ JOURNAL = "journal.jsonl"
 """Name of a trial's journal, the only shared file that grows."""
 
 PROBES = ".preflight"
-"""Folder of files that test what a node, or a clock, sees."""
+"""Folder of files that test which nodes see the storage, or read its clock."""
 
 DEFAULT_LOCATION = "runs"
-"""The default of `run.storage`. Nobody chose who may read this folder, so only its owner may; access to a named folder
-follows the umask."""
+"""The default of `run.storage`. Only its owner may read this folder; access to one that the user names follows the
+umask."""
 STORAGE_VARIABLE = "LATENT_SWEEP_STORAGE"
-"""Environment variable with the default storage of commands and sweep files."""
+"""Environment variable that replaces this default, and a relative path in a sweep file."""
 
 CONNECTIONS = 16
 """Concurrent requests to an object store."""
@@ -70,11 +70,11 @@ class FileFacts(NamedTuple):
 
 
 class Storage:
-    """A plain folder, shared by all nodes unless there is only one.
+    """A plain folder, which all nodes share if there are several.
 
     Args:
         folder: path of the files.
-        location: the value of `run.storage`, for messages; None is the folder's path.
+        location: the value of `run.storage`, for messages; by default the folder's path.
     """
 
     is_remote = False
@@ -84,7 +84,7 @@ class Storage:
         self.folder, self.location = folder, location or str(folder)
 
     def create(self) -> None:
-        """Make the folder if it must be private.
+        """Make the default folder, which only its owner may read.
 
         Raises:
             StorageError: it cannot be made.
@@ -102,7 +102,7 @@ class Storage:
         self.push(path)
 
     def write_once(self, path: Path, content: bytes | bytearray) -> None:
-        """Commit a file that never changes, so its modification time does not matter.
+        """Commit a file that never changes; an object store's time for it is not needed.
 
         Raises:
             StorageError: as `write`.
@@ -126,11 +126,11 @@ class Storage:
         return path.is_file()
 
     def sync(self, path: Path) -> bool:
-        """Make both copies the newer one; return whether there is one."""
+        """Replace the older copy by the newer one; return whether the file exists."""
         return path.is_file()
 
     def share(self, path: Path) -> bool:
-        """Copy a file that never changes to where it is missing; return whether there is one."""
+        """Copy a file that never changes to where it is missing; return whether it exists."""
         return path.is_file()
 
     def sync_folder(self, folder: Path) -> None:
@@ -177,7 +177,7 @@ class Storage:
         """Fetch the heartbeats of other processes for a sweep."""
 
     def pull_journal(self, path: Path) -> None:
-        """Fetch a journal for reading, unless the local one continues it."""
+        """Fetch a journal for reading, unless the local one has all its events."""
 
     def lease(self, path: Path) -> Lease:
         """Return the lease at this path; it excludes processes on all nodes."""
@@ -187,7 +187,7 @@ class Storage:
         """Write this process's heartbeat for a sweep.
 
         Args:
-            at_once: push it now, not with the next renewal.
+            at_once: push it now instead of with the next renewal of `Presence`.
 
         Raises:
             StorageError: as `write`.
@@ -199,8 +199,8 @@ class Storage:
 class ObjectStorage(Storage):
     """An object store behind a working folder on each node.
 
-    Modification times decide which copy is newer: a pushed or fetched file gets the object's time, a later write a
-    later one. Of two journals, the newer one continues the other.
+    Modification times decide which copy is newer: pushing or fetching a file gives it the object's time, and a write
+    gives it a later one. Of two journals, the newer one starts with the other.
 
     Every method that talks to the object store raises `StorageError` when it cannot be reached or refuses.
     """
@@ -232,13 +232,13 @@ class ObjectStorage(Storage):
             return
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             list(pool.map(self._bucket.put, map(self._key, shared), map(files.__getitem__, shared)))
-        there = self._list(Path(os.path.commonpath([path.parent for path in shared])))
+        objects = self._list(Path(os.path.commonpath([path.parent for path in shared])))
         for path in shared:
-            if path in there:
-                stamp(path, there[path].mtime_ns)
+            if path in objects:
+                stamp(path, objects[path].mtime_ns)
 
     def push(self, path: Path) -> None:
-        """Put a local file if it is shared."""
+        """Put a local file if nodes share it."""
         if self._shared(path):
             self._bucket.put(self._key(path), path.read_bytes())
             if (info := self._bucket.info(self._key(path))) is not None:
@@ -249,13 +249,13 @@ class ObjectStorage(Storage):
         return path.is_file() or (self._shared(path) and self._bucket.info(self._key(path)) is not None)
 
     def sync(self, path: Path) -> bool:
-        """Make both copies the newer one; return whether there is one."""
+        """Replace the older copy by the newer one; return whether the file exists."""
         if self._shared(path):
             self._sync_file(path, self._bucket.info(self._key(path)))
         return path.is_file()
 
     def share(self, path: Path) -> bool:
-        """Copy a file that never changes to where it is missing; return whether there is one."""
+        """Copy a file that never changes to where it is missing; return whether it exists."""
         if self._shared(path):
             info = self._bucket.info(self._key(path))
             if info is None or not path.is_file():
@@ -264,9 +264,9 @@ class ObjectStorage(Storage):
 
     def sync_folder(self, folder: Path) -> None:
         """Sync all files below a folder. Only its writer may call this."""
-        there = self._list(folder)
-        for path in {*there, *(path for path in folder.rglob("*") if path.is_file() and self._shared(path))}:
-            self._sync_file(path, there.get(path))
+        objects = self._list(folder)
+        for path in {*objects, *(path for path in folder.rglob("*") if path.is_file() and self._shared(path))}:
+            self._sync_file(path, objects.get(path))
 
     def pull(self, folder: Path, only: Container[str] | None = None) -> None:
         """Fetch the newer files below a folder.
@@ -282,12 +282,12 @@ class ObjectStorage(Storage):
             files = self._newer(folder, lambda path: path.name != JOURNAL and (only is None or path.name in only))
             list(pool.map(self._fetch, files, files.values()))
         for (path, info), content in zip(journals.items(), events, strict=True):
-            self._merge_journal(path, content, info)
+            self._update_journal(path, content, info)
 
     def files(self, folder: Path) -> dict[Path, FileFacts]:
         """Return all files below a folder, local and in the object store."""
-        there = {path: FileFacts(info.size, info.mtime_ns / 1e9) for path, info in self._list(folder).items()}
-        return super().files(folder) | there
+        objects = {path: FileFacts(info.size, info.mtime_ns / 1e9) for path, info in self._list(folder).items()}
+        return super().files(folder) | objects
 
     def names(self, folder: Path) -> set[str]:
         """Return the file names in a folder itself, local and in the object store."""
@@ -322,9 +322,9 @@ class ObjectStorage(Storage):
                 write_file(path, stored[0], stored[1].mtime_ns)
 
     def pull_journal(self, path: Path) -> None:
-        """Fetch a journal for reading, unless the local one continues it."""
+        """Fetch a journal for reading, unless the local one has all its events."""
         if (stored := self._bucket.read(self._key(path))) is not None:
-            self._merge_journal(path, *stored)
+            self._update_journal(path, *stored)
 
     @property
     def _presence(self) -> Presence:
@@ -335,13 +335,13 @@ class ObjectStorage(Storage):
         return _PRESENCES[mine]
 
     def _sync_file(self, path: Path, info: ObjectFacts | None) -> None:
-        """Make both copies of a file the newer one."""
+        """Replace the older copy of a file by the newer one."""
         if info is None:
             if path.is_file():
                 self.push(path)
         elif path.name == JOURNAL:
             self._sync_journal(path, info)
-        elif _behind(path, info):
+        elif _is_older(path, info):
             self._fetch(path, info)
         elif modified(path) > info.mtime_ns:
             self.push(path)
@@ -349,27 +349,27 @@ class ObjectStorage(Storage):
     def _sync_journal(self, path: Path, info: ObjectFacts) -> None:
         if path.is_file() and (path.stat().st_size, modified(path)) == (info.size, info.mtime_ns):
             return
-        self._merge_journal(path, self._get(path), info)
+        self._update_journal(path, self._get(path), info)
         if path.stat().st_size > info.size:
             self.push(path)  # the node or the network failed before the push
 
-    def _merge_journal(self, path: Path, there: bytes, info: ObjectFacts) -> None:
-        """Replace a local journal, unless it is equal or continues the fetched one."""
+    def _update_journal(self, path: Path, fetched: bytes, info: ObjectFacts) -> None:
+        """Extend or replace a local journal by the fetched one, unless it has all its events."""
         if not path.is_file():
-            write_file(path, there, info.mtime_ns)
+            write_file(path, fetched, info.mtime_ns)
             return
         with committing(path), path.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # a local worker may append
-            here = read_file(path)
-            if here.startswith(there) and here != there:
+            local = read_file(path)
+            if local.startswith(fetched) and local != fetched:
                 return
-            if there.startswith(here):
-                file.write(there[len(here) :])
+            if fetched.startswith(local):
+                file.write(fetched[len(local) :])
                 file.flush()
                 os.fsync(file.fileno())
                 stamp(path, info.mtime_ns)
             else:
-                write_file(path, there, info.mtime_ns)
+                write_file(path, fetched, info.mtime_ns)
 
     def _fetch(self, path: Path, info: ObjectFacts) -> None:
         write_file(path, self._get(path), info.mtime_ns)
@@ -382,7 +382,7 @@ class ObjectStorage(Storage):
 
     def _newer(self, folder: Path, wanted: Callable[[Path], bool]) -> dict[Path, ObjectFacts]:
         """Return the wanted objects below a folder that are newer than the local files."""
-        return {path: info for path, info in self._list(folder).items() if wanted(path) and _behind(path, info)}
+        return {path: info for path, info in self._list(folder).items() if wanted(path) and _is_older(path, info)}
 
     def _list(self, folder: Path) -> dict[Path, ObjectFacts]:
         """List the shared objects below a folder by their local paths."""
@@ -459,10 +459,10 @@ def _working_folder(uri: str, cache: Path) -> Path:
     return folder
 
 
-def _behind(path: Path, info: ObjectFacts) -> bool:
-    """Return whether the object is newer than the file. Object times are whole seconds, so sizes are compared, too."""
-    here = modified(path)
-    return info.mtime_ns > here or (info.mtime_ns == here and info.size != path.stat().st_size)
+def _is_older(path: Path, info: ObjectFacts) -> bool:
+    """Return whether the file is older than the object. Object times are whole seconds, so sizes are compared, too."""
+    time_ns = modified(path)
+    return info.mtime_ns > time_ns or (info.mtime_ns == time_ns and info.size != path.stat().st_size)
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

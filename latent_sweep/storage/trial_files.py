@@ -1,7 +1,7 @@
 """The files of one trial, and whether they match its journal.
 
-The journal is the source of truth: it holds every row of the score matrix and the digests of all result files. A
-missing or different file is quarantined and made again.
+The journal is the source of truth: it holds each stage's row of the score matrix and the digests of all result files. A
+file that differs is quarantined; it, or a missing one, is made again.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _fault(path: Path, digest: str) -> str | None:
 def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
     """Return the files whose content contradicts the rows in the journal, whatever their digests say.
 
-    The score matrix must hold these rows. AP, FM and BWT, there and in the result, must follow from them. The saved
-    answers of each stage must average to its row, and the newest answers must be the predictions.
+    `scores.json` must hold these rows. AP, FM and BWT in the journal and the result must follow from them. The saved
+    answers of each stage must average to its row, and the newest answers must equal the predictions.
     """
     recorded = stages(events)
     if not recorded:
@@ -155,19 +155,19 @@ def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFi
 
 
 def _average_to(scores: Sequence[float], mean: float) -> bool:
-    """Return whether the scores have this mean, up to the order of summation."""
+    """Return whether the scores have this mean, up to rounding."""
     return abs(statistics.fmean(scores) - mean) <= len(scores) * EPSILON
 
 
 def _are_measures(metrics: Mapping[str, float], matrix: ScoreMatrix) -> bool:
-    """Return whether the metrics are the matrix's measures, up to the order of summation."""
+    """Return whether the metrics are the matrix's measures, up to rounding."""
     rounding = 4 * len(matrix.rows) * EPSILON
     return all(abs(metrics.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
 
 
 @dataclass(frozen=True)
 class RowScores:
-    """The scores of one task's test examples."""
+    """One task's scores by test example; not a row of the score matrix."""
 
     ids: tuple[str, ...]
     scores: npt.NDArray[np.float64]
@@ -179,11 +179,11 @@ def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | 
     stage = stages(events)[-1]
     scores = {}
     for task in stage.scores:
-        rows = prediction_lines(folder, stage, task)
-        if rows is None:
+        lines = prediction_lines(folder, stage, task)
+        if lines is None:
             return None
         scores[task] = RowScores(
-            tuple(row["id"] for row in rows), np.array([row["score"] for row in rows], dtype=float)
+            tuple(line["id"] for line in lines), np.array([line["score"] for line in lines], dtype=float)
         )
     return scores
 
@@ -224,7 +224,7 @@ def recorded_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
     """Return the journal's leading rows that were computed from the current snapshots, data and settings.
 
     Args:
-        keys: identify each row now.
+        keys: one per row; a recorded row with another key is outdated.
     """
     rows: list[Row] = []
     for key, event in zip(keys, stages(events), strict=False):
@@ -237,7 +237,7 @@ def recorded_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
 def final_event(events: Sequence[Event]) -> Finished | Stopped | None:
     """Return the event that ended the trial for good: a finish or an early stop.
 
-    An end before an `outdated` loss no longer counts.
+    None if a `Lost` event of kind `outdated` came later.
     """
     for event in reversed(events):
         if isinstance(event, (Finished, Stopped)):
@@ -248,10 +248,10 @@ def final_event(events: Sequence[Event]) -> Finished | Stopped | None:
 
 
 class NewRow:
-    """A row of the score matrix while its tasks are scored, with the answers still to be written.
+    """A row of the score matrix whose tasks are being scored, with its unwritten answers.
 
     Args:
-        written: digests of the files on disk, by name.
+        written: digests of the files already on disk, by name.
     """
 
     def __init__(self, written: Mapping[str, str]):
@@ -266,7 +266,7 @@ class NewRow:
         """The prediction files that changed, by name."""
 
     def add(self, task: str, score: float, predictions: Sequence[Mapping[str, Any]]) -> None:
-        """Add the next task's score, and its predictions, one JSON object each."""
+        """Add the next task's score and its predictions, one JSON object per example."""
         self.scores.append(score)
         self.answers[task] = [Answer(line["prediction"], line["score"]) for line in predictions]
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
@@ -283,7 +283,7 @@ class TrialFiles:
         sweep: the trial's sweep.
         trial_id: names its folder.
         tasks: its tasks, in learning order.
-        keys: identify each row of its score matrix now.
+        keys: of the rows of its score matrix: see `recorded_rows`.
     """
 
     def __init__(self, sweep: SweepFolder, trial_id: str, tasks: Sequence[str], keys: Sequence[str]):
@@ -304,7 +304,7 @@ class TrialFiles:
             stage.tasks_seen: content_hash({name: getattr(stage, name) for name in _ROW_FIELDS})
             for stage in stages(events)
         }
-        """Hash of what the journal holds of each row, by tasks seen."""
+        """Hash of `_ROW_FIELDS` in the journal, by tasks seen."""
         corrupt = {file.path for file in self.corrupt}
         self._written = {n: digest for n, digest in recorded_files(events).items() if self.folder / n not in corrupt}
         """Known digests of the files on disk, by name."""
@@ -328,8 +328,8 @@ class TrialFiles:
         return ScoreMatrix(self._tasks, tuple(self.rows[:tasks_seen]))
 
     def repair(self) -> None:
-        """Quarantine corrupt files, rewrite those that follow from the journal, and drop the rows whose answers are
-        lost."""
+        """Quarantine corrupt files. Drop the first row whose answers are lost and all later ones; without one, rewrite
+        a corrupt `scores.json`."""
         for file in self.corrupt:
             if file.path.exists():
                 quarantine(file.path, file.fault)
@@ -345,7 +345,7 @@ class TrialFiles:
             self._write({SCORES: self._scores()})
 
     def _stage_of(self, file: CorruptFile) -> int:
-        """Return the tasks seen at the stage whose answers are in the file; 0 for any other file."""
+        """Return the number of tasks seen at the stage whose answers the file holds; 0 for any other file."""
         return stage_of(file.path.relative_to(self.folder).as_posix()) or 0
 
     def new_row(self) -> NewRow:
@@ -353,7 +353,7 @@ class TrialFiles:
         return NewRow(self._written)
 
     def record(self, row: NewRow, keep_answers: KeepAnswers = "all") -> None:
-        """Add a row to the score matrix, durably, with its answers.
+        """Add a row and write its files; `record_stage` then adds it to the journal.
 
         Args:
             keep_answers: `all` also writes a file of this stage, with the answers that differ from the stage before.
@@ -394,7 +394,7 @@ class TrialFiles:
         self.journal.append("finished", metrics=result["metrics"], files=self._write({RESULT: json_bytes(result)}))
 
     def stop_again(self) -> None:
-        """Append `stopped` again, after files of a stopped trial were made again."""
+        """Append `stopped` again, as repairing a stopped trial has appended other events."""
         assert self.stop is not None
         self.journal.append("stopped", tasks_seen=self.stop.tasks_seen, reason=self.stop.reason)
 

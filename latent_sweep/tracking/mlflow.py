@@ -5,17 +5,16 @@ and nothing else: `sync` uploads whatever is missing, any number of times, into 
 desired runs; this module uploads them and reads them back.
 
 Runs are identified by tags: `kind` (sweep, trial, summary) with `sweep_id`, `trial_id` or `configuration`. The tag
-`mirrored_events` of a trial's run is a cursor: the number of journal events whose points have arrived. It travels in
-the same batch as the points, of which MLflow writes the tags last. The status is written after everything else, so a
-run that has ended also has its artifacts. Points carry the times of the journal, so MLflow deduplicates one that
-arrives twice.
+`mirrored_events` of a trial's run is a cursor: the number of journal events whose points have arrived. It is sent with
+the last points, and MLflow writes the tags of a batch last. The status is written after everything else, so a run that
+has ended also has its artifacts. Points carry the times of the journal, so MLflow deduplicates one that arrives twice.
 
-The cost follows what has changed: a journal is read again when its file has changed, the news of a running trial are
-one request, and files are sent once, at the end. Requests for several runs go to a server in parallel.
+Only changes cost time: a journal is read again when its file has changed, the new points of a running trial take one
+request, and files are sent once, at the end. Requests for several runs go to a server in parallel.
 
 A trial that runs again after its folder was deleted is a new generation with a new journal. MLflow cannot remove points
-or params, so each generation gets its own run, which the tag `journal` names. The old run is deleted (`delete_run`;
-`mlflow gc` frees it) once the new one holds everything: a trial is never missing, and after a sync it is there once.
+or params, so each generation gets its own run, identified by the tag `journal`. The old run is deleted (`delete_run`;
+`mlflow gc` frees it) once the new one holds everything: a trial is never missing, and after a sync it has one run.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class _Run:
     metrics: dict[str, float] = field(default_factory=dict)
     """Latest value of each metric. Not kept for trials, whose journals determine what is missing."""
     logged: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Latest value by metric and step; likewise."""
+    """Latest value by metric and step; not kept for trials, either."""
     unread_metrics: set[str] = field(default_factory=set)
     """Metrics whose history has not been read into `logged` yet."""
 
@@ -145,9 +144,9 @@ class MlflowTracker:
     next call continues from what has arrived.
 
     Args:
-        uri: None is MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`.
+        uri: by default MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`.
         sweep: the sweep's folder.
-        allow_insecure: repeated in `sync_command`.
+        allow_insecure: whether `sync_command` allows an insecure server.
     """
 
     def __init__(self, uri: str | None, sweep: SweepFolder, allow_insecure: bool = False):
@@ -240,7 +239,7 @@ class MlflowTracker:
             return f"runs:/{self._parent().run_id}/{MODEL_FOLDER}"
 
     def link(self) -> str:
-        """Return the UI's address of this sweep's comparison; empty until the tracker was reached."""
+        """Return the address of this sweep's comparison in the UI; empty until the tracker was reached."""
         if not self._experiment_id:
             return ""
         server = redact(self.uri).rstrip("/") if self._is_served() else "http://127.0.0.1:5000"
@@ -255,7 +254,7 @@ class MlflowTracker:
         return f"mlflow ui --backend-store-uri {shlex.quote(uri)} --port 5000"
 
     def sync_command(self) -> str:
-        """Return the command that uploads everything later; an address with a password is left to the environment."""
+        """Return the command that uploads everything later, without an address that contains credentials."""
         command = f"latent-sweep sync {shlex.quote(str(self.sweep.path))}"
         if self.sweep.tracking_uri is None and not has_credentials(self.uri):
             command += f" --uri {shlex.quote(self.uri)}"
@@ -430,7 +429,7 @@ class MlflowTracker:
         return changed
 
     def _sync_summaries(self, changed: Collection[str]) -> list[Exception]:
-        """Upload the summary runs of these trials if all their trials have ended; return errors."""
+        """Upload the summary of each configuration with a changed trial if all its trials have ended; return errors."""
 
         def sync(members: Sequence[TrialFolder]) -> None:
             configuration = summaries.summarize_one(self.sweep, members)
@@ -475,7 +474,7 @@ class MlflowTracker:
             self._client.delete_run(run.run_id)
 
     def _upload(self, content: RunContent, points: Sequence[Point]) -> None:
-        """Upload what a run lacks, these of its points, and all its artifacts."""
+        """Upload these points, all artifacts, and the params and tags that the run lacks."""
         tags = {**run_tags(self.sweep, content), **content.tags, **self._parent_tag(content.kind)}
         run = self._find_or_create((content.kind, content.key), content.generation, content.name, content.start, tags)
         if content.kind == "trial":
@@ -508,7 +507,7 @@ class MlflowTracker:
             _artifact_repository(run.artifact_uri, self.uri).log_artifacts(folder)
 
     def _save_view(self) -> None:
-        """Save the view that `link` opens; without it there is a plainer link."""
+        """Save the view that `link` opens; without it, `link` opens the list of runs."""
         try:
             tag = f"mlflow.sharedViewState.{self.sweep.sweep_id}"
             self._client.set_experiment_tag(self._experiment_id, tag, saved_view(self.sweep))
@@ -670,7 +669,7 @@ def _metric_history(client: Any, run_id: str, key: str) -> list[Point]:
 
 
 def _artifact_repository(artifact_uri: str, uri: str) -> Any:
-    """Open a run's artifacts by their location; by run id, MLflow would request the run, and models for every file."""
+    """Open a run's artifacts by location; by run id, MLflow would request the run and, for each file, its models."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
     from mlflow.utils.uri import add_databricks_profile_info_to_artifact_uri
 
