@@ -76,5 +76,5 @@ def test_a_journal_that_lacks_something_is_named(tmp_path):
     journal.write_text(
         "".join(line for line in journal.read_text().splitlines(keepends=True) if '"seq": 1,' not in line)
     )
-    with pytest.raises(StorageError, match="journal.jsonl, line 2: seq is 2 instead of 1"):
+    with pytest.raises(StorageError, match=r"journal\.jsonl, line 2: seq is 2 instead of 1"):
         chaos.journal_faults(sweep)
