@@ -90,7 +90,6 @@ def test_the_job_log_has_plan_progress_and_result(submitted):
     assert submitted.returncode == 0, submitted.stdout
     parts = [
         r"4 trials -> 2 trainings in 2 packs",
-        r"\[\d+:\d\d\] epsilon=0\.01 seed=[01]: 1/2 mood \(.*\) AP",
         r"\[\d+:\d\d\] epsilon=0\.1 seed=[01]: finished",
         r"sweep tiny: 4 trials \(4 finished\)",
         r"epsilon +n +AP \(%\) +LA \(%\) +FM \(%\)",

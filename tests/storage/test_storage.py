@@ -685,7 +685,7 @@ def test_the_requests_of_a_run_are_counted_and_few(s3, tmp_path, on_node, asked)
         printed, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, printed
         sent[name] = Counter(kind for path, kind in asked if f"sweeps/{name}" in path or f"prefix={name}" in path)
-        (told,) = re.findall("^requests  (.*): of this run", printed, re.MULTILINE)
+        (told,) = re.findall(r"^requests  (.*) \(this run", printed, re.MULTILINE)
         counted = Counter({kind: int(count) for count, kind in (one.split() for one in told.split(", "))})
         end_of_lease = Counter(head=1, delete=1, put=1)  # of the driver's, after it has printed that
         beats = sent[name]["put"] - counted["put"] - end_of_lease["put"]  # signs of life, meanwhile

@@ -111,7 +111,7 @@ class Bare:
             {"key": point.key, "value": point.value, "timestamp": round(1000 * point.time), "step": point.step}
             for point in content.points
         ]
-        batch = {"metrics": metrics, "params": _pairs(content.params), "tags": _pairs(content.mark)}
+        batch = {"metrics": metrics, "params": _pairs(content.params), "tags": _pairs(content.cursor)}
         files = {
             f"/api/2.0/mlflow-artifacts/artifacts/{experiment}/RUN/artifacts/{name}": artifact.read_bytes()
             if isinstance(artifact, Path)
