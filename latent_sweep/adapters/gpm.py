@@ -1,4 +1,4 @@
-"""Gradient projection memory: the directions of an input that earlier tasks use, and what lies outside them.
+"""Gradient projection memory: the directions of an input that earlier tasks use, and what is outside them.
 
 A memory is a matrix M (k, columns) with orthonormal columns in an input space of k dimensions. Each task adds columns.
 Formulas read the uncentered second moment C = sum_x x x^T of an input, up to a factor. Algebra is in float64 on C's

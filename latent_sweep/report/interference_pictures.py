@@ -64,9 +64,9 @@ def overlap_picture(measured: Interference, number: int) -> Picture:
 
 def overlap_figure(tasks: Sequence[str], overlaps: Array, shares: Array) -> Figure:
     """Draw both matrices below their diagonals, one above the other if there are many tasks."""
-    beside, height = len(tasks) <= _SIDE_BY_SIDE, matrix_height(len(tasks) - 1)
-    figure = new_figure(PAGE, height if beside else 2 * height)
-    parts = figure.subplots(1, 2, width_ratios=(1, 1)) if beside else figure.subplots(2, 1)
+    side_by_side, height = len(tasks) <= _SIDE_BY_SIDE, matrix_height(len(tasks) - 1)
+    figure = new_figure(PAGE, height if side_by_side else 2 * height)
+    parts = figure.subplots(1, 2, width_ratios=(1, 1)) if side_by_side else figure.subplots(2, 1)
     below = np.tril(np.ones_like(overlaps), -1) > 0
     raw, share = (np.where(below, values, np.nan)[1:, :-1] for values in (overlaps, shares))
     power = int(np.floor(np.log10(np.nanmax(raw)))) if np.nanmax(raw) > 0 else 0
@@ -74,7 +74,7 @@ def overlap_figure(tasks: Sequence[str], overlaps: Array, shares: Array) -> Figu
     unit = f"overlap (in 1e{power})" if power else "overlap"
     names, columns = numbered(tasks)[1:], positions(len(tasks))
     heat_map(parts[0], names, columns[:-1], raw, short_number, norm_of(raw), unit)
-    names = columns[1:] if beside else names
+    names = columns[1:] if side_by_side else names
     heat_map(parts[1], names, columns[:-1], share, "{:.2f}".format, Normalize(0, 1), "overlap, from 0 to 1")
     return figure
 

@@ -204,15 +204,15 @@ class SweepFolder:
         content, found = self._content, []
         flat = {name: [flatten(name, one) for one in groups] for name, groups in content.get("groups", {}).items()}
         for entry in content["trials"]:
-            told = dict(entry)
-            if (lineages := told.get("lineages")) is not None:
-                told["lineages"] = lineages.split()
-            if (places := told.pop("groups", None)) is not None:  # none in what an earlier version has written
-                seed = {"seed": told.pop("seed")}
-                told["groups"] = {name: content["groups"][name][place] for name, place in places.items()} | seed
+            fields = dict(entry)
+            if (lineages := fields.get("lineages")) is not None:
+                fields["lineages"] = lineages.split()
+            if (places := fields.pop("groups", None)) is not None:  # none in what an earlier version has written
+                seed = {"seed": fields.pop("seed")}
+                fields["groups"] = {name: content["groups"][name][place] for name, place in places.items()} | seed
                 params = dict(itertools.chain.from_iterable(flat[name][i].items() for name, i in places.items()))
-                told["params"] = params | seed | {"benchmark.tasks": told.pop("tasks")}
-            found.append(TrialFolder(self.journal(told["trial_id"]), **told))
+                fields["params"] = params | seed | {"benchmark.tasks": fields.pop("tasks")}
+            found.append(TrialFolder(self.journal(fields["trial_id"]), **fields))
         return found
 
 

@@ -46,7 +46,7 @@ class ObjectFacts(NamedTuple):
 
 
 def elapsed() -> float:
-    """Return seconds of a clock that nobody sets and that runs while the machine is suspended."""
+    """Return seconds of a clock that cannot be set and that runs while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

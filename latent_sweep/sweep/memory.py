@@ -137,8 +137,8 @@ class Memory:
     @property
     def measuring(self) -> int:
         """Peak of measuring second moments or Fisher information, in bytes; 0 without either."""
-        beside, measured = self.weights + self.gathered + self.factors + self.history, max(self.moments, self.fisher)
-        return beside + self.adapter // 2 + measured if measured else 0
+        resident, measured = self.weights + self.gathered + self.factors + self.history, max(self.moments, self.fisher)
+        return resident + self.adapter // 2 + measured if measured else 0
 
     @property
     def besides(self) -> int:

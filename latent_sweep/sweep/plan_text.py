@@ -222,7 +222,7 @@ def _details(
     lines += [f"  cost      {items_text(costs)}"] * bool(costs)
     lines += ["", "  training          trials"]
     for pack in plan.packs:
-        bar = "|" if len(pack.runs) > 1 else " "  # beside trainings of one pack
+        bar = "|" if len(pack.runs) > 1 else " "  # marks the trainings of one pack
         lines += [f" {bar}{one.training_id}  {_trials_text(one)}" for one in pack.runs]
     return lines
 

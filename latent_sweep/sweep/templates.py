@@ -214,9 +214,9 @@ def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[s
 def _training_line(backbone: str, benchmark: str, small: bool) -> str:
     """Write the training, with a comment on its defaults."""
     training = _training(DEFAULT, backbone, benchmark)
-    told = f"left out: learning_rate {training.learning_rate:g}, batch_size {training.batch_size}"
+    comment = f"left out: learning_rate {training.learning_rate:g}, batch_size {training.batch_size}"
     line = "  training: {epochs: 2}" if small else f"  # training: {{epochs: {training.epochs}}}"
-    return line.ljust(54) + f"# {told}" + ("" if small else f", epochs {training.epochs}")
+    return line.ljust(54) + f"# {comment}" + ("" if small else f", epochs {training.epochs}")
 
 
 def _training(method: str, backbone: str, benchmark: str) -> TrainingSettings:
