@@ -227,25 +227,6 @@ def test_every_setting_has_its_sentence():
     assert silent - described_by_their_group == set()
 
 
-def public_definitions(tree, prefix=""):
-    """Public functions, classes and their methods; what a function defines inside itself is its own business."""
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            yield f"{prefix}{node.name}", node
-            if isinstance(node, ast.ClassDef):
-                yield from public_definitions(node, f"{prefix}{node.name}.")
-
-
-def test_every_public_name_has_a_docstring():
-    silent = [
-        f"{name}: {path}"
-        for name, tree in MODULES.items()
-        for path, node in [("module", tree), *public_definitions(tree)]
-        if not ast.get_docstring(node)
-    ]
-    assert silent == []
-
-
 def test_no_file_names_a_place_on_somebodys_machine():
     kinds = (".py", ".yaml", ".md", ".toml", ".sh")
     folders = [PACKAGE, REPOSITORY / "tests", REPOSITORY / "sweeps"]
