@@ -42,9 +42,7 @@ def imported(name: str, expected: str) -> Any:
 
 
 def code_digest(name: str) -> str:
-    """Return a content hash of a plugin's code.
-
-    It covers the module or, if it is in a package, all Python files of the package.
+    """Return a content hash of a plugin's module or, if it is in a package, of all Python files of the package.
 
     Raises:
         ConfigError: the code is in no file, so changes would go unnoticed.
@@ -61,12 +59,10 @@ def code_digest(name: str) -> str:
 
 
 def code_paths(name: str) -> list[Path]:
-    """Return the paths of a plugin's code: its module's file, or its package's folders."""
     return _package_folders(name) or [Path(str(sys.modules[name.partition(":")[0]].__file__))]
 
 
 def _package_folders(name: str) -> list[Path]:
-    """Return the folders of a module's outermost package; empty if it is in none."""
     package = sys.modules[name.partition(":")[0].partition(".")[0]]
     return [Path(folder) for folder in getattr(package, "__path__", ())]
 

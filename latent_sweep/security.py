@@ -112,7 +112,6 @@ def _without_secrets(part: Any) -> Any:
 
 
 def has_credentials(address: str) -> bool:
-    """Return whether an address contains a user, a password or a token."""
     return _without_credentials(address) != address
 
 
@@ -124,7 +123,6 @@ def _without_credentials(text: str) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Return the environment's secrets, plain and as an address or a `repr` writes them, the longest first."""
     found = {value for name, value in os.environ.items() if _is_secret_variable(name)}
     long = [value for value in found if len(value) >= _SHORTEST_SECRET]
     spelled = {text for value in long for text in (value, quote(value, ""), json.dumps(value)[1:-1], repr(value)[1:-1])}
@@ -298,7 +296,6 @@ _CODE = re.compile(
 
 
 def _without_named(text: str) -> str:
-    """Return `text` without the values of secret names."""
     pieces, end = [], 0
     for start, stop in _named_values(text):
         pieces += [text[end:start], _MASK]
@@ -322,7 +319,6 @@ def _named_values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Field | None:
-    """Return the field with this name; None if the name is no secret's or no value follows."""
     strength, separator = _strength(name), _SEPARATOR.match(text, start + len(name))
     if not strength or separator is None:
         return None
@@ -371,7 +367,6 @@ def _values(text: str, field: _Field) -> Iterator[tuple[int, int]]:
 
 
 def _bare_end(text: str, field: _Field) -> int:
-    """Return the end of an unquoted value."""
     if field.has_to_look_random:
         expression = _TOKEN
     elif field.separator == "colon" and _BLOCK.match(text, field.value):
@@ -412,7 +407,6 @@ def _is_elsewhere(text: str, start: int, field: _Field) -> bool:
 
 
 def _is_secret(value: str, field: _Field) -> bool:
-    """Return whether a field's value is a secret."""
     if not value or _NOTHING.fullmatch(value):
         return False
     return not field.has_to_look_random or _looks_random(value)

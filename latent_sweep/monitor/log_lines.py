@@ -85,25 +85,21 @@ def _interrupted_lines(trials: Sequence[TrialState]) -> list[str]:
 
 
 def one_line(message: str | None, longest: int = 400) -> str:
-    """Join a message into one line and truncate it."""
     text = " ".join((message or "no reason is recorded").split())
     return text if len(text) <= longest else f"{text[:longest]} ..."
 
 
 def stages_text(state: SweepState) -> str:
-    """Return how many stages were learned and reused."""
     return f"{state.learned} stages learned, {state.reused} reused from the store"
 
 
 def best_text(state: SweepState, best: TrialState) -> str:
-    """Return the best AP and its trial."""
     so_far = "" if state.course == "ended" else " so far"
     tasks = f"after {len(best.stages)} of {best.n_tasks} tasks"
     return f"AP{so_far} {100 * best.stages[-1].AP:.1f}: {best.name} ({tasks})"
 
 
 def failure_text(trial: TrialState) -> str:
-    """Return a failed trial's name, task and reason."""
     at = f" at task {trial.task}" if trial.task else ""
     return f"{trial.name}{at}: {one_line(trial.message)}"
 
@@ -119,13 +115,11 @@ def doing_text(worker: Running) -> str:
 
 
 def pack_text(worker: Running) -> str:
-    """Return the name of a pack's first trial and the number of its others."""
     first, *others = worker.trials
     return f"{first} and {len(others)} more" if others else first
 
 
 def place_text(worker: Running) -> str:
-    """Return a worker's host and GPUs."""
     gpus = f" GPU {worker.gpus}" if worker.gpus else ""
     return f"{worker.host}{gpus}" + (f", {worker.workers} workers" if worker.workers > 1 else "")
 

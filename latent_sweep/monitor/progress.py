@@ -1,7 +1,4 @@
-"""Report the progress of workers and of the driver in their heartbeats (`storage/heartbeat.py`).
-
-Heartbeats are files, so that other machines and terminals can read them; `state.py` does.
-"""
+"""Report the progress of workers and of the driver in their heartbeats (`storage/heartbeat.py`)."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ MEASURING = "measuring how many trainings learn fastest side by side"
 
 
 class ProgressWriter:
-    """Reports a worker's activity and its steps, at most `PAUSE_SECONDS` late.
-
-    Args:
-        workers: number of processes that work on the pack together.
-    """
+    """Reports a worker's activity and its steps, at most `PAUSE_SECONDS` late."""
 
     def __init__(self, sweep: SweepFolder, pack: Pack, workers: int = 1):
         self._sweep = sweep
@@ -77,7 +70,6 @@ class ProgressWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Report that the pack has ended here."""
         heartbeat_of(self._sweep.path).report(WORKING, {"trials": [], "time": time.time()})
         if (later := self._later) is not None:
             later.cancel()

@@ -52,8 +52,8 @@ def screen_for(sweep: SweepFolder, log: bool) -> Screen:
     """Return a live screen if standard output is a terminal with a movable cursor, else plain lines.
 
     Args:
-        log: redirect other output to a file in the sweep's folder; for the process that runs the sweep. Its lines
-            survive a closed pipe.
+        log: redirect other output to a file in the sweep's folder, and survive a closed pipe: for the process that runs
+            the sweep.
     """
     lines = Lines(say if log else None)
     if not sys.stdout.isatty():
@@ -102,7 +102,6 @@ class Reel:
         screen.show(self._last)
 
     def look(self) -> SweepState:
-        """Show and return the current state."""
         state = self._watch.look()
         for line in news(self._last, state):
             self._screen.write(f"[{duration(time.monotonic() - self._began)}] {line}")
@@ -137,7 +136,6 @@ class Lines:
     """Prints plain lines, for a pipe or a job's log.
 
     Args:
-        write: prints a line.
         interval_seconds: between progress lines; a tenth of the elapsed time once that is more.
     """
 
@@ -153,7 +151,6 @@ class Lines:
         pass
 
     def write(self, text: str) -> None:
-        """Print lines."""
         self._write(text)
 
     def show(self, state: SweepState) -> None:
@@ -176,11 +173,8 @@ def _print(text: str) -> None:
 class Live:
     """Shows the state in place at the end of a terminal, below the lines that stay.
 
-    With a log, all other output of this process, its workers' included, goes to that file. Warnings are also shown on
-    the terminal; errors are not, as journals record the failures of trials.
-
-    Args:
-        log: the file; None leaves other output alone.
+    With a log file, all other output of this process, its workers' included, goes there. Warnings are also shown on the
+    terminal; errors are not, as journals record the failures of trials.
     """
 
     def __init__(self, console: Console, log: Path | None):
@@ -205,13 +199,11 @@ class Live:
         self._exits.close()
 
     def write(self, text: str) -> None:
-        """Print lines above the part that changes."""
         from rich.text import Text
 
         self._console.print(Text(printable(text)))
 
     def show(self, state: SweepState) -> None:
-        """Redraw the state."""
         drawing = draw(state, self._console.width, self._console.height)
         if self._live is None:
             from rich.live import Live as RichLive

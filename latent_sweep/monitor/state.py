@@ -1,7 +1,6 @@
 """The state of a sweep, from its trials' journals, the heartbeats of its processes and the driver's lease.
 
-Logs, the terminal's screen and `latent-sweep status` show the same state. It is read from files, so any machine can
-look; looking changes nothing.
+It is read from files, so any machine can look; looking changes nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ Course = Literal["not started", "running", "interrupted", "ended"]
 
 @dataclass(frozen=True)
 class Running:
-    """A worker's activity."""
+    """A worker's activity on its unfinished trials; positions of tasks count from 0."""
 
     trials: tuple[str, ...]
-    """Names of its unfinished trials."""
     doing: str
     task: str | None
     position: int | None
-    """Index of the task, from 0."""
     n_tasks: int
     step: int
     """Optimizer steps or, while answering, tasks scored."""
@@ -63,11 +60,8 @@ class SweepState:
 
     name: str
     place: str
-    """Its folder."""
     tuning_of: str | None
-    """The sweep whose tuning trials these are."""
     time: float
-    """Unix seconds of this state."""
     driver: str | None
     """The process that runs the sweep; None if no process does."""
     since: float
@@ -89,10 +83,8 @@ class SweepState:
     """Stages whose snapshot was in the store."""
     failed: tuple[TrialState, ...]
     best: TrialState | None
-    """See `Tally.best`."""
     seconds_at_work: float
     seconds_left: float | None
-    """See `Tally.seconds_left`."""
 
     @property
     def course(self) -> Course:
@@ -105,11 +97,9 @@ class SweepState:
 
     @property
     def trials_done(self) -> int:
-        """Trials that have finished or were stopped early."""
         return self.counts.get("finished", 0) + self.counts.get("stopped", 0)
 
     def record(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         best = self.best
         return {
             "name": self.name,
@@ -163,9 +153,6 @@ class SweepWatch:
 
     While a process drives the sweep, a look examines the journals that heartbeats report, and a slice of the others:
     an update that no heartbeat could report is seen within `ROUND` looks.
-
-    Args:
-        drives: whether this process drives the sweep.
     """
 
     def __init__(self, sweep: SweepFolder, drives: bool = False):
@@ -180,11 +167,7 @@ class SweepWatch:
         self._round = 0
 
     def look(self) -> SweepState:
-        """Return the sweep's current state.
-
-        Raises:
-            StorageError: a journal is corrupt, or the object store is unreachable.
-        """
+        """Return the sweep's current state; a corrupt journal raises `StorageError`."""
         since = self._began if self._drives else driven_since(self.sweep)  # first: journals end before the lease does
         heartbeats = self._read_heartbeats()
         if not self._trials:
@@ -251,7 +234,6 @@ class SweepWatch:
         self._tally.advance(index, advanced(state, events))
 
     def _read_heartbeats(self) -> list[dict[str, Any]]:
-        """Read the heartbeats that have changed."""
         current = {}
         for path in sorted((self.sweep.path / FOLDER).glob("*.json")):
             version, before = state_of(path), self._heartbeats.get(path)
@@ -293,11 +275,7 @@ def _workers(
 
 
 def _running(content: Mapping[str, Any], left: Mapping[str, TrialState]) -> Running | None:
-    """Return a worker's activity; None if its trials have ended or it was lost.
-
-    Args:
-        left: trials that have not ended, by id.
-    """
+    """Return a worker's activity; None if its trials have ended or it was lost."""
     going = [left[i] for i in content["trials"] if i in left]
     going = [trial for trial in going if not (trial.idle and trial.changed > content["time"])]
     going = [trial for trial in going if trial.status != "failed"] or going  # a retry may be imminent

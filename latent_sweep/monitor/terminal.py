@@ -32,12 +32,7 @@ NARROW = 80
 
 
 def draw(state: SweepState, width: int, height: int) -> RenderableType:
-    """Draw a sweep's progress, its failures and as many workers as fit.
-
-    Args:
-        width: columns of the terminal.
-        height: lines of the terminal.
-    """
+    """Draw a sweep's progress, its failures and as many workers as fit."""
     from rich.console import Group
 
     head = _head(state)

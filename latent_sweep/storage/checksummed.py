@@ -1,7 +1,4 @@
-"""Safetensors and JSON files that contain their own SHA-256. Nothing is unpickled; every read checks the digest.
-
-A corrupt file is quarantined, reported and made again.
-"""
+"""Safetensors and JSON files that contain their own SHA-256. Nothing is unpickled; every read checks the digest."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ def write_checksummed_json(path: Path, content: Any, indent: int | None = None) 
 
 
 def checksummed_json(content: Any, indent: int | None = None) -> bytearray:
-    """Return the bytes of a JSON file with its digest."""
     text = json.dumps(NO_CHECKSUM | {"content": content}, indent=indent, separators=(",", ":"), allow_nan=False)
     return checksummed(text.encode())
 
@@ -83,7 +79,6 @@ def quarantine(path: Path, fault: str) -> None:
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether the file exists and matches its digest."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -93,7 +88,7 @@ def has_valid_checksum(path: Path) -> bool:
 
 @lru_cache(maxsize=4096)
 def _matches(path: Path, size: int, modified_ns: int) -> bool:
-    """Compare the file with its digest, once for each size and time of modification."""
+    """Compare once for each size and time of modification."""
     if size == 0 or not path.is_file():
         return False  # mmap rejects an empty file
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

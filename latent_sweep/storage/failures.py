@@ -100,10 +100,7 @@ def failure_facts(error: BaseException) -> dict[str, str]:
 
 
 def free_frames(error: BaseException) -> None:
-    """Free the local variables in the frames of an error and its causes: a backbone, activations, GPU memory.
-
-    Its type, message and traceback lines stay.
-    """
+    """Free the local variables in the frames of an error and its causes: a backbone, activations, GPU memory."""
     queue, seen = [error], set[int]()
     while queue:
         current = queue.pop()
@@ -124,7 +121,7 @@ def free_memory() -> None:
 
 
 def _clear(frame: FrameType) -> None:
-    """Clear the local variables of a frame and of its callers, as far as they have ended."""
+    """Clear the locals of a frame and of its callers, as far as they have ended."""
     caller: FrameType | None = frame
     while caller is not None:
         # clearing a suspended generator closes it; one that the error passed through has ended

@@ -16,22 +16,14 @@ from latent_sweep.settings import local_path, read_regular
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only its owner can read, unless it exists.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Make a folder that only its owner can read, unless it exists."""
     with committing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def private_file(path: Path) -> None:
-    """Make an empty file that only its owner can read, unless it exists.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Make an empty file that only its owner can read, unless it exists."""
     with committing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -39,14 +31,11 @@ def private_file(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None = None, *, durable: bool = True) -> None:
-    """Write a file atomically: temporary name, flush to disk, rename.
+    """Write a file atomically: temporary name, flush to disk, rename. After a `StorageError` the old file stays.
 
     Args:
         modified_ns: its modification time, in nanoseconds since 1970; None is now, and later than the old file's.
         durable: whether the file must survive a power cut.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # process ids may repeat across nodes
     with committing(path):
@@ -69,7 +58,6 @@ def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None =
 
 
 def _created(path: Path) -> BinaryIO:
-    """Open a new file; make its folder if it is missing."""
     try:
         return path.open("wb")
     except FileNotFoundError:
@@ -79,11 +67,7 @@ def _created(path: Path) -> BinaryIO:
 
 @contextmanager
 def committing(path: Path) -> Iterator[None]:
-    """Turn an OSError in the block into an error that says what to do.
-
-    Raises:
-        StorageError: `path` cannot be written.
-    """
+    """Turn an OSError in the block into a `StorageError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -159,11 +143,10 @@ def modified(path: Path) -> int:
 
 
 def stamp(path: Path, modified_ns: int) -> None:
-    """Set a file's modification time, in nanoseconds since 1970."""
+    """Set a file's modification time."""
     os.utime(path, ns=(modified_ns, modified_ns))
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted backbones: `LATENT_SWEEP_CACHE`, else `~/.cache/latent_sweep`."""
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "latent_sweep"
     return local_path(os.environ.get("LATENT_SWEEP_CACHE", default))

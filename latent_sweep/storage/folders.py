@@ -49,7 +49,6 @@ class TrialFolder:
     """One trial of a sweep on disk; its folder is missing or empty until it starts."""
 
     journal: Journal
-    """What it did."""
     trial_id: str
     training_id: str
     values: Mapping[str, Any]
@@ -64,11 +63,9 @@ class TrialFolder:
 
     @property
     def path(self) -> Path:
-        """Its folder."""
         return self.journal.path.parent
 
     def events(self) -> list[Event]:
-        """Return all events of its journal."""
         return self.journal.read()
 
     def settings(self) -> Mapping[str, Any]:
@@ -81,11 +78,7 @@ class TrialFolder:
         return found
 
     def read_json(self, name: str) -> Any:
-        """Return the content of one of its JSON files; None if it is missing.
-
-        Raises:
-            StorageError: the file cannot be read as JSON.
-        """
+        """Return the content of one of its JSON files; None if it is missing."""
         return _read_json(self.path / name) if (self.path / name).exists() else None
 
 
@@ -94,13 +87,11 @@ class SweepFolder:
     """One sweep on disk: `<storage>/<name>`. `sweep.json` is read once, journals are read every time."""
 
     storage: Storage
-    """The storage that all its sweeps share, with the snapshots."""
     name: str
     """Also the name of its folder and its experiment."""
 
     @property
     def path(self) -> Path:
-        """Its folder on this node."""
         return self.storage.folder / self.name
 
     @property
@@ -110,7 +101,6 @@ class SweepFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether `sweep.json` exists."""
         return (self.path / SWEEP_FILE).exists()
 
     @cached_property
@@ -167,10 +157,7 @@ class SweepFolder:
 
     @cached_property
     def run_names(self) -> Mapping[str, tuple[str, str]]:
-        """For each trial: the settings that distinguish its configuration, and its seed; short, for trackers.
-
-        Both are empty if nothing varies.
-        """
+        """For each trial: the settings that distinguish its configuration, and its seed; empty if nothing varies."""
         names = {axis: name for axis, name in short_names(self.axes).items() if axis != self.seed_axis}
         points = [{name: trial.values[axis] for axis, name in names.items()} for trial in self]
         apart: dict[str, dict[str, Any]] = {}
@@ -185,11 +172,9 @@ class SweepFolder:
 
     @property
     def snapshots(self) -> SnapshotStorage:
-        """The snapshots of all sweeps of the storage."""
         return SnapshotStorage(self.storage)
 
     def journal(self, trial_id: str) -> Journal:
-        """Return the journal of one of its trials."""
         return Journal(self.storage, self.path / "trials" / trial_id / JOURNAL)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -217,7 +202,6 @@ class SweepFolder:
 
 
 def tuning_name(name: str) -> str:
-    """Return the name of the sweep with the tuning trials of the named sweep."""
     return f"{name}-tuning"
 
 
@@ -229,8 +213,7 @@ def open_sweep(place: str | Path) -> SweepFolder:
             `LATENT_SWEEP_STORAGE`, if the working directory has no such sweep.
 
     Raises:
-        ConfigError: no folder can have this path, or both the working directory and the default storage have such a
-            sweep.
+        ConfigError: no folder can have this path, or both the working directory and the default storage have the sweep.
         StorageError: the object store cannot be reached or refuses.
     """
     text = str(place)
@@ -265,17 +248,12 @@ def _name_in_default_storage(text: str) -> str | None:
 
 
 def _is_stored(sweep: SweepFolder) -> bool:
-    """Return whether a sweep, or its tuning sweep, exists locally or in the object store."""
     names = (sweep.name, tuning_name(sweep.name))
     return any(sweep.storage.holds(sweep.storage.folder / name / SWEEP_FILE) for name in names)
 
 
 def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Hold the driver's lease: the right to write the plan, hand out packs and sync the tracker.
-
-    Args:
-        on_wait: receives the holder's description before waiting.
-    """
+    """Hold the driver's lease: the right to write the plan, hand out packs and sync the tracker."""
     return held(_driver_lease(sweep), on_wait)
 
 
@@ -285,7 +263,6 @@ def driven_since(sweep: SweepFolder) -> float | None:
 
 
 def driver_of(sweep: SweepFolder) -> str:
-    """Describe the process that drives a sweep, for messages."""
     return _driver_lease(sweep).holder()
 
 
@@ -315,7 +292,6 @@ def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator
 
 
 def training_lock(sweep: SweepFolder, training_id: str) -> Path:
-    """Return the path of a training's lease."""
     return sweep.path / LOCKS / f"{training_id}.lock"
 
 

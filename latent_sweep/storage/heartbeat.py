@@ -1,7 +1,6 @@
 """Heartbeats: one small file per process and sweep, with the worker's status and its latest journal writes.
 
-Observers read these files instead of all journals. In an object store the same file shows that the process is alive and
-holds its leases (`leases.py`). Heartbeats serve display and leases only; results come from journals.
+They serve display and, in an object store, leases (`leases.py`); results come from journals.
 """
 
 from __future__ import annotations
@@ -25,20 +24,14 @@ ADVERTISED_SECONDS = 300.0
 
 
 class JournalWrite(NamedTuple):
-    """The latest write to a journal."""
+    """The latest write to a journal: its size afterwards, in bytes, and the name of the event."""
 
     size: int
-    """Size of the journal afterwards, in bytes."""
     event: str
-    """Name of the event."""
 
 
 class Heartbeat:
-    """The status of this process for one sweep. Thread-safe.
-
-    Args:
-        name: of its file, unique among the sweep's processes.
-    """
+    """The status of this process for one sweep, in a file of this name. Thread-safe."""
 
     def __init__(self, name: str):
         self.name = name
@@ -59,12 +52,10 @@ class Heartbeat:
             self._journals = recent | {trial_id: (now, JournalWrite(size, event))}
 
     def recent_writes(self) -> dict[str, JournalWrite]:
-        """Return the advertised journal writes by trial id."""
         with self._lock:
             return {trial_id: write for trial_id, (_, write) in self._journals.items()}
 
     def content(self) -> bytes:
-        """Return the content of the file."""
         with self._lock:
             parts = dict(self._parts)
         process = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
@@ -77,7 +68,6 @@ _NAMES: dict[int, str] = {}
 
 
 def heartbeat_of(sweep_folder: Path) -> Heartbeat:
-    """Return this process's heartbeat for the sweep in a folder."""
     key = pid, _ = os.getpid(), sweep_folder
     if key not in _HEARTBEATS:
         name = _NAMES.setdefault(pid, f"{socket.gethostname()}-{pid}-{uuid.uuid4().hex[:8]}.json")
@@ -86,7 +76,7 @@ def heartbeat_of(sweep_folder: Path) -> Heartbeat:
 
 
 def journal_writes(content: Mapping[str, Any]) -> dict[str, JournalWrite]:
-    """Return the journal writes in the content of a heartbeat file, without malformed entries."""
+    """Return the journal writes in a heartbeat, without malformed entries."""
     journals = content.get("journals")
     if not isinstance(journals, dict):
         return {}

@@ -1,7 +1,6 @@
 """What a storage contains: its sweeps, what they refer to, and garbage; deletes and copies sweeps.
 
-A sweep refers to the snapshots that its trials left or will leave; `sweep.json` names them. Shared files are deleted
-only when no sweep of the storage refers to them.
+Shared files are deleted only when no sweep of the storage refers to them; `sweep.json` names a sweep's snapshots.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ def sweeps_in(storage: Storage, files: Iterable[Path]) -> list[SweepFolder]:
 
 
 def lineages_of(sweep: SweepFolder) -> frozenset[str]:
-    """Return the snapshots that a sweep refers to.
-
-    For trials that were planned without their data, these are the ones in their journals.
+    """Return the snapshots that a sweep refers to; if its data was missing when it was planned, those in its journals.
 
     Raises:
         StorageError: its `sweep.json` or a journal is corrupt.
@@ -82,11 +79,7 @@ class Size:
 
 
 class Inventory:
-    """The files of a storage at one moment.
-
-    Raises:
-        StorageError: the object store cannot be reached.
-    """
+    """The files of a storage at one moment."""
 
     def __init__(self, storage: Storage):
         self.storage = storage
@@ -95,11 +88,7 @@ class Inventory:
 
     @cached_property
     def references(self) -> Mapping[str, frozenset[str]]:
-        """The snapshots that each sweep refers to, by its name.
-
-        Raises:
-            StorageError: a sweep's references cannot be read.
-        """
+        """The snapshots that each sweep refers to, by its name. A corrupt sweep raises `StorageError`."""
         return {sweep.name: lineages_of(sweep) for sweep in self.sweeps}
 
     @cached_property
@@ -112,9 +101,7 @@ class Inventory:
         return references
 
     def with_tuning(self, name: str) -> list[SweepFolder]:
-        """Return the named sweep, preceded by its tuning sweeps.
-
-        The sweep itself may not exist while it is tuned.
+        """Return the named sweep, which may not exist while it is tuned, preceded by its tuning sweeps.
 
         Raises:
             ConfigError: there is neither.
@@ -127,11 +114,7 @@ class Inventory:
         return tuning + [sweep for sweep in self.sweeps if sweep.name == name]
 
     def size(self, sweep: SweepFolder) -> Size:
-        """Add up what a sweep takes; unreadable sweeps count as sharing nothing with it.
-
-        Raises:
-            StorageError: its references cannot be read.
-        """
+        """Add up what a sweep takes; unreadable sweeps count as sharing nothing with it."""
         others = [lineages for name, lineages in self.readable.items() if name != sweep.name]
         mine = lineages_of(sweep)
         shared = mine & frozenset().union(*others)
@@ -143,7 +126,6 @@ class Inventory:
         return max(facts.modified for path, facts in self.files.items() if path.is_relative_to(sweep.path))
 
     def snapshot_bytes(self, lineages: Iterable[str]) -> int:
-        """Add up the files of snapshots."""
         folder = self.storage.folder / SNAPSHOTS
         files = (folder / f"{lineage}{suffix}" for lineage in lineages for suffix in (".safetensors", ".json"))
         return sum(self.files[path].size for path in files if path in self.files)
@@ -158,14 +140,10 @@ class Garbage(NamedTuple):
     path: Path
     kind: Kind
     size: int
-    """In bytes."""
 
 
 def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> list[Garbage]:
-    """Find unreferenced and leftover files that are older than `keep_days`.
-
-    Args:
-        caches: include caches: tokens, factors, embeddings, generated answers.
+    """Find unreferenced and leftover files that are older than `keep_days`; caches (tokens, answers) only if asked.
 
     Raises:
         StorageError: a sweep's references cannot be read.
@@ -181,7 +159,7 @@ def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> lis
 
 
 def _kind(path: Path, referred: frozenset[str], files: Mapping[Path, FileFacts]) -> Kind | None:
-    """Return the kind of garbage that a file is, by its path in the storage; None if it is none."""
+    """Return the kind of garbage that a file in the storage is; None if it is none."""
     first = path.parts[0]
     inside = path.parts[1:] or path.parts  # the sweep's name may look like anything
     if ".damaged" in (Path(part).suffix for part in inside) or path.parts[:2] == (SNAPSHOTS, "damaged"):
@@ -203,10 +181,7 @@ def collect(inventory: Inventory, files: Sequence[Garbage]) -> list[Garbage]:
     """Delete garbage and return what was deleted.
 
     Snapshots that a process is learning stay. Nothing is deleted if a sweep was written since the inventory, since it
-    may refer to the files.
-
-    Raises:
-        StorageError: the storage cannot be written, or a sweep was written meanwhile.
+    may refer to the files; that raises `StorageError`.
     """
     storage = inventory.storage
     by_lineage: dict[str, list[Garbage]] = {}
@@ -239,11 +214,6 @@ def collect(inventory: Inventory, files: Sequence[Garbage]) -> list[Garbage]:
 
 
 def _check_unwritten(inventory: Inventory) -> None:
-    """Check that no sweep was written since the inventory.
-
-    Raises:
-        StorageError: one was.
-    """
     then, now = (
         {sweep.path: one.files[sweep.path / SWEEP_FILE] for sweep in one.sweeps}
         for one in (inventory, Inventory(inventory.storage))
@@ -256,7 +226,7 @@ def _check_unwritten(inventory: Inventory) -> None:
 
 
 def _remove_empty(folders: Iterable[Path], root: Path) -> None:
-    """Remove folders that are empty, and their empty parents below `root`."""
+    """Remove empty folders, and their empty parents below `root`."""
     for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
         while folder != root and folder.parent != root and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
@@ -346,16 +316,11 @@ def _undriven(sweep: SweepFolder) -> Iterator[None]:
 
 
 def is_archive(place: str) -> bool:
-    """Return whether a path has an archive's suffix: `.tar`, `.tar.gz`, `.tgz` or `.tar.xz`."""
     return place.endswith(tuple(_ARCHIVES))
 
 
 def _check_target(place: str) -> None:
-    """Refuse targets that would become a storage by mistake.
-
-    Raises:
-        ConfigError: it has the suffix of another kind of archive, or is inside a sweep's folder.
-    """
+    """Refuse targets that would become a storage by mistake."""
     if place.endswith(_OTHER_ARCHIVES) and not is_archive(place):
         raise ConfigError(f"{place}: unsupported archive; expected {', '.join(_ARCHIVES)}, or a folder")
     if "://" in place:
@@ -373,20 +338,18 @@ class Copied(NamedTuple):
     sweeps: Sequence[str]
     files: int
     size: int
-    """In bytes."""
     snapshots: bool
     """Whether it contains weights."""
 
 
 def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = True) -> Copied:
-    """Copy a sweep, its tuning sweeps and their snapshots into a storage or an archive.
+    """Copy a sweep, its tuning sweeps and their snapshots into a storage or an archive, without caches.
 
-    Caches stay behind. An interrupted copy is no sweep; the same command continues it.
+    An interrupted copy is no sweep; the same command continues it.
 
     Args:
         place: a folder, the URI of an object store, or the path of an archive.
-        with_snapshots: whether to copy weights. Tables, pictures and scores do not need them, and finished trials stay
-            finished.
+        with_snapshots: whether to copy weights. Reports do not need them, and finished trials stay finished.
 
     Raises:
         ConfigError: there is no such sweep; the target has a different or more advanced sweep of this name; or the
@@ -455,7 +418,6 @@ def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: boo
 def _archive(
     source: Storage, sweeps: Sequence[SweepFolder], files: Sequence[Path], last: Mapping[Path, bytes], archive: Path
 ) -> Copied:
-    """Write an archive under a temporary name and rename it."""
     if archive.exists():
         raise ConfigError(f"{archive}: already exists; remove it, or name another file")
     size, partial = 0, archive.with_name(f".{archive.name}.partial")

@@ -182,9 +182,7 @@ class Journal:
         self.path, self._storage = path, storage
 
     def append(self, name: EventName, /, **fields: Any) -> Event:
-        """Write an event durably and return it.
-
-        A line torn by a kill is cut off first. Only the last line is read, however long the journal is.
+        """Write an event durably and return it; a line torn by a kill is cut off first. Only the last line is read.
 
         Args:
             fields: plain JSON values, by their names in the file.
@@ -239,9 +237,7 @@ class Journal:
         return _event(json.loads(line))
 
     def read(self) -> list[Event]:
-        """Return all events in order; empty if there is no journal yet.
-
-        A last line without a line break was torn by a kill and never acknowledged; it is ignored.
+        """Return all events in order; empty if there is no journal yet. A last line torn by a kill is ignored.
 
         Raises:
             StorageError: another line is corrupt or misplaced; the message names file and line.
@@ -249,11 +245,7 @@ class Journal:
         return self.read_on(START)[0]
 
     def read_on(self, position: Position) -> tuple[list[Event], Position]:
-        """Return the events after a position, and the new end position.
-
-        Raises:
-            StorageError: as `read`.
-        """
+        """Return the events after a position, and the new end position."""
         content = self._whole_lines(position.offset)
         events = [self._parse(position.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
         return events, Position(position.offset + len(content), position.seq + len(events))
@@ -288,7 +280,6 @@ class Journal:
 
 
 def _with_digest(text: str) -> bytes:
-    """Return a JSON object's text as a line that ends with its digest."""
     body = text[:-1].encode()
     return body + _digest_field(body)
 
@@ -303,7 +294,7 @@ _BLOCK = 2**16
 
 
 def _last_line(file: BinaryIO) -> tuple[bytes, int]:
-    """Return the last complete line, without its line break, and its end position; empty and 0 if there is none."""
+    """Return the last complete line, without its line break, and its end position."""
     tail, start = b"", file.seek(0, os.SEEK_END)
     while start and tail.count(b"\n") < 2:  # the line starts after the previous line break
         length = min(_BLOCK, start)
@@ -316,7 +307,6 @@ def _last_line(file: BinaryIO) -> tuple[bytes, int]:
 
 
 def repair_advice(sweep_folder: Path) -> str:
-    """Return the advice on a corrupt file, for messages."""
     command = f"latent-sweep verify --repair {shlex.quote(str(sweep_folder))}"
     return f"`{command}` quarantines it, and the same run command makes it again"
 
@@ -329,11 +319,7 @@ def _is_event(record: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _event(record: Mapping[str, Any]) -> Event:
-    """Make a typed event of a parsed line; unknown fields are ignored.
-
-    Raises:
-        TypeError: a field is missing.
-    """
+    """Make a typed event of a parsed line; unknown fields are ignored."""
     name = record["event"]
     return _TYPES[name](**{field: value for field, value in record.items() if field in _FIELDS[name]})
 
@@ -377,7 +363,6 @@ def final_metrics(events: Sequence[Event]) -> Mapping[str, float]:
 
 
 def attempts(events: Sequence[Event]) -> list[Started]:
-    """Return the starts, one per attempt."""
     return [event for event in events if isinstance(event, Started)]
 
 

@@ -35,7 +35,7 @@ SETTLING_SECONDS = 0.5
 
 
 class Lease(Protocol):
-    """An exclusive right of one process."""
+    """An exclusive right of one process. Its methods raise `StorageError` if the storage fails."""
 
     def take(self, wait: bool = False) -> bool:
         """Take the lease if it is free, or wait for it; return whether this process has it."""
@@ -77,11 +77,6 @@ class FileLease:
         self._path, self._lock = path, FileLock(str(path))
 
     def take(self, wait: bool = False) -> bool:
-        """Take the lease if it is free, or wait for it; return whether this process has it.
-
-        Raises:
-            StorageError: the lock file cannot be written.
-        """
         with committing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -93,22 +88,15 @@ class FileLease:
         return True
 
     def release(self) -> None:
-        """Give the lease up."""
         self._lock.release()
 
     def holder(self) -> str:
-        """Describe the holder, for messages."""
         try:
             return _describe(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError):
             return "another process"
 
     def held_since(self) -> float | None:
-        """Return when the current holder took it; None if it is free.
-
-        Raises:
-            StorageError: the lock file exists and cannot be opened.
-        """
         try:
             with self._path.open("rb") as file:
                 try:
@@ -124,7 +112,6 @@ class FileLease:
         return None
 
     def held_until(self) -> float | None:
-        """Return None: it ends with its holder's process."""
         return None
 
 
@@ -154,14 +141,7 @@ class Presence:
         return f"{self._folder}/{FOLDER}/{self._heartbeat(self._folder).name}"
 
     def hold(self, folder: str) -> None:
-        """Renew the presence for one more lease.
-
-        Args:
-            folder: name of the folder, directly below the storage, that the lease is about.
-
-        Raises:
-            StorageError: the object store cannot be reached or refuses.
-        """
+        """Renew the presence for one more lease, about this folder directly below the storage."""
         with self._lock:
             if self._thread is None or (self._holds == 0 and folder != self._folder):
                 self._folder = folder
@@ -173,16 +153,12 @@ class Presence:
             self._holds += 1
 
     def drop(self) -> None:
-        """Need the presence for one lease less; without leases it is no longer renewed."""
+        """Release one lease; without leases it is no longer renewed."""
         with self._lock:
             self._holds -= 1
 
     def publish(self, folder: str, at_once: bool) -> None:
-        """Put this process's heartbeat for a sweep, at once or with the next renewal.
-
-        Raises:
-            StorageError: the object store cannot be reached or refuses.
-        """
+        """Put this process's heartbeat for a sweep, at once or with the next renewal."""
         with self._lock:
             if self._thread is not None and folder == self._folder:
                 if at_once:
@@ -224,11 +200,10 @@ class ObjectLease:
     """A lease as an object that names its holder; it ends when its holder's presence expires.
 
     pyarrow offers no conditional put, so this lock is imperfect. Two processes that find it free write it and wait a
-    moment, and the one whose write remains goes on; if a put takes longer than that, both go on. It expires if neither
-    it nor its holder's presence was written for `EXPIRY_SECONDS` by the object store's clock, so a holder suspended for
-    longer wakes up next to its successor. This costs only time: both learn the same snapshot (equal bits on a CPU; on a
-    GPU the first commit stays), and a journal is read again before each append. A holder on this host whose process has
-    ended loses it at once.
+    moment, and the one whose write remains goes on; if a put takes longer than that, both go on. A holder suspended for
+    longer than `EXPIRY_SECONDS` wakes up next to its successor. This costs only time: both learn the same snapshot (on
+    a GPU the first commit stays), and a journal is read again before each append. A holder on this host whose process
+    has ended loses it at once.
 
     Args:
         folder: where this process shows its presence if it holds no lease yet.
@@ -240,11 +215,6 @@ class ObjectLease:
         self._taken = 0.0
 
     def take(self, wait: bool = False) -> bool:
-        """Take the lease if it is free, or wait for it; return whether this process has it.
-
-        Raises:
-            StorageError: the object store cannot be reached or refuses.
-        """
         self._presence.hold(self._folder)
         taken = False
         try:
@@ -256,24 +226,17 @@ class ObjectLease:
         return taken
 
     def release(self) -> None:
-        """Give the lease up; if the object store is unreachable, it expires."""
+        """If the object store is unreachable, the lease expires."""
         with suppress(StorageError):
             if not self._presence.lapsed_since(self._taken) or self._is_mine():
                 self._bucket.delete(self._key)
         self._presence.drop()
 
     def holder(self) -> str:
-        """Describe the holder, for messages."""
         return _describe(self._read() or {})
 
     def held_since(self) -> float | None:
-        """Return when the current holder took it, judged by this machine's clock; None if it is free.
-
-        Reading the object store's clock would take a write.
-
-        Raises:
-            StorageError: the object store cannot be reached or refuses.
-        """
+        """Judge by this machine's clock: reading the object store's would take a write."""
         holder = self._read()
         shown = self._last_alive(holder)
         if shown is None or time.time() - shown > EXPIRY_SECONDS or _is_gone(holder):
@@ -281,7 +244,7 @@ class ObjectLease:
         return _since(holder)
 
     def held_until(self) -> float | None:
-        """Return when it expires without renewal, in Unix seconds by this machine's clock."""
+        """Judge by this machine's clock."""
         shown = self._last_alive(self._read())
         return None if shown is None else shown + EXPIRY_SECONDS + time.time() - self._bucket.now()
 
@@ -336,7 +299,6 @@ class _ProcessIdentity(NamedTuple):
 
 
 def _identify(pid: int) -> _ProcessIdentity | None:
-    """Return what Linux knows of a process; None if it has ended, or on other systems."""
     try:
         # the second field, the name, may contain parentheses
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -360,7 +322,6 @@ def _is_gone(holder: Mapping[str, Any] | None) -> bool:
 
 
 def _since(holder: Any) -> float:
-    """Return when a lease was taken; 0 if that is unreadable."""
     since = holder.get("since") if isinstance(holder, dict) else None
     return float(since) if isinstance(since, (int, float)) else 0.0
 

@@ -40,7 +40,6 @@ class ObjectFacts(NamedTuple):
     """Size and modification time of an object."""
 
     size: int
-    """In bytes."""
     mtime_ns: int
     """By the object store's clock, in nanoseconds since 1970; S3 gives whole seconds."""
 
@@ -51,7 +50,6 @@ def elapsed() -> float:
 
 
 def requests() -> Mapping[RequestKind, int]:
-    """Return the number of requests that this process sent to object stores, by kind."""
     with _COUNTING:
         return dict(_REQUESTS)
 
@@ -72,14 +70,13 @@ class Bucket:
         self._filesystem, self._root = _connect(uri)
 
     def put(self, key: str, content: bytes | bytearray) -> None:
-        """Write or replace an object: one request."""
         parts = -(-len(content) // PART_BYTES)
         _count("put", parts + 2 if parts > 1 else 1)
         with self._talking(key), self._filesystem.open_output_stream(self._path(key)) as stream:
             stream.write(content)
 
     def get(self, key: str) -> bytes | None:
-        """Return an object's content; None if there is none. As many requests as `read`."""
+        """Return an object's content; None if there is none."""
         opened = self._open(key, content=True)
         return None if opened is None else opened[0]
 
@@ -177,7 +174,7 @@ class Bucket:
 
 @lru_cache(maxsize=64)
 def _connect(uri: str) -> tuple[FileSystem, str]:
-    """Open pyarrow's file system for a URI; return it and the path in it."""
+    """Return pyarrow's file system for a URI, and the path in it."""
     from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSystem
 
@@ -208,7 +205,6 @@ def _nanoseconds(text: str) -> int:
 
 
 def uri_faults(uri: str) -> list[str]:
-    """Describe the faults in the text of an object store's URI."""
     parts = urlsplit(uri)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)

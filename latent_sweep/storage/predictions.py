@@ -1,11 +1,7 @@
 """A trial's saved predictions: one file per stage, with the answers that differ from the stage before.
 
-`answers/<tasks seen>.jsonl` holds one JSON object per line, by task and row:
-
-    task, row (from 0, as in `predictions/<task>.jsonl`), prediction, score (a fraction)
-
-A stage's answers are the latest lines of all rows in the files up to its own. The first saved file, and one after a
-stage without saved answers, hold every row.
+`answers/<tasks seen>.jsonl` holds a JSON object per line with task, row (from 0), prediction and score (a fraction).
+The first saved file, and one after a stage without saved answers, hold every row.
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ Answers = Mapping[str, Sequence[Answer]]
 
 
 def answers_file(tasks_seen: int) -> str:
-    """Return the name of a stage's file in its trial's folder."""
     return f"{ANSWERS}/{tasks_seen}.jsonl"
 
 
@@ -83,12 +78,10 @@ def changed(before: Answers, content: bytes) -> Answers:
 
 
 def mark_stage_cached(storage: Path, key: str) -> None:
-    """Record that all answers of a stage are in the generation cache."""
     write_file(storage / GENERATED / STAGES / key, b"", durable=False)
 
 
 def cached_stages(storage: Path) -> frozenset[str]:
-    """Return the keys of the stages whose answers are all in the generation cache."""
     try:
         return frozenset(os.listdir(storage / GENERATED / STAGES))
     except OSError:
@@ -96,16 +89,11 @@ def cached_stages(storage: Path) -> frozenset[str]:
 
 
 def saves_answers(stage: Stage) -> bool:
-    """Return whether the trial saved the answers of a stage."""
     return answers_file(stage.tasks_seen) in stage.files
 
 
 def saved_answers(folder: Path, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
     """Yield the stages with saved answers, in order, with all answers of each.
-
-    Args:
-        folder: the trial's.
-        stages: from the first.
 
     Raises:
         OSError: a file is missing or unreadable.

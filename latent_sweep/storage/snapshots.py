@@ -1,8 +1,7 @@
 """Snapshots: what learning one task leaves. Named by lineage, written once, committed by rename, never changed.
 
 Safetensors and JSON only; nothing is unpickled. Every read checks a digest; a corrupt file is quarantined, reported and
-made again. Caches (factors, embeddings, router records, answers) and checkpoints are single files that contain their
-own digest.
+made again.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Snapshot:
 class SnapshotStorage:
     """Append-only, content-addressed snapshots in a storage's folder `snapshots`, shared by all its sweeps.
 
-    Raises:
-        StorageError: the storage cannot be read or written; every method may raise it.
+    Every method may raise `StorageError`.
     """
 
     def __init__(self, storage: Storage):
@@ -64,7 +62,6 @@ class SnapshotStorage:
         return {lineage for lineage in lineages if self.path(lineage).name in names}
 
     def path(self, lineage: str) -> Path:
-        """Return the path of a snapshot's tensors."""
         return self.folder / f"{lineage}.safetensors"
 
     def _facts_path(self, lineage: str) -> Path:
@@ -98,10 +95,7 @@ class SnapshotStorage:
         return None
 
     def recall(self, lineage: str) -> Snapshot | None:
-        """Return a snapshot as `get` does, with tensors that are read on access.
-
-        A trial's history then takes no memory except for what its method reads.
-        """
+        """Return a snapshot as `get` does, with tensors that are read on access, so that a history takes no memory."""
         snapshot = self.get(lineage)
         if snapshot is None:
             return None
@@ -115,7 +109,6 @@ class SnapshotStorage:
         return None if self._facts(lineage, files[0].read_bytes()) is not None else "does not match its digest"
 
     def _read(self, lineage: str) -> Snapshot | None:
-        """Return the local snapshot; None if it does not match its digest."""
         from safetensors.torch import load
 
         content = self.path(lineage).read_bytes()
@@ -148,8 +141,7 @@ class SnapshotStorage:
         """Take the leases to learn these snapshots; yield the lineages that this process may learn.
 
         If other processes hold all of them, it waits for the first and yields that; its snapshot may exist by then. No
-        process waits while it holds a lease, so two processes cannot deadlock. A lease ends with its process: in a
-        folder at once, in an object store when it expires.
+        process waits while it holds a lease, so two processes cannot deadlock.
         """
         leases = {lineage: self._storage.lease(self.folder / f"{lineage}.lock") for lineage in lineages}
         held = []
@@ -168,16 +160,11 @@ class SnapshotStorage:
                 leases[lineage].release()
 
     def checkpoint(self, lineage: str) -> TaskCheckpoint:
-        """Return the checkpoint of the unfinished task that will become this snapshot."""
         return TaskCheckpoint(self._storage, self._storage.folder / "checkpoints" / f"{lineage}.safetensors")
 
 
 class StoredTensors(Mapping[str, "Tensor"]):
-    """The tensors of a verified snapshot, each read from disk on access.
-
-    Args:
-        names: of the tensors.
-    """
+    """The tensors of a verified snapshot, each read from disk on access."""
 
     def __init__(self, snapshots: SnapshotStorage, lineage: str, names: Iterable[str]):
         self._snapshots, self._lineage, self._names = snapshots, lineage, dict.fromkeys(names)
@@ -185,11 +172,7 @@ class StoredTensors(Mapping[str, "Tensor"]):
         self._state = state_of(self._path)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor.
-
-        Raises:
-            StorageError: the file has become missing or corrupt.
-        """
+        """Read a tensor; a file that has become missing or corrupt raises `StorageError`."""
         if name not in self._names:
             raise KeyError(name)
         if (state := state_of(self._path)) != self._state:
@@ -203,14 +186,12 @@ class StoredTensors(Mapping[str, "Tensor"]):
         return tensor.clone()  # own memory, laid out like a computed tensor's
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is such a tensor, without reading it."""
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self._names)
 
 
@@ -228,11 +209,7 @@ class TaskCheckpoint:
         self.path, self._storage = path, storage
 
     def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; facts are JSON values.
-
-        Raises:
-            StorageError: the storage cannot be written.
-        """
+        """Replace the checkpoint; facts are JSON values."""
         self._storage.write(self.path, checksummed(_tensor_bytes(tensors, NO_CHECKSUM | {"facts": json.dumps(facts)})))
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

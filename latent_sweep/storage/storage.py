@@ -53,7 +53,6 @@ _PRESENCES: dict[tuple[int, Path], Presence] = {}
 
 
 def json_bytes(content: Any) -> bytes:
-    """Return indented JSON with sorted keys."""
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
@@ -61,16 +60,14 @@ def json_bytes(content: Any) -> bytes:
 
 
 class FileFacts(NamedTuple):
-    """Size and modification time of a file."""
+    """Size in bytes and modification time in Unix seconds."""
 
     size: int
-    """In bytes."""
     modified: float
-    """Unix seconds."""
 
 
 class Storage:
-    """A plain folder, which all nodes share if there are several.
+    """A plain folder, which all nodes share if there are several. Methods that access files raise `StorageError`.
 
     Args:
         folder: path of the files.
@@ -84,42 +81,25 @@ class Storage:
         self.folder, self.location = folder, location or str(folder)
 
     def create(self) -> None:
-        """Make the default folder, which only its owner may read.
-
-        Raises:
-            StorageError: it cannot be made.
-        """
+        """Make the default folder, which only its owner may read."""
         if self.location == DEFAULT_LOCATION:
             private_folder(self.folder)
 
     def write(self, path: Path, content: bytes | bytearray) -> None:
-        """Commit a file atomically and push it.
-
-        Raises:
-            StorageError: it cannot be written (full or read-only disk, unreachable object store); the old file stays.
-        """
+        """Commit a file atomically and push it; the old file stays if that fails."""
         write_file(path, content)
         self.push(path)
 
     def write_once(self, path: Path, content: bytes | bytearray) -> None:
-        """Commit a file that never changes; an object store's time for it is not needed.
-
-        Raises:
-            StorageError: as `write`.
-        """
+        """Commit a file that never changes; an object store's time for it is not needed."""
         self.write(path, content)
 
     def write_together(self, files: Mapping[Path, bytes]) -> None:
-        """Commit files below one folder, in any order.
-
-        Raises:
-            StorageError: as `write`; some files may have been written.
-        """
+        """Commit files below one folder, in any order; some may have been written after an error."""
         for path, content in files.items():
             self.write(path, content)
 
-    def push(self, path: Path) -> None:
-        """Make a local file visible to all nodes."""
+    def push(self, path: Path) -> None: ...
 
     def holds(self, path: Path) -> bool:
         """Return whether the file exists, locally or remotely."""
@@ -137,11 +117,7 @@ class Storage:
         """Sync all files below a folder. Only its writer may call this."""
 
     def pull(self, folder: Path, only: Container[str] | None = None) -> None:
-        """Fetch the newer files below a folder.
-
-        Args:
-            only: file names; None is all.
-        """
+        """Fetch the newer files below a folder, or only those with these names."""
 
     def files(self, folder: Path) -> dict[Path, FileFacts]:
         """Return all files below a folder, local and remote."""
@@ -166,11 +142,7 @@ class Storage:
         path.unlink(missing_ok=True)
 
     def now(self) -> float:
-        """Return Unix seconds by the clock that stamps the files; an object store's clock is read by writing an object.
-
-        Raises:
-            StorageError: the object store cannot be reached or refuses.
-        """
+        """Return Unix seconds by the clock that stamps the files; reading an object store's clock takes a write."""
         return time.time()
 
     def pull_heartbeats(self, sweep_folder: Path) -> None:
@@ -184,14 +156,7 @@ class Storage:
         return FileLease(path)
 
     def publish_heartbeat(self, sweep_folder: Path, at_once: bool) -> None:
-        """Write this process's heartbeat for a sweep.
-
-        Args:
-            at_once: push it now instead of with the next renewal of `Presence`.
-
-        Raises:
-            StorageError: as `write`.
-        """
+        """Write this process's heartbeat for a sweep; push it at once or with the next renewal of `Presence`."""
         heartbeat = heartbeat_of(sweep_folder)
         write_file(sweep_folder / FOLDER / heartbeat.name, heartbeat.content(), durable=False)
 
@@ -201,8 +166,6 @@ class ObjectStorage(Storage):
 
     Modification times decide which copy is newer: pushing or fetching a file gives it the object's time, and a write
     gives it a later one. Of two journals, the newer one starts with the other.
-
-    Every method that talks to the object store raises `StorageError` when it cannot be reached or refuses.
     """
 
     is_remote = True
@@ -216,13 +179,11 @@ class ObjectStorage(Storage):
         return ObjectStorage, (self.location,)
 
     def write_once(self, path: Path, content: bytes | bytearray) -> None:
-        """Commit a file that never changes."""
         write_file(path, content)
         if self._shared(path):
             self._bucket.put(self._key(path), content)
 
     def write_together(self, files: Mapping[Path, bytes]) -> None:
-        """Commit files below one folder, in any order."""
         for path, content in files.items():
             write_file(path, content)
         shared = [path for path in files if self._shared(path)]
@@ -238,24 +199,20 @@ class ObjectStorage(Storage):
                 stamp(path, objects[path].mtime_ns)
 
     def push(self, path: Path) -> None:
-        """Put a local file if nodes share it."""
         if self._shared(path):
             self._bucket.put(self._key(path), path.read_bytes())
             if (info := self._bucket.info(self._key(path))) is not None:
                 stamp(path, info.mtime_ns)
 
     def holds(self, path: Path) -> bool:
-        """Return whether the file exists, locally or in the object store."""
         return path.is_file() or (self._shared(path) and self._bucket.info(self._key(path)) is not None)
 
     def sync(self, path: Path) -> bool:
-        """Replace the older copy by the newer one; return whether the file exists."""
         if self._shared(path):
             self._sync_file(path, self._bucket.info(self._key(path)))
         return path.is_file()
 
     def share(self, path: Path) -> bool:
-        """Copy a file that never changes to where it is missing; return whether it exists."""
         if self._shared(path):
             info = self._bucket.info(self._key(path))
             if info is None or not path.is_file():
@@ -263,19 +220,12 @@ class ObjectStorage(Storage):
         return path.is_file()
 
     def sync_folder(self, folder: Path) -> None:
-        """Sync all files below a folder. Only its writer may call this."""
         objects = self._list(folder)
         for path in {*objects, *(path for path in folder.rglob("*") if path.is_file() and self._shared(path))}:
             self._sync_file(path, objects.get(path))
 
     def pull(self, folder: Path, only: Container[str] | None = None) -> None:
-        """Fetch the newer files below a folder.
-
-        Events refer to files that were pushed before them, so journals are fetched first and put in place last.
-
-        Args:
-            only: file names; None is all.
-        """
+        """Events refer to files that were pushed before them: journals are fetched first and put in place last."""
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             journals = self._newer(folder, lambda path: path.name == JOURNAL)
             events = list(pool.map(self._get, journals))
@@ -285,44 +235,36 @@ class ObjectStorage(Storage):
             self._update_journal(path, content, info)
 
     def files(self, folder: Path) -> dict[Path, FileFacts]:
-        """Return all files below a folder, local and in the object store."""
         objects = {path: FileFacts(info.size, info.mtime_ns / 1e9) for path, info in self._list(folder).items()}
         return super().files(folder) | objects
 
     def names(self, folder: Path) -> set[str]:
-        """Return the file names in a folder itself, local and in the object store."""
         return super().names(folder) | {path.name for path in self._list(folder) if path.parent == folder}
 
     def remove(self, path: Path) -> None:
-        """Remove a file locally and in the object store; it may be missing."""
         if self._shared(path):
             self._bucket.delete(self._key(path))
         path.unlink(missing_ok=True)
 
     def lease(self, path: Path) -> Lease:
-        """Return the lease at this path; it excludes processes on all nodes."""
         first, *others = path.relative_to(self.folder).parts
         about = first if len(others) > 1 else PROBES  # a sweep's, or shared by all sweeps
         return ObjectLease(self._bucket, self._key(path), self._presence, about)
 
     def now(self) -> float:
-        """Return Unix seconds by the object store's clock."""
         return self._bucket.now()
 
     def publish_heartbeat(self, sweep_folder: Path, at_once: bool) -> None:
-        """Write this process's heartbeat for a sweep and put it, at once or with the next renewal."""
         super().publish_heartbeat(sweep_folder, at_once)
         self._presence.publish(self._key(sweep_folder), at_once)
 
     def pull_heartbeats(self, sweep_folder: Path) -> None:
-        """Fetch the newer heartbeats of other processes."""
         mine = heartbeat_of(sweep_folder).name
         for path in self._newer(sweep_folder / FOLDER, lambda path: path.name != mine):
             if (stored := self._bucket.read(self._key(path))) is not None:
                 write_file(path, stored[0], stored[1].mtime_ns)
 
     def pull_journal(self, path: Path) -> None:
-        """Fetch a journal for reading, unless the local one has all its events."""
         if (stored := self._bucket.read(self._key(path))) is not None:
             self._update_journal(path, *stored)
 
@@ -335,7 +277,6 @@ class ObjectStorage(Storage):
         return _PRESENCES[mine]
 
     def _sync_file(self, path: Path, info: ObjectFacts | None) -> None:
-        """Replace the older copy of a file by the newer one."""
         if info is None:
             if path.is_file():
                 self.push(path)
@@ -411,7 +352,6 @@ def open_storage(location: str) -> Storage:
 
 
 def storage_in(folder: Path) -> Storage:
-    """Return the storage with this local folder: an object store if it is a working folder."""
     folder = folder.resolve()
     if folder.parent != _working_folders(cache_folder()):
         return Storage(folder)
@@ -419,7 +359,6 @@ def storage_in(folder: Path) -> Storage:
 
 
 def location_faults(location: str) -> list[str]:
-    """Describe the faults in the text of a `run.storage` value."""
     if "://" in location:
         return uri_faults(location)
     try:
@@ -430,11 +369,7 @@ def location_faults(location: str) -> list[str]:
 
 
 def default_location() -> str:
-    """Return the storage of a command that names none: `LATENT_SWEEP_STORAGE`, else `runs`.
-
-    Raises:
-        ConfigError: the variable's value is no valid location.
-    """
+    """Return the storage of a command that names none: `LATENT_SWEEP_STORAGE`, else `runs`."""
     location = os.environ.get(STORAGE_VARIABLE) or DEFAULT_LOCATION
     if faults := location_faults(location):
         raise ConfigError(f"{STORAGE_VARIABLE}: {'; '.join(faults)}")
@@ -493,12 +428,10 @@ def sees(storage: Storage, name: str, node: str | None = None) -> bool:
 
 
 def has_answer(storage: Storage, name: str, node: str) -> bool:
-    """Return whether a node's answer has arrived."""
     return storage.sync(storage.folder / PROBES / name / node)
 
 
 def unseen_message(storage: Storage, nodes: list[str]) -> str:
-    """Return the message for nodes that do not see the storage."""
     return (
         f"run.storage: {storage.location}: found nodes that do not see what {socket.gethostname()} writes there: "
         f"{', '.join(nodes)}. Use a shared file system, mounted at the same path, or an object store, e.g. --set "

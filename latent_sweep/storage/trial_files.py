@@ -1,7 +1,7 @@
 """The files of one trial, and whether they match its journal.
 
-The journal is the source of truth: it holds each stage's row of the score matrix and the digests of all result files. A
-file that differs is quarantined; it, or a missing one, is made again.
+The journal holds each stage's row of the score matrix and the digests of all result files. A file that differs is
+quarantined; it, or a missing one, is made again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def corrupt_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
 
 
 def recorded_files(events: Sequence[Event]) -> dict[str, str]:
-    """Return the digests in a trial's journal by file name."""
     digests: dict[str, str] = {}
     for event in events:
         if isinstance(event, Started):
@@ -88,8 +87,8 @@ def _fault(path: Path, digest: str) -> str | None:
 def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
     """Return the files whose content contradicts the rows in the journal, whatever their digests say.
 
-    `scores.json` must hold these rows. AP, FM and BWT in the journal and the result must follow from them. The saved
-    answers of each stage must average to its row, and the newest answers must equal the predictions.
+    AP, FM and BWT must follow from the rows. The saved answers of each stage must average to its row, and the newest
+    answers must equal the predictions.
     """
     recorded = stages(events)
     if not recorded:
@@ -198,7 +197,7 @@ def prediction_lines(folder: Path, stage: Stage, task: str) -> list[dict[str, An
 
 
 def checked_answers(folder: Path, recorded: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
-    """Yield the stages with saved answers as `saved_answers` does, after checking the files' digests.
+    """Yield as `saved_answers` does, after checking the files' digests.
 
     Raises:
         StorageError: a file is missing or corrupt.
@@ -221,11 +220,7 @@ def recorded_matrix(recorded: Sequence[Stage]) -> ScoreMatrix:
 
 
 def recorded_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
-    """Return the journal's leading rows that were computed from the current snapshots, data and settings.
-
-    Args:
-        keys: one per row; a recorded row with another key is outdated.
-    """
+    """Return the journal's leading rows with these keys: computed from the current snapshots, data and settings."""
     rows: list[Row] = []
     for key, event in zip(keys, stages(events), strict=False):
         if (event.tasks_seen, event.key) != (len(rows) + 1, key):
@@ -235,10 +230,7 @@ def recorded_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
 
 
 def final_event(events: Sequence[Event]) -> Finished | Stopped | None:
-    """Return the event that ended the trial for good: a finish or an early stop.
-
-    None if a `Lost` event of kind `outdated` came later.
-    """
+    """Return the finish or early stop that ended the trial; None if a `Lost` event of kind `outdated` came later."""
     for event in reversed(events):
         if isinstance(event, (Finished, Stopped)):
             return event
@@ -280,9 +272,6 @@ class TrialFiles:
     """One trial's journal and result files: score rows, predictions, answers, result.
 
     Args:
-        sweep: the trial's sweep.
-        trial_id: names its folder.
-        tasks: its tasks, in learning order.
         keys: of the rows of its score matrix: see `recorded_rows`.
     """
 
@@ -320,16 +309,13 @@ class TrialFiles:
 
     @property
     def matrix(self) -> ScoreMatrix:
-        """The rows so far."""
         return self.matrix_after(len(self.rows))
 
     def matrix_after(self, tasks_seen: int) -> ScoreMatrix:
-        """Return the rows after this number of tasks."""
         return ScoreMatrix(self._tasks, tuple(self.rows[:tasks_seen]))
 
     def repair(self) -> None:
-        """Quarantine corrupt files. Drop the first row whose answers are lost and all later ones; without one, rewrite
-        a corrupt `scores.json`."""
+        """Quarantine corrupt files, and drop the first row whose answers are lost and all later ones."""
         for file in self.corrupt:
             if file.path.exists():
                 quarantine(file.path, file.fault)
@@ -345,19 +331,14 @@ class TrialFiles:
             self._write({SCORES: self._scores()})
 
     def _stage_of(self, file: CorruptFile) -> int:
-        """Return the number of tasks seen at the stage whose answers the file holds; 0 for any other file."""
+        """Return the stage, by tasks seen, whose answers the file holds; 0 for any other file."""
         return stage_of(file.path.relative_to(self.folder).as_posix()) or 0
 
     def new_row(self) -> NewRow:
-        """Begin the next row of the score matrix."""
         return NewRow(self._written)
 
     def record(self, row: NewRow, keep_answers: KeepAnswers = "all") -> None:
-        """Add a row and write its files; `record_stage` then adds it to the journal.
-
-        Args:
-            keep_answers: `all` also writes a file of this stage, with the answers that differ from the stage before.
-        """
+        """Add a row and write its files; `record_stage` then adds it to the journal."""
         files = {}
         if keep_answers == "all":
             if self._answers is None:
@@ -390,7 +371,6 @@ class TrialFiles:
             self._recorded[seen] = digest
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the result and append `finished`."""
         self.journal.append("finished", metrics=result["metrics"], files=self._write({RESULT: json_bytes(result)}))
 
     def stop_again(self) -> None:
@@ -403,7 +383,6 @@ class TrialFiles:
         return json_bytes({"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys})
 
     def _write(self, files: Mapping[str, bytes]) -> dict[str, str]:
-        """Write files and return their digests."""
         for name in files:
             self._written.pop(name, None)  # unknown if the write fails
         self._storage.write_together({self.folder / name: content for name, content in files.items()})

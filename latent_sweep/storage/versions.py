@@ -41,7 +41,6 @@ DRAWN = 1
 """Weights of `random:` backbones; part of their identity, and so of everything computed with them."""
 
 OURS = "latent-sweep"
-"""Name of this package."""
 
 LIBRARIES = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "rouge-score", "rapidfuzz", "sacrebleu")
 """Libraries that can change a result in its last digits, and with it a near tie."""
@@ -49,19 +48,16 @@ LIBRARIES = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "roug
 
 @dataclass(frozen=True)
 class Declared:
-    """This package's declared version and requirements."""
+    """This package's declared version, range of Python versions (as in `>=3.10`) and requirements."""
 
     version: str
     python: str
-    """A version range, as in `>=3.10`."""
     requirements: tuple[str, ...]
-    """Requirements, one per line; those of extras have a marker."""
+    """One per line; those of extras have a marker."""
 
 
 def declared() -> Declared:
-    """Return this package's requirements from its metadata or, if it is not installed, from its pyproject.toml.
-
-    Cluster nodes get that file in a job's working directory.
+    """Return this package's requirements from its metadata or, on a cluster's node, from pyproject.toml.
 
     Raises:
         PackageNotFoundError: neither exists, or reading pyproject.toml needs Python 3.11.
@@ -87,7 +83,7 @@ def library(name: str) -> str:
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of this package and of the libraries that compute results."""
+    """Return the versions of this package and of `LIBRARIES`."""
     return {name: library(name) for name in (OURS, *LIBRARIES)}
 
 

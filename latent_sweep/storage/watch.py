@@ -31,13 +31,10 @@ STALE_SECONDS = 3600.0
 
 
 class Watcher:
-    """Fetches what is new of a sweep from an object store.
+    """Fetches what is new of a sweep from an object store, whose folder was fetched before.
 
     Journals are fetched as they are written, and a trial's other files when it has ended. If a process dies before its
     heartbeat names a write, the journal arrives with the next process that takes up the trial.
-
-    Args:
-        folder: the sweep's, already fetched.
     """
 
     def __init__(self, storage: Storage, folder: Path):
@@ -45,11 +42,7 @@ class Watcher:
         self._polled = time.monotonic()
 
     def poll(self) -> None:
-        """Fetch what is new since the last poll.
-
-        Raises:
-            StorageError: the object store cannot be reached or refuses.
-        """
+        """Fetch what is new since the last poll."""
         began = time.monotonic()
         if began - self._polled > ADVERTISED_SECONDS / 2:  # some writes may no longer be advertised
             self._storage.pull(self._folder)
@@ -78,11 +71,7 @@ def read_heartbeats(sweep_folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def remove_stale_heartbeats(storage: Storage, folder: Path) -> None:
-    """Remove the heartbeats of a sweep that are older than `STALE_SECONDS`.
-
-    Raises:
-        StorageError: the object store cannot be reached or refuses.
-    """
+    """Remove the heartbeats of a sweep that are older than `STALE_SECONDS`."""
     now = storage.now()
     for path, facts in storage.files(folder / FOLDER).items():
         if now - facts.modified > STALE_SECONDS:
@@ -90,12 +79,7 @@ def remove_stale_heartbeats(storage: Storage, folder: Path) -> None:
 
 
 def reported_requests(folder: Path, since: float) -> Counter[str]:
-    """Add up the object-store requests that other processes report, by kind.
-
-    Args:
-        folder: the sweep's.
-        since: ignore heartbeats older than this, in Unix seconds.
-    """
+    """Add up the object-store requests that other processes reported since this time, by kind."""
     total: Counter[str] = Counter()
     for path, content in read_heartbeats(folder).items():
         sent, reported = content.get("requests"), content.get("time")

@@ -1,7 +1,6 @@
-"""Refuses servers on other machines that do not authenticate their clients.
+"""Refuses Ray clusters and MLflow servers on other machines that do not authenticate their clients.
 
-Anyone who reaches a Ray cluster can run code on it, and anyone who reaches an MLflow server can change its results.
-`run.allow_insecure` declares that the network itself is protected.
+Anyone who reaches them can run code or change results. `run.allow_insecure` declares that the network is protected.
 """
 
 from __future__ import annotations
@@ -35,13 +34,7 @@ def ray_address() -> str | None:
 
 
 def check_ray_address(allow_insecure: bool) -> None:
-    """Refuse to join a Ray cluster on another machine without a token.
-
-    Jobs inherit mode and token from their cluster.
-
-    Raises:
-        ConfigError: RAY_ADDRESS names another machine, and RAY_AUTH_MODE is not `token`.
-    """
+    """Refuse to join a Ray cluster on another machine without a token. Jobs inherit both from their cluster."""
     address = ray_address()
     if allow_insecure or address is None or address == "auto" or _is_here(_split(address).hostname):
         return
@@ -55,11 +48,7 @@ def check_ray_address(allow_insecure: bool) -> None:
 
 
 def check_listens(address: str) -> None:
-    """Check that a Ray cluster's head accepts connections; Ray itself would wait for minutes.
-
-    Raises:
-        ConfigError: the address has no port, or no Ray cluster listens there.
-    """
+    """Refuse an address without a port, or where no Ray cluster listens; Ray itself would wait for minutes."""
     host, port = _host_and_port(address)
     faults: list[str] = []
     # in a thread, because name resolution has no timeout
@@ -105,9 +94,6 @@ def check_tracking_address(uri: str, allow_insecure: bool) -> None:
     """Refuse to send results to an MLflow server on another machine without TLS or credentials.
 
     Databases and Databricks authenticate in their own ways and are not checked.
-
-    Raises:
-        ConfigError: names what is missing and what to set.
     """
     parts = _split(uri)
     if allow_insecure or parts.scheme not in ("http", "https") or _is_here(parts.hostname):
@@ -144,7 +130,6 @@ def _is_here(host: str | None) -> bool:
 
 
 def _has_mlflow_credentials() -> bool:
-    """Return whether the MLflow client has any kind of credentials."""
     alone = ("TOKEN", "AUTH", "AWS_SIGV4", "CLIENT_CERT_PATH")
     if any(os.environ.get(f"MLFLOW_TRACKING_{name}", "").lower() not in ("", "0", "false") for name in alone):
         return True

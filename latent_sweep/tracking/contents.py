@@ -58,7 +58,7 @@ _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
 
 @dataclass(frozen=True)
 class Point:
-    """One value of one metric; `time` is in Unix seconds."""
+    """One value of one metric, with its time in Unix seconds."""
 
     key: str
     value: float
@@ -75,7 +75,7 @@ class RunContent:
     key: str
     """Identifies the run, with `kind`."""
     generation: str
-    """Identifies the journal of a trial: a trial whose folder was deleted starts another one. Empty for other kinds."""
+    """Identifies the journal of a trial, which starts again if its folder was deleted. Empty for other kinds."""
     name: str
     start: float
     """Unix seconds."""
@@ -98,11 +98,7 @@ class RunContent:
 
 
 def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event]) -> RunContent:
-    """Return the run of a trial with these events, at least one.
-
-    Raises:
-        StorageError: a file of the trial is corrupt.
-    """
+    """Return the run of a trial with these events, at least one."""
     starts = attempts(events)
     tags = {
         "training_id": trial.training_id,
@@ -129,7 +125,6 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
 
 
 def run_status(events: Sequence[Event]) -> RunStatus:
-    """Return the status of the run of a trial with these events, at least one."""
     return _RUN_STATUS[status(events)]
 
 
@@ -144,7 +139,7 @@ def trial_cursor(sweep: SweepFolder, events: Sequence[Event]) -> dict[str, str]:
 
 
 def new_points(events: Sequence[Event], n_arrived: int) -> list[Point]:
-    """Return the points that a tracker may lack which holds those of the first `n_arrived` events: latest values only.
+    """Return the latest values that a tracker lacks which holds the points of the first `n_arrived` events.
 
     A repeated value is left out, unless a different one came in between, which may have been uploaded.
     """
@@ -171,9 +166,6 @@ def configuration_content(
     """Return the summary run of a configuration with a finished trial: params, and mean, std and count over seeds.
 
     Tags count all its trials, and those that are in no mean.
-
-    Args:
-        member: one of its trials.
     """
     seed_name = short_names(sweep.axes).get(sweep.seed_axis, "seed")
     values: dict[str, float | None] = {"n": float(configuration.n_finished)}
@@ -248,7 +240,6 @@ def run_tags(sweep: SweepFolder, content: RunContent) -> dict[str, str]:
 
 
 def sweep_tags(sweep: SweepFolder) -> dict[str, str]:
-    """Return the tags of all runs of a sweep; tuning trials also name the sweep that they tune."""
     tags = {"sweep": sweep.name, "sweep_id": sweep.sweep_id}
     return tags | ({"tuning_of": sweep.tuning_of} if sweep.tuning_of else {})
 
@@ -281,7 +272,6 @@ def _summary_points(values: Mapping[str, float | None], step: int, time: float) 
 
 
 def _last_finish(configurations: Sequence[summaries.Configuration]) -> float:
-    """Return when the last trial of these configurations finished, in Unix seconds; now if none has."""
     ends = [each.last_finish for each in configurations if each.last_finish is not None]
     return max(ends, default=time.time())
 

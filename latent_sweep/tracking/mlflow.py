@@ -1,20 +1,16 @@
 """Uploads a sweep to MLflow: one experiment per sweep, one run per trial.
 
-Only the driver writes here, from the journals; workers never contact MLflow. An unreachable tracker delays the upload
-and nothing else: `sync` uploads whatever is missing, any number of times, into the same runs. `contents` defines the
-desired runs; this module uploads them and reads them back.
+Only the driver writes here, from the journals. `sync` uploads whatever is missing, any number of times, into the same
+runs. `contents` defines the desired runs; this module uploads them and reads them back.
 
 Runs are identified by tags: `kind` (sweep, trial, summary) with `sweep_id`, `trial_id` or `configuration`. The tag
 `mirrored_events` of a trial's run is a cursor: the number of journal events whose points have arrived. It is sent with
 the last points, and MLflow writes the tags of a batch last. The status is written after everything else, so a run that
 has ended also has its artifacts. Points carry the times of the journal, so MLflow deduplicates one that arrives twice.
 
-Only changes cost time: a journal is read again when its file has changed, the new points of a running trial take one
-request, and files are sent once, at the end. Requests for several runs go to a server in parallel.
-
 A trial that runs again after its folder was deleted is a new generation with a new journal. MLflow cannot remove points
-or params, so each generation gets its own run, identified by the tag `journal`. The old run is deleted (`delete_run`;
-`mlflow gc` frees it) once the new one holds everything: a trial is never missing, and after a sync it has one run.
+or params, so each generation gets its own run, identified by the tag `journal`. The old run is deleted once the new one
+holds everything.
 """
 
 from __future__ import annotations
@@ -132,20 +128,18 @@ class StoredRun:
     points: Sequence[Point]
     """Every value of every metric, in order of time."""
     artifacts: Mapping[str, int]
-    """Path -> size in bytes."""
+    """Size in bytes by path."""
     artifact_uri: str
 
 
 class MlflowTracker:
-    """Uploads one sweep to MLflow and keeps it up to date.
+    """Uploads one sweep to MLflow and keeps it up to date. Not thread-safe; several processes take turns.
 
-    Not thread-safe. Several processes may upload one sweep: they take turns. Methods that contact the tracker raise
-    `TrackingError` if it cannot be reached or refuses, and `StorageError` if `sweep.json` or a journal is corrupt. The
-    next call continues from what has arrived.
+    Methods raise `TrackingError` if MLflow cannot be reached or refuses, and `StorageError` if `sweep.json` or a
+    journal is corrupt. The next call continues from what has arrived.
 
     Args:
         uri: by default MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`.
-        sweep: the sweep's folder.
         allow_insecure: whether `sync_command` allows an insecure server.
     """
 
@@ -184,11 +178,7 @@ class MlflowTracker:
         return len(changed)
 
     def close(self) -> int:
-        """Sync, then upload what depends on the whole sweep: summary runs, tables, the figure, the best AP.
-
-        Returns:
-            The number of trial runs that changed.
-        """
+        """Sync, then upload what depends on the whole sweep: summary runs, tables, the figure, the best AP."""
         changed = self.sync()
         with self._connected():
             self._parent()
@@ -204,10 +194,7 @@ class MlflowTracker:
         return changed
 
     def recreate(self, runs: Collection[_Identity]) -> None:
-        """Replace these runs, which MLflow cannot correct, by new ones.
-
-        The old ones are deleted once the new ones are complete. A run that should not exist gets no replacement.
-        """
+        """Replace these runs, which MLflow cannot correct; one that should not exist gets no replacement."""
         self._client = None  # another process may have changed the runs since they were read
         with self._connected():
             old = [self._runs.pop(identity) for identity in runs if identity in self._runs]
@@ -229,7 +216,6 @@ class MlflowTracker:
             return [_read_run(client, run, self.uri) for run in mine]
 
     def read_artifact(self, run: StoredRun, path: str) -> bytes:
-        """Return the content of one artifact."""
         with self._translate_errors(), tempfile.TemporaryDirectory() as folder:
             return Path(_artifact_repository(run.artifact_uri, self.uri).download_artifacts(path, folder)).read_bytes()
 
@@ -355,13 +341,10 @@ class MlflowTracker:
         return {} if kind == "sweep" else {"mlflow.parentRunId": self._parent().run_id}
 
     def _for_each(self, action: Callable[[_Item], object], items: Iterable[_Item]) -> list[Exception]:
-        """Call `action` for every item, in no particular order, and in several threads if the tracker is a server.
+        """Call `action` for every item, in several threads if the tracker is a server; return errors of single items.
 
-        The threads are daemons, unlike those of an executor: they must not keep the process alive while a tracker
-        hangs.
-
-        Returns:
-            Errors that concern a single item: corrupt files and refusals. Any other error stops the loop and is raised.
+        Any other error stops the loop and is raised. The threads are daemons, unlike those of an executor: they must
+        not keep the process alive while a tracker hangs.
         """
         waiting, errors, fatal = deque(items), list[Exception](), list[Exception]()
 
@@ -411,7 +394,6 @@ class MlflowTracker:
         return changed, self._for_each(sync, trials)
 
     def _sync_trial(self, trial: TrialFolder) -> bool:
-        """Upload one trial; return whether there was anything to upload."""
         events = trial.events()
         if not events:
             return False
@@ -571,13 +553,11 @@ class NullTracker:
     """The tracker of a sweep without tracking; it does nothing."""
 
     def close(self) -> int:
-        """Return 0."""
         return 0
 
     open = sync = close
 
     def link(self) -> str:
-        """Return an empty string."""
         return ""
 
     ui_command = sync_command = link

@@ -1,6 +1,5 @@
-"""Writes a model in MLflow's format, for `mlflow.pyfunc` and `mlflow models serve`. It contains no pickles.
+"""Writes a model in MLflow's format, without pickles, into the sweep's folder; the tracker uploads it.
 
-The model is stored in the sweep's folder, and the tracker uploads it to the sweep's run (`runs:/<run id>/model`).
 MLflow loads it through this module; the model contains a copy of this package and of a plugin method's code.
 """
 
@@ -35,11 +34,7 @@ DATA = "continual_model"
 
 
 def write_mlflow_model(model: ContinualModel, sweep: SweepFolder) -> Path:
-    """Write a model in MLflow's format into its sweep's folder, replacing an earlier one; return the folder.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a model in MLflow's format into its sweep's folder, replacing an earlier one; return the folder."""
     folder = sweep.path / MODEL_FOLDER
     with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about MLflow's own type hints
@@ -89,7 +84,6 @@ def log_best(sweep: SweepFolder) -> None:
 
 
 def requirements() -> list[str]:
-    """Return the pip requirements of a model: those of this package, with their version ranges."""
     texts = [text for text in declared().requirements if ";" not in text]
     return sorted(text for text in texts if re.split(r"[^\w.-]", text)[0] not in NOT_NEEDED)
 
@@ -132,11 +126,7 @@ class FrameModel:
         self.model = model
 
     def predict(self, frame: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """Answer every row of a frame.
-
-        Args:
-            frame: without a `task`, a row's text is the whole prompt.
-            params: required by MLflow; unused.
+        """Answer every row of a frame. Without a `task`, a row's text is the whole prompt; MLflow requires `params`.
 
         Raises:
             ConfigError: a task was not learned.

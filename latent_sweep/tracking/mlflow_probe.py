@@ -22,21 +22,17 @@ EXPERIMENT = "latent-sweep-doctor"
 
 @dataclass(frozen=True)
 class Probe:
-    """The result of a probe."""
+    """The result of a probe: its duration, and the versions of MLflow here and of the server (None if unknown)."""
 
     seconds: float
-    """Duration of the whole probe."""
     client: str
-    """Version of the installed MLflow."""
     server: str | None
-    """Version of the server; None for a database or if unknown."""
 
 
 def probe_tracker(uri: str) -> Probe:
     """Write a run into an experiment of its own, read it back, and delete both.
 
-    MLflow hides what is deleted and keeps it until `mlflow gc`. Instead of a local database that does not exist yet, a
-    temporary one next to it is probed.
+    Instead of a local database that does not exist yet, a temporary one next to it is probed.
 
     Raises:
         TrackingError: the tracker cannot be reached, refuses, or returns something else than was written.

@@ -28,7 +28,6 @@ def saved_view(sweep: SweepFolder) -> str:
 
 
 def view_state(sweep: SweepFolder) -> dict[str, Any]:
-    """Return the state of the run page: a table, scatter charts, and AP over tasks."""
     axes = {axis: name for axis, name in short_names(sweep.axes).items() if axis != sweep.seed_axis}
     numeric = summaries.numeric_axis([{name: trial.values[axis] for axis, name in axes.items()} for trial in sweep])
     params = [*axes.values(), "seed"]

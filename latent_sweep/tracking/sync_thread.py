@@ -23,7 +23,6 @@ class SyncThread:
 
     Args:
         tracker: used by this thread only.
-        interval_seconds: pause between two syncs.
         longest_pause_seconds: upper limit of the pause after failures.
         log_line: receives one line when the tracker falls behind, and one when it has caught up.
     """
@@ -47,15 +46,13 @@ class SyncThread:
         self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
 
     def start(self) -> None:
-        """Open the tracker and start to sync, without waiting."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float = 120.0, away_seconds: float = 10.0) -> bool:
         """Request a last sync and close the tracker; return whether both completed in time.
 
         Args:
-            timeout_seconds: how long to wait for a tracker that has answered so far.
-            away_seconds: how long to wait for one that did not answer its last request.
+            away_seconds: how long to wait for a tracker that did not answer its last request.
         """
         self._stopping.set()
         self._thread.join(min(away_seconds, timeout_seconds) if self._behind_since else timeout_seconds)

@@ -50,7 +50,6 @@ class Verdict:
     """Remarks that are no faults."""
 
     def text(self) -> str:
-        """Return faults, notes and counts as lines."""
         checked = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
         end = f"{len(self.faults)} differences" if self.faults else "equal"
         notes = [f"not all trials were computed alike: {note}" for note in self.notes]
@@ -92,9 +91,6 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
 
     An event in its journal reopens a trial whose snapshot is corrupt or missing. Intact copies in an object store are
     fetched first.
-
-    Raises:
-        StorageError: `sweep.json` is corrupt, or the storage cannot be read or written.
     """
     store, storage = sweep.snapshots, sweep.storage
     remedies: dict[str, None] = {}
@@ -124,7 +120,6 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
 
 
 def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
-    """Yield every fault, and count what is checked."""
     users: dict[str, list[TrialFolder]] = {}
     stage_of: dict[str, Stage] = {}
     for trial in sweep:
@@ -194,22 +189,13 @@ def verify_tracker(sweep: SweepFolder, tracker: MlflowTracker) -> Verdict:
 
     Artifacts are compared byte by byte, snapshots by size, pictures by name. Params, tags and artifacts that others
     have added are ignored; additional points and runs are faults.
-
-    Raises:
-        TrackingError: MLflow cannot be reached or refuses.
-        StorageError: a journal or a trial's file is corrupt.
     """
     counts: Counter[str] = Counter()
     return Verdict([text for _, text in _tracker_faults(sweep, tracker, counts)], counts)
 
 
 def repair_tracker(sweep: SweepFolder, tracker: MlflowTracker) -> None:
-    """Upload what MLflow lacks, and recreate runs that still differ.
-
-    Raises:
-        TrackingError: MLflow cannot be reached or refuses.
-        StorageError: a journal or a trial's file is corrupt.
-    """
+    """Upload what MLflow lacks, and recreate runs that still differ."""
     tracker.close()
     if differing := {run for run, _ in _tracker_faults(sweep, tracker, Counter())}:
         tracker.recreate(differing)
