@@ -28,10 +28,7 @@ _READS_BETTER = {"ortho_lambda": "lambda", "components": "K"}
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Map dotted paths to short names: `method.ortho_lambda` -> `lambda`, `backbone.name` -> `backbone`.
-
-    Paths whose short names collide keep their full path.
-    """
+    """Map dotted paths to short names: `method.ortho_lambda` -> `lambda`; those that collide stay whole."""
     short = {path: _short_name(path) for path in paths}
     uses = Counter(short.values())
     return {path: name if uses[name] == 1 else path for path, name in short.items()}
@@ -54,10 +51,8 @@ def format_value(value: Any) -> str:
 def distinct_labels(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return for each point the settings that distinguish it, formatted as by `label`; the method by its value alone.
 
-    A setting is left out if all points with the same preceding settings share its value.
-
-    Args:
-        points: settings by short name, in output order; all have the same names.
+    A setting is left out if all points with the same preceding settings share its value. All points have
+    the same names.
     """
     parts: list[list[str]] = [[] for _ in points]
 
@@ -83,6 +78,5 @@ def label(values: Mapping[str, Any]) -> str:
 
 
 def label_paths(values: Mapping[str, Any]) -> str:
-    """Format settings by dotted path as `label` does, with short names."""
     names = short_names(values)
     return label({names[path]: value for path, value in values.items()})

@@ -26,17 +26,11 @@ def memo_scope() -> Iterator[None]:
 
 
 def memo_active() -> bool:
-    """Return whether a `memo_scope` is open."""
     return _memo.get() is not None
 
 
 def memoized(key: Any, parts: tuple[Any, ...], compute: Callable[[], T]) -> T:
-    """Return `compute()`, computed once per key and parts within a `memo_scope`.
-
-    Args:
-        key: hashable; distinguishes results computed from the same parts.
-        parts: objects that the result depends on, compared by identity.
-    """
+    """Return `compute()`, computed once per hashable key and parts, compared by identity, within a `memo_scope`."""
     memo = _memo.get()
     if memo is None:
         return compute()

@@ -57,11 +57,11 @@ class Settings(BaseModel):
         return self._content(frozenset({"not_identity"}))
 
     def training_identity(self) -> dict[str, Any]:
-        """Return every setting that training reads, as plain JSON values."""
+        """Return every setting that training reads."""
         return self._content(frozenset({"not_identity", "inference_only"}))
 
     def inference_identity(self) -> dict[str, Any]:
-        """Return every setting that can change a result and that training does not read, as plain JSON values."""
+        """Return every setting that can change a result and that training does not read."""
         return _beyond(self.identity(), self.training_identity())
 
     def _content(self, dropped: frozenset[str]) -> dict[str, Any]:
@@ -84,24 +84,20 @@ def _marks(field: FieldInfo) -> set[str]:
 
 @cache
 def _names(kind: type[Settings], dropped: frozenset[str]) -> tuple[str, ...]:
-    """Return the names of a group's fields without any of these marks."""
     return tuple(name for name, field in kind.model_fields.items() if not dropped & _marks(field))
 
 
 def identity_fields(kind: type[Settings]) -> frozenset[str]:
-    """Return the names of a group's fields that can change a result."""
     return frozenset(_names(kind, frozenset(NOT_IDENTITY)))
 
 
 @cache
 def _optional(kind: type[Settings]) -> dict[str, Any]:
-    """Return the defaults of the fields marked `LEFT_OUT_AT_DEFAULT`."""
     fields = kind.model_fields.items()
     return {name: field.default for name, field in fields if "left_out_at_default" in _marks(field)}
 
 
 def _beyond(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return what `whole` contains and `part` does not, group by group."""
     beyond = {name: value for name, value in whole.items() if name not in part}
     inner = {name: _beyond(whole[name], part[name]) for name in part if isinstance(whole[name], dict)}
     return beyond | {name: rest for name, rest in inner.items() if rest}
@@ -118,7 +114,6 @@ def content_hash(content: Any, length: int = 16) -> str:
 
 
 def text_hash(text: str, length: int = 16) -> str:
-    """Return the first `length` hexadecimal digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
@@ -128,7 +123,7 @@ def json_object(parts: Mapping[str, str]) -> str:
 
 
 def json_list(parts: Iterable[str]) -> str:
-    """Return the canonical JSON of a list whose entries are canonical JSON already."""
+    """As `json_object`, for a list."""
     return f"[{','.join(parts)}]"
 
 
@@ -159,15 +154,9 @@ def as_written(kind: type[Group]) -> type[Group]:
 
 
 def filled(written: Settings, kind: type[Group], *defaults: Mapping[str, Any]) -> Group:
-    """Resolve a group: take each value as written, else from the first of `defaults` that has it, else the field's
-    default.
+    """Resolve a group: take each value as written, else from the first of `defaults`, else the field's default.
 
-    Args:
-        written: the group as `as_written(kind)`; None in a marked field counts as left out.
-        defaults: values by name, inner groups as mappings; earlier ones take precedence.
-
-    Raises:
-        ValidationError: the values do not form a valid group.
+    None in a marked field counts as left out. Defaults have inner groups as mappings.
     """
     values = {name: value for layer in reversed(defaults) for name, value in layer.items()}
     for name, field in kind.model_fields.items():
@@ -180,16 +169,12 @@ def filled(written: Settings, kind: type[Group], *defaults: Mapping[str, Any]) -
 
 
 def group_of(field: FieldInfo) -> type[Settings] | None:
-    """Return the class of the group in a field; None if the field holds a value."""
     inner = field.annotation
     return inner if isinstance(inner, type) and issubclass(inner, Settings) else None
 
 
 def flatten(path: str, value: Any) -> dict[str, Any]:
-    """Return the settings in one value of an axis, by dotted path: one, or one per leaf of a mapping.
-
-    The axis `trial` contains whole groups.
-    """
+    """Return the settings in one value of an axis, by dotted path; the axis `trial` contains whole groups."""
     if not isinstance(value, dict):
         return {path: value}
     prefix = "" if path == "trial" else f"{path}."
@@ -203,7 +188,7 @@ def local_path(text: str | Path) -> Path:
     """Return the path that a user typed, with `~` expanded; it need not exist.
 
     Raises:
-        ConfigError: no file can have this path: it is too long, loops, or names an unknown user's home.
+        ConfigError: no file can have this path.
     """
     try:
         path = Path(text).expanduser()
@@ -226,11 +211,7 @@ _KINDS = {
 
 
 def read_regular(path: Path, most: int = -1, offset: int = 0) -> bytes:
-    """Read a regular file. Others, such as pipes, are refused before they are opened.
-
-    Args:
-        most: bytes to read; -1 reads to the end.
-        offset: first byte.
+    """Read a regular file from `offset`, at most `most` bytes; others, such as pipes, are refused unopened.
 
     Raises:
         OSError: it is no regular file or cannot be read; `strerror` says why.
@@ -390,11 +371,7 @@ _StrictDumper.add_implicit_resolver(_FLOAT, *_EXPONENT)
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, is too large, or is not YAML; the message has line and column.
-    """
+    """Return the content of a YAML file; see `parse_yaml`."""
     try:
         content = read_regular(path, MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
@@ -437,7 +414,6 @@ _ADVICE: tuple[tuple[str, str], ...] = (
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Describe what is wrong with YAML text, and where."""
     if isinstance(error, yaml.reader.ReaderError):
         return f"unacceptable character #x{error.character:04x} at character {error.position + 1}; delete it"
     message = str(error)

@@ -200,7 +200,6 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
 
 
 def answer_problems(report: AnswerReport) -> Iterator[Problem]:
-    """Yield the problems that a report shows."""
     metric = report.metric
     if (found := report.confusion).rows:
         yield Problem(
@@ -242,7 +241,6 @@ def answer_problems(report: AnswerReport) -> Iterator[Problem]:
 
 
 def _unreachable(report: AnswerReport) -> Iterator[Problem]:
-    """Yield a problem if a model that repeats each reference would not score 1."""
     plugin = ":" in report.metric
     if plugin and report.equal < LOWEST:
         count = f"{report.equal:.2f}, mean of {report.tried:,} test examples tried"
@@ -264,7 +262,6 @@ def _unreachable(report: AnswerReport) -> Iterator[Problem]:
 
 
 def _unread(report: AnswerReport) -> Iterator[Problem]:
-    """Yield problems of references that the metric reads differently from a person."""
     metric = report.metric
     if report.letters_read < 1 - MOST_UNREAD:
         yield Problem(
@@ -338,10 +335,7 @@ def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
 
 
 def _as_seen(metric: Metric, text: str) -> str:
-    """Return a text without what readers ignore: case, spaces, and punctuation between words.
-
-    For a metric of numbers return the last word with a digit, as such a metric ignores other words by design.
-    """
+    """Return a text without case, spaces and punctuation; for `number_match` its last word with a digit."""
     seen = " ".join(to_nfc(text).casefold().split())
     if metric == "number_match":
         words = [word for word in seen.split() if re.search(r"(?<![^\W\d])\d", word)]
@@ -350,7 +344,6 @@ def _as_seen(metric: Metric, text: str) -> str:
 
 
 def _untrained(task: TaskAnswers) -> Untrained | None:
-    """Count the test examples of a task with labels none of whose answers is trained."""
     trained = {_normal(text): text for text in task.train}
     few = len(trained) <= FEW_ANSWERS and 4 * len(trained) <= len(task.train) and task.metric != "number_match"
     if task.labels is None and not few:
@@ -372,7 +365,6 @@ def _normal(text: str) -> str:
 
 
 def _look(text: str) -> str:
-    """Return a text without invisible characters and compatibility variants (NFKC)."""
     visible = "".join(each for each in text if unicodedata.category(each) != "Cf")
     return _normal(unicodedata.normalize("NFKC", visible))
 

@@ -70,7 +70,6 @@ class Draw(Settings):
     """The choices, or two inclusive bounds; the file excludes the upper bound of randint."""
 
     def written(self) -> dict[str, list[Any]]:
-        """Return the axis as written in a sweep file."""
         values = list(self.values)
         return {self.kind: [values[0], values[1] + 1] if self.kind == "randint" else values}
 
@@ -92,7 +91,6 @@ class Sweep(Settings):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Dotted paths of all settings that vary."""
         return tuple(dict.fromkeys(path for _, path in _paths(_values(self.grid, self.draws))))
 
 
@@ -169,7 +167,6 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
 
 
 def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
-    """Return one error that lists the distinct faults of a file."""
     unique = list(dict.fromkeys(faults))
     lines = "".join(f"\n  - {fault}" for fault in unique)
     return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
@@ -194,7 +191,6 @@ def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:
 
 
 def _name_faults(name: Any) -> list[str]:
-    """Check a sweep's name, which names a folder and an experiment."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         usable = re.sub("[^A-Za-z0-9_.-]+", "_", str(name)).strip("_.-")[:100] if name is not None else ""
         advice = f". Write {usable}" if usable and usable != str(name) and redact(str(name)) == str(name) else ""
@@ -249,7 +245,6 @@ def _mapping(content: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list
 
 
 def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | None, list[str]]:
-    """Return a validated group of settings, or its faults."""
     if content is None:
         content = {}
     if not isinstance(content, dict):
@@ -353,7 +348,6 @@ def _axis(
 
 
 def _whole_numbers(axis: str, draw: Draw, template: Mapping[str, Any]) -> str:
-    """Return how to draw whole numbers, if that would be valid; empty otherwise."""
     if draw.kind not in ("uniform", "loguniform") or not all(float(bound).is_integer() for bound in draw.values):
         return ""
     lower, upper = map(int, draw.values)
@@ -389,26 +383,22 @@ def _lacking(template: Mapping[str, Any], axes: Mapping[str, Sequence[Any]]) -> 
 
 
 def _repeated(values: Sequence[Any]) -> list[Any]:
-    """Return the values that are equal to an earlier one."""
     keys = [canonical_json(value) if isinstance(value, (dict, list)) else value for value in values]
     seen: set[Any] = set()
     return [value for key, value in zip(keys, values, strict=True) if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 
 
 def _values(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> dict[str, Sequence[Any]]:
-    """Return the values, or bounds, of each axis."""
     return dict(grid) | {axis: draw.values for axis, draw in draws.items()}
 
 
 def _paths(axes: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str]]:
-    """Yield every axis with each setting that it sets."""
     for axis, values in axes.items():
         for path in dict.fromkeys(path for value in values for path in flatten(axis, value)):
             yield axis, path
 
 
 def _overlaps(block: str, axes: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Find settings that two axes set."""
     owners: dict[str, str] = {}
     faults = []
     for axis, path in _paths(axes):
@@ -481,11 +471,6 @@ def _tune(
 def _tuned_axes(
     block: str, axes: Mapping[str, Sequence[Any]], template: Mapping[str, Any], taken: Mapping[str, str]
 ) -> list[str]:
-    """Check values to try.
-
-    Args:
-        taken: by setting, what else sets it.
-    """
     _, before = _trial(template)
     faults = []
     for axis, values in axes.items():
@@ -501,7 +486,6 @@ def _tuned_axes(
 
 
 def _meet(path: str, other: str) -> bool:
-    """Return whether setting one path sets the other, or a part of it."""
     return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
@@ -509,17 +493,15 @@ def _meet(path: str, other: str) -> bool:
 
 
 def _short(value: Any) -> str:
-    """Write a value as in a sweep file, without secrets."""
     return redact(yaml_text(value, one_line=True))[:60]
 
 
 def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy nested mappings, but not their values."""
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
-    """Set a value in nested mappings, adding groups; return False if a plain value is in the way."""
+    """Set a value in nested mappings; return False if a plain value is in the way."""
     for key in path[:-1]:
         if tree.get(key) is None:
             tree[key] = {}
@@ -553,7 +535,7 @@ def _apply_override(content: dict[str, Any], override: str) -> list[str]:
 
 
 def _joined(keys: list[str]) -> list[str]:
-    """Join keys that have dots: search.method.rank, tune.search.training.epochs, and so on."""
+    """Join the keys of a dotted axis: search.method.rank, tune.search.training.epochs, and so on."""
     for block in (["search"], ["tune", "search"], ["tune", "by_method"]):
         start = len(block) + (block[-1] == "by_method")
         if keys[: len(block)] == block and len(keys) > start:
@@ -562,7 +544,6 @@ def _joined(keys: list[str]) -> list[str]:
 
 
 def _unknown_key(key: str, known: Sequence[str], block: str = "") -> str:
-    """Report an unknown key, with a setting of this name elsewhere, or a similar key."""
     near = close_name(key, known)
     hint = f"did you mean {near!r}?" if near else f"allowed: {', '.join(known)}"
     return f"{key}: unknown key; {_elsewhere(key, block) or hint}"
@@ -572,7 +553,7 @@ def _elsewhere(name: str, block: str = "", method: Any = None) -> str:
     """Return where in a sweep file a setting of this name is; empty if nowhere.
 
     Args:
-        block: the block that was searched; paths are relative to it.
+        block: paths are relative to it.
         method: the method that lacks the setting.
     """
     groups = {group: [facts.path for facts in settings] for group, settings in every_setting().items()}

@@ -86,11 +86,9 @@ class Findings:
         self._examples: dict[str, str] = {}
 
     def fault(self, text: str) -> None:
-        """Add a fault."""
         self.faults[text] = None
 
     def warn(self, topic: str, task: str, count: str, example: str = "") -> None:
-        """Add a warning: the problem, a task, how often it occurs there, and an example."""
         counts = self._tasks.setdefault(topic, {}).setdefault(task, [])
         counts += [count] if count not in counts else []
         self._examples.setdefault(topic, example)
@@ -108,7 +106,6 @@ class Findings:
 
     @property
     def warnings(self) -> list[str]:
-        """One line for each topic."""
         return [self._line(topic, tasks) for topic, tasks in self._tasks.items()]
 
     def _line(self, topic: str, tasks: Mapping[str, Sequence[str]]) -> str:
@@ -122,7 +119,7 @@ def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = Non
     """Check the steps and examples of trials; return warnings and notes, one line each.
 
     Args:
-        folder: a run's storage, where checked tasks are marked so that trials need not check them again.
+        folder: the storage in which checked tasks are marked, so that trials need not check them again.
 
     Raises:
         ConfigError: listing every fault.
@@ -156,10 +153,7 @@ def _routes_by_inputs(trial: Trial) -> bool:
 
 
 def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
-    """Check the examples of all tasks with the backbone's own tokenizer, unless they are marked as checked.
-
-    Args:
-        folder: the storage with the marks.
+    """Check the examples of all tasks with the backbone's own tokenizer, unless `folder` marks them as checked.
 
     Raises:
         DataError: listing every fault.
@@ -193,10 +187,7 @@ def _mark(keys: Iterable[str], folder: Path) -> None:
 
 @memo_scope()
 def missing_examples(trials: Iterable[Trial]) -> dict[str, str]:
-    """Return the tasks whose data is not on this machine, as `BENCHMARK TASK`, and where it was looked for.
-
-    `check_sweep` does not report missing data of packaged benchmarks: the machines that run the sweep may have it.
-    """
+    """Return the tasks whose data is not on this machine, as `BENCHMARK TASK`, and where it was looked for."""
     missing: dict[str, str] = {}
     seen: dict[tuple[int, int], Trial] = {}
     for trial in trials:
@@ -215,7 +206,6 @@ def missing_examples(trials: Iterable[Trial]) -> dict[str, str]:
 
 
 def _can_count(trial: Trial) -> bool:
-    """Return whether the training examples can be counted; if not, `check_case` reports why."""
     try:
         for task in trial.tasks:
             count_examples(trial.spec, task, "train", trial.settings.benchmark)
@@ -225,7 +215,6 @@ def _can_count(trial: Trial) -> bool:
 
 
 def _check_steps(trial: Trial, findings: Findings) -> None:
-    """Find tasks that end during warm-up and never reach the learning rate."""
     s, tasks = trial.settings, trial.tasks
     warmup = s.training.warmup_steps
     counts = {task.name: trial.steps(position) for position, task in enumerate(tasks)} if warmup else {}
@@ -244,7 +233,6 @@ def _check_steps(trial: Trial, findings: Findings) -> None:
 
 
 def _check_validation(trial: Trial, findings: Findings) -> bool:
-    """Check that there are examples to hold out if needed; return whether there are."""
     b, before = trial.settings.benchmark, len(findings.faults)
     for task in trial.tasks if trial.settings.training.select == "best_validation" else ():
         try:
@@ -279,17 +267,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The start of messages about examples."""
         return f"benchmark {self.spec.name}"
 
     @property
     def name_read(self) -> str:
-        """The start of messages about tokens."""
         return self.name if self.alone else f"{self.name} with {self.backbone}"
 
     @property
     def is_own(self) -> bool:
-        """Whether the benchmark is a user's folder, not a packaged one."""
         return self.spec.layout == "folder"
 
     @property
@@ -309,23 +294,20 @@ class Case:
         }
 
     def kind(self, split: str) -> str:
-        """Return the name of a split in messages."""
         if split == "train":
             return "training"
         return "held-out" if self.settings.score_on == "validation" else "test"
 
     def count(self, number: int, split: str) -> str:
-        """Write a number of examples of a split."""
         return f"{number:,} of {len(self.examples[split]):,} {self.kind(split)}"
 
     def answers(self, example: Example, split: str) -> tuple[str, ...]:
-        """Return the texts that an example is trained on, or scored against."""
+        """The texts that an example is trained on, or scored against."""
         if split == "train":
             return (example.target,)
         return example.references[:1] if self.settings.references == "single_first" else example.references
 
     def prompts(self, split: Split) -> list[PromptParts]:
-        """Return the prompts of a split."""
         inputs = (example.input for example in self.examples[split])
         return split_prompts(self.spec, self.task, split, self.settings, inputs)
 
@@ -336,26 +318,15 @@ class Case:
                 yield parts
 
     def text_of(self, parts: PromptParts) -> str:
-        """Return a prompt's text, within the chat template if there is one."""
         return "".join(parts if self.reader.chat is None else in_chat(parts, self.reader.chat))
 
     def encoded(self, parts: PromptParts) -> Any:
-        """Return a prompt's tokens.
-
-        Raises:
-            DataError: the instruction leaves no room for the input.
-        """
         b, tokenizer = self.settings, self.reader
         reader: Any = tokenizer
         return encode_parts(parts, reader, tokenizer.family, b.max_source_length, b.truncation, b.bos, tokenizer.chat)
 
     @cached_property
     def answer_report(self) -> AnswerReport:
-        """The scores of answers whose scores should be known.
-
-        Raises:
-            ConfigError: see `examine_answers`.
-        """
         tests, b = self.examples["test"], self.settings
         return examine_answers(
             TaskAnswers(
@@ -389,7 +360,6 @@ class Case:
 
     @property
     def key(self) -> str:
-        """A hash of all that the checks depend on."""
         b = self.settings
         content = {
             "version": CHECKS_VERSION,
@@ -436,11 +406,7 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
 
 
 def check_case(case: Case, findings: Findings, prompts: TaskPrompts) -> bool:
-    """Check all examples of a case; return whether they and a tokenizer were there.
-
-    Args:
-        prompts: collects those of the case, to compare them with other tasks'.
-    """
+    """Check all examples of a case, and add its prompts; return whether they and a tokenizer were there."""
     try:
         _ = case.examples
     except DataError as error:
@@ -465,7 +431,6 @@ def _run_checks(case: Case, findings: Findings, in_trial: bool = False) -> None:
 
 
 def _permission(case: Case, advice: str, allowance: Allowance | None = None) -> str:
-    """Add to an advice how a user's own benchmark can permit the problem."""
     permits = case.is_own and allowance is not None
     return f"{advice}; or, if it is intended, add `allow: [{allowance}]` to the task" if permits else advice
 
@@ -494,7 +459,6 @@ def _unread_columns(case: Case) -> Iterator[Problem]:
 
 
 def _second_cue(case: Case) -> Iterator[Problem]:
-    """Find inputs that end in a cue of their own, which the benchmark's cue would follow."""
     cue, examples = cue_of(case.spec, case.task), case.examples["train"]
     if not cue.strip():
         return
@@ -623,7 +587,7 @@ def _empty_targets(case: Case) -> Iterator[Problem]:
 
 
 def _unknown_labels(case: Case) -> Iterator[Problem]:
-    """Find answers that are not in `labels`; only those without a letter or digit get here, as they may be dropped."""
+    """Find answers that are not in `labels`; only those without a letter or digit are read, as they may be dropped."""
     labels = case.task.labels
     for split in SPLITS if labels is not None else ():
         answers = (text for example in case.examples[split] for text in example.references)
@@ -634,7 +598,6 @@ def _unknown_labels(case: Case) -> Iterator[Problem]:
 
 
 def _answer_scores(case: Case) -> Iterator[Problem]:
-    """Find answers that score like others, cannot be written, or are never trained."""
     try:
         report = case.answer_report
     except ConfigError as error:  # of a plugin metric
@@ -644,7 +607,6 @@ def _answer_scores(case: Case) -> Iterator[Problem]:
 
 
 def _several_references(case: Case) -> Iterator[Problem]:
-    """Find test examples of which only the first answer counts, as in published benchmarks."""
     several = sum(len(set(example.references)) > 1 for example in case.examples["test"])
     if several and case.settings.references == "single_first":
         topic = (
@@ -655,7 +617,6 @@ def _several_references(case: Case) -> Iterator[Problem]:
 
 
 def _no_room(case: Case) -> Iterator[Problem]:
-    """Find instructions that leave no room for any input."""
     for split in SPLITS:  # all prompts with one definition have the same room
         several = len(definitions(case.task, split, case.settings))
         for parts in itertools.islice(case.long_prompts(split), several):
@@ -678,7 +639,7 @@ def _longest_prompt(case: Case) -> int:
 
 
 def _cut_prompts(case: Case) -> Iterator[Problem]:
-    """Find prompts that are cut, by counting tokens if there are few, else by estimating them from a sample."""
+    """Count tokens of each prompt if there are few, else estimate them from a sample."""
     limit = case.settings.max_source_length
     for split in SPLITS:
         prompts = ["".join(parts) for parts in case.long_prompts(split)]
@@ -694,7 +655,6 @@ def _cut_prompts(case: Case) -> Iterator[Problem]:
 
 
 def _unknown_characters(case: Case) -> Iterator[Problem]:
-    """Find texts of which the tokenizer makes no token, and characters that it does not know."""
     alphabet = case.reader.alphabet
     sample = spread([t for e in case.examples["train"] for t in (e.input, e.target) if t.strip()], SAMPLE)
     if len(unread := [text for text in sample if not tokenize(case.reader, text).ids]) > 1:
@@ -730,7 +690,6 @@ def _unknown_characters(case: Case) -> Iterator[Problem]:
 
 
 def _equal_prompts(case: Case) -> Iterator[Problem]:
-    """Find prompts that differ as texts and have equal tokens: differences are cut or unknown."""
     limit = f"benchmark.max_source_length = {case.settings.max_source_length:,} tokens"
     for split in SPLITS:
         prompts = case.prompts(split)
@@ -803,7 +762,6 @@ CHECKS = (
 
 
 def _check_inputs(case: Case, findings: Findings) -> None:
-    """Find examples without an input, if the router averages over nothing else."""
     try:
         empty = {split: sum(not e.input.strip() for e in case.examples[split]) for split in SPLITS}
     except DataError:  # `check_case` reports it
@@ -823,7 +781,6 @@ class TaskPrompts:
         self._cases: dict[str, Case] = {}
 
     def add(self, case: Case) -> None:
-        """Add the training prompts of a case, with their instruction."""
         by_task = self._prompts[case.settings]
         if case.task.name not in by_task:
             texts = ("".join(parts) for parts in case.prompts("train"))
@@ -850,6 +807,5 @@ class TaskPrompts:
 
 
 def _same_source(one: Case, other: Case) -> bool:
-    """Return whether two tasks take their training examples, perhaps different subsets, from the same content."""
     first, second = (source_digest(case.spec, case.task, "train", case.settings) for case in (one, other))
     return first is not None and first == second

@@ -49,7 +49,6 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Lengths:
-        """Summarize lengths."""
         median, most = np.percentile(lengths, [50, 95], method="higher")
         return cls(int(median), int(most), max(lengths))
 
@@ -120,11 +119,9 @@ class BenchmarkReport:
     warnings: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Write the report as text."""
         limits = f"prompts of {self.max_source_length:,} tokens, answers of {self.max_target_length:,}"
         lines = [f"benchmark {self.benchmark} as {self.backbone} reads it: {limits}"]
         for task in self.tasks:
@@ -161,17 +158,12 @@ def _split_lines(split: SplitReport) -> Iterator[str]:
 
 
 def _counted(counts: Mapping[str, int]) -> Iterator[str]:
-    """Yield one line with the counts that are not zero, if there are any."""
     if text := "; ".join(f"{name}: {count:,}" for name, count in counts.items() if count):
         yield text
 
 
 def examine_benchmark(name: str, backbone: str = EMBEDDED) -> BenchmarkReport:
     """Check every example of every task of a benchmark as a sweep would before it starts, and more.
-
-    Args:
-        name: of a packaged benchmark, or the folder or file of a user's own.
-        backbone: whose tokenizer counts, as in a sweep file.
 
     Raises:
         ConfigError: there is no such benchmark or backbone, or the benchmark's file is not valid.
@@ -255,11 +247,7 @@ def _split_report(case: Case, split: Split, alike: int) -> SplitReport:
 
 
 def _token_counts(case: Case, split: Split) -> tuple[dict[str, int], dict[str, Any]]:
-    """Count the tokens of every prompt, with those that a backbone puts around it, and of every target.
-
-    Returns:
-        The counts and the lengths of `SplitReport`.
-    """
+    """Return the counts and lengths of `SplitReport` that need a tokenizer."""
     settings, tokenizer, alphabet = case.settings, case.reader.tokenizer, case.reader.alphabet
     texts = ["".join(parts) for parts in case.prompts(split)]
     answers = [case.answers(example, split)[0] for example in case.examples[split]]
@@ -283,7 +271,6 @@ def _token_counts(case: Case, split: Split) -> tuple[dict[str, int], dict[str, A
 
 
 def _problems(case: Case, report: TaskReport) -> Iterator[Problem]:
-    """Yield warnings of problems that a sweep does not report."""
     for split, part in report.splits.items():
         share, label = max(((count / part.rows, label) for label, count in part.labels.items()), default=(0.0, ""))
         if share >= UNEVEN:
@@ -338,7 +325,6 @@ def near_duplicates(texts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _shingles(text: str) -> set[tuple[str, ...]]:
-    """Return the shingles of a text; a text of fewer words is one shingle."""
     words = text.lower().split()
     return {tuple(words[i : i + SHINGLE]) for i in range(max(1, len(words) - SHINGLE + 1))} if words else set()
 

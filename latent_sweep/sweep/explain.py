@@ -73,17 +73,14 @@ class Comparison:
 
     @property
     def points(self) -> int:
-        """Number of points of the axis, including the stage's own."""
         return 1 + len(self.others)
 
     @property
     def shared(self) -> int:
-        """Number of points that have this stage."""
         return 1 + sum(other.lineage == self.stage.lineage for other in self.others)
 
     @property
     def reason(self) -> tuple[Any, ...]:
-        """A key that is equal for equal explanations."""
         return self.axis, self.shared, self.points, self.causes
 
 
@@ -115,7 +112,6 @@ class Stages:
         self._known = {s.lineage: s for s in chain(self._remembered, *self._histories.values())}
 
     def compare(self, lineage: str) -> list[Comparison]:
-        """Compare a stage along every axis that has other points for it, and with the storage if it is not there."""
         stage, (trial, _) = self._known[lineage], self.users[lineage][0]
         comparisons = []
         for axis, paths in self.axes.items():
@@ -128,7 +124,6 @@ class Stages:
         return comparisons
 
     def reads_earlier(self, lineage: str) -> bool:
-        """Return whether the stage reads snapshots of earlier tasks."""
         return bool(self._known[lineage].parents)
 
     def _others(self, stage: Stage, axis: str, trial: Trial) -> tuple[Stage, ...]:
@@ -137,7 +132,6 @@ class Stages:
         return tuple(found[0] for found in alike if found)
 
     def _all_else(self, axis: str, trial: Trial) -> str:
-        """Return a key that is equal for trials that differ only in this axis."""
         paths = self.axes[axis]
         return canonical_json({path: value for path, value in trial.values.items() if path not in paths})
 
@@ -171,12 +165,10 @@ class Stages:
 
 
 def _paths(axis: str, values: Iterable[Any]) -> tuple[str, ...]:
-    """Return the settings that an axis sets."""
     return tuple(dict.fromkeys(path for value in values for path in flatten(axis, value)))
 
 
 def _remembered(store: SnapshotStorage) -> list[Stage]:
-    """Return the stages of stored snapshots that record their content."""
     found = []
     for path in sorted(store.folder.glob("*.json")):
         try:
@@ -197,11 +189,6 @@ def _remembered(store: SnapshotStorage) -> list[Stage]:
 
 
 def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage) -> str:
-    """Write the explanation, a few lines for each group of stages.
-
-    Raises:
-        MissingData: the benchmark's training data is not on this machine.
-    """
     stages = Stages(sweep, trials, store)
     compared = {lineage: stages.compare(lineage) for lineage in stages.users}
     by_axis = {axis: [c for each in compared.values() for c in each if c.axis == axis] for axis in stages.axes}
@@ -224,7 +211,6 @@ def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage) 
 
 
 def _title(stages: Stages, lineages: Sequence[str], trials: Sequence[Trial]) -> str:
-    """Name the stages of a group."""
     users = [user for lineage in lineages for user in stages.users[lineage]]
     concerned = list({trial.trial_id: trial for trial, _ in users}.values())
     everywhere = common_values(trials)
@@ -242,7 +228,6 @@ def _state(stages: Stages, lineage: str) -> str:
 
 
 def _verdict(column: Sequence[Comparison]) -> str:
-    """Write how one axis, or the storage, relates to a group's stages, which differ only in values."""
     first = column[0]
     if first.shared == first.points:
         return f"shared by all {first.points} values, not read"
@@ -254,7 +239,6 @@ def _verdict(column: Sequence[Comparison]) -> str:
 
 
 def _cause(cause: str, column: Sequence[Comparison]) -> str:
-    """Name a field with the values of a group's stages, and those of others."""
     name = "" if cause == column[0].axis else cause
     if cause == ROWS or not any(cause in stage.fields for c in column for stage in (c.stage, *c.others)):
         return name  # a digest means nothing to a reader

@@ -93,11 +93,7 @@ class Estimate:
 
 @memo_scope()
 def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
-    """Estimate the work of trials.
-
-    Args:
-        folder: the sweep's, where rows of the score matrices are recorded, in the storage with the snapshots.
-    """
+    """Estimate the work of trials; rows recorded in the sweep's folder are done."""
     reuse, missing = None, None
     try:
         reuse = _reuse(trials, folder)
@@ -168,7 +164,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
 
 
 def _parameter_count(trial: Trial) -> int:
-    """Return the number of trainable parameters of a stage; 0 if the shapes of its backbone are unknown."""
+    """Return the number of trainable parameters of a stage; 0 if the backbone's shapes are unknown."""
 
     def count() -> int:
         shape = shape_of(trial.settings.backbone)
@@ -181,14 +177,13 @@ def _parameter_count(trial: Trial) -> int:
 
 
 def trainings_of(trials: Sequence[Trial]) -> list[Trial]:
-    """Return one trial of each training; the others have the same lineages."""
+    """Return one trial of each training."""
     return list({trial.training_id: trial for trial in trials}.values())
 
 
 def _missing_stages(
     trials: Sequence[Trial], lineages: Mapping[str, Sequence[str]], stored: Collection[str]
 ) -> dict[str, tuple[Trial, int]]:
-    """Return the lineages to learn, each with a trial and a position that learn it."""
     places = {
         lineage: (trial, position)
         for trial in trainings_of(trials)
@@ -257,7 +252,6 @@ class _StagePasses(NamedTuple):
 
 
 def _tests(trial: Trial) -> list[tuple[str, int]]:
-    """Return, for each task, a key for all that its answers depend on besides the snapshots, and their number."""
     s = trial.settings
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, s.method.inference_identity()]
     digests = [[trial.data_digest_of(task, "test"), stop_of(trial.spec, task)] for task in trial.tasks]
@@ -266,7 +260,6 @@ def _tests(trial: Trial) -> list[tuple[str, int]]:
 
 
 def _weights_key(trial: Trial, lineages: Sequence[str]) -> str:
-    """Return a key for all that the weights of several snapshots depend on besides the snapshots."""
     s = trial.settings
     if s.router.combine not in ROUTED:
         return s.router.combine
@@ -276,8 +269,6 @@ def _weights_key(trial: Trial, lineages: Sequence[str]) -> str:
 
 
 def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
-    """Count the rows of the trial's score matrix that a run would keep."""
-
     def count() -> int:
         try:
             events = folder.journal(trial.trial_id).read()
@@ -305,11 +296,8 @@ class Work(NamedTuple):
 def work_of(trials: Sequence[Trial], folder: SweepFolder, found: Estimate) -> dict[tuple[str, str], list[Work]]:
     """Estimate the time by every profile in the storage.
 
-    Args:
-        found: the estimate of these trials.
-
     Returns:
-        By name and precision of each backbone; empty lists without a profile or without data.
+        By name and precision of each backbone; empty lists without a profile or data.
     """
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
@@ -333,7 +321,6 @@ def _work_by(profile: Profile, trials: Sequence[Trial], folder: SweepFolder, reu
 
 
 def costs_of(plan: Plan, found: Estimate, work: Mapping[Any, Sequence[Work]], storage: Storage) -> list[Item]:
-    """Return the hours, if each backbone has a profile of the device asked for, and an object store's requests."""
     run = plan.sweep.run
     device = "cuda" if run.resources.gpus else "cpu"
     fitting = [next((w for w in timed if w.profile.device == device), None) for timed in work.values()]
@@ -349,11 +336,7 @@ def costs_of(plan: Plan, found: Estimate, work: Mapping[Any, Sequence[Work]], st
 
 
 def training_tokens(trials: Sequence[Trial], store: SnapshotStorage, reader: Reader) -> float:
-    """Count the tokens, without padding, that are left to train on, from the lengths of texts in characters.
-
-    Raises:
-        MissingData: the benchmark's training data is not on this machine.
-    """
+    """Count the tokens, without padding, that are left to train on, from the lengths of texts in characters."""
     lineages = {trial.training_id: trial.lineages() for trial in trainings_of(trials)}
     lengths: dict[Any, float] = {}
     tokens = 0.0
@@ -368,7 +351,6 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStorage, reader: Rea
 
 
 def _tokens_per_example(trial: Trial, position: int, reader: Reader) -> float:
-    """Return the mean length of a task's training examples, with prompts truncated."""
     b, task = trial.settings.benchmark, trial.tasks[position]
     examples = load_examples(trial.spec, task, "train", b)
     prompts = ["".join(prompt_parts(trial.spec, task, example.input)) for example in examples]
@@ -382,7 +364,6 @@ def _tokens_per_example(trial: Trial, position: int, reader: Reader) -> float:
 
 @memo_scope()
 def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
-    """Return a plan as plain values: every trial with its pack and snapshots, and the work that is left."""
     folder = SweepFolder(storage, plan.sweep.name)
     found = estimate(plan.trials, folder)
     reuse = None

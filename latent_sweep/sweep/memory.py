@@ -104,7 +104,7 @@ class Memory:
     activations: int
     """Kept for the backward pass."""
     working: int
-    """Of one block in the backward pass, including recomputed activations with gradient checkpointing."""
+    """Of one block in the backward pass, with recomputed activations."""
     logits: int
     """With the intermediates of the cross-entropy."""
     adapter: int
@@ -124,45 +124,41 @@ class Memory:
 
     @property
     def learning(self) -> int:
-        """Peak of training, in bytes."""
+        """Peak of training."""
         passed = self.activations + self.working + self.logits
         return self.weights + self.gathered + self.factors + self.history + passed + self.adapter + self.optimizer
 
     @property
     def answering(self) -> int:
-        """Peak of evaluation, in bytes."""
+        """Peak of evaluation."""
         read = self.cache + self.reading
         return self.weights + self.gathered_to_answer + self.factors + self.history + read
 
     @property
     def measuring(self) -> int:
-        """Peak of measuring second moments or Fisher information, in bytes; 0 without either."""
+        """Peak of measuring second moments or Fisher information; 0 without either."""
         resident, measured = self.weights + self.gathered + self.factors + self.history, max(self.moments, self.fisher)
         return resident + self.adapter // 2 + measured if measured else 0
 
     @property
     def besides(self) -> int:
-        """Overhead of a process on a CPU, in bytes; see `LIBRARIES`."""
+        """Overhead of a process on a CPU; see `LIBRARIES`."""
         passed = max(self.activations + self.working + self.logits, self.fisher)
         return max(HOST_RESERVE, LIBRARIES + int(HEAP_SHARE * passed))
 
     @property
     def peak(self) -> int:
-        """The largest of the peaks."""
         return max(self.learning, self.measuring, self.answering)
 
 
 def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
-    """Predict the memory that a worker needs for a trial.
+    """Predict the memory of a worker of `trial`'s pack; None if no table describes the backbone, or only the hub knows
+    its shapes.
+
+    `gradient_checkpointing: auto` counts as off.
 
     Args:
-        run: engine, number of workers and accelerator.
-        members: trainings that learn side by side, assumed to be like this one.
-
-    With `gradient_checkpointing: auto`, training without checkpointing is predicted.
-
-    Returns:
-        None if the backbone's shapes are known only to the hub, or no table describes its blocks.
+        members: runs of the pack, all like this trial.
     """
     s, method = trial.settings, trial.method()
     shape = shape_of(s.backbone)
@@ -197,18 +193,17 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
 
 
 def with_checkpointing(trial: Trial, on: bool) -> Trial:
-    """Return the trial with gradient checkpointing on or off."""
     training = trial.settings.training.model_copy(update={"gradient_checkpointing": on})
     return replace(trial, settings=trial.settings.model_copy(update={"training": training}))
 
 
 def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], float]) -> Pack:
-    """Return the pack with `training.gradient_checkpointing: auto` decided: on where learning would not fit without.
+    """Return the pack with `training.gradient_checkpointing: auto` decided: on if training would not fit without.
 
-    All members of a pack learn in one pass, and are taken to be like the largest; what cannot be predicted is tried.
+    All runs of a pack share a pass and are taken to be like the largest; without a prediction it stays off.
 
     Args:
-        free: gives the bytes that are free where a backbone computes; asked where something is to be decided.
+        free: returns the free bytes of the backbone's device; called only if there is something to decide.
     """
     trials = [trial for trial in pack.trials if trial.settings.training.gradient_checkpointing == "auto"]
     if not trials:
@@ -221,7 +216,7 @@ def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], flo
 
 
 def cards(resources: ResourceSettings) -> dict[int, float]:
-    """Return a worker's bytes on its accelerator by the GB the card is sold with; empty for an unknown accelerator."""
+    """Return a worker's bytes on its accelerator by the card's GB; empty for an unknown accelerator."""
     known = ACCELERATORS.get(resources.accelerator or "", {}) if resources.gpus else {}
     return {size: resources.gpus * GIB * visible for size, visible in known.items()}
 
@@ -243,17 +238,14 @@ class Shape:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens."""
         return self.sizes["vocabulary"]
 
     @property
     def width(self) -> int:
-        """Width of hidden states."""
         return self.sizes["width"]
 
     @property
     def heads(self) -> int:
-        """Number of query heads."""
         return self.sizes["heads"]
 
     @property
@@ -263,7 +255,6 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Width of all keys together."""
         return self.sizes["keys"]
 
     @property
@@ -273,12 +264,10 @@ class Shape:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies two projections."""
         return self.sizes.gated
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters."""
         return sum(size * count for size, count in self.parameters.items())
 
     @property
@@ -293,7 +282,7 @@ class Shape:
 
 
 def shape_of(settings: BackboneSettings) -> Shape | None:
-    """Return the sizes of a backbone; None if only the hub knows them, or no table describes its blocks."""
+    """Return the sizes of a backbone; None as in `predict`."""
     known = describe(settings)
     if known is None or not known.traits.stacks:
         return None
@@ -347,7 +336,6 @@ def _weights(shape: Shape, run: RunSettings) -> _Weights:
 
 
 def _moments(trial: Trial, trained: int) -> int:
-    """Return the bytes of the optimizer's moments, whole in every worker."""
     return 8 * trained if trial.settings.training.optimizer == "adamw" else 0  # Adafactor's are rows and columns
 
 
@@ -475,13 +463,13 @@ def _stacks(
 
 
 def _norm(shape: Shape) -> int:
-    """Return bytes per token of a norm: the float32 input and its inverse root; T5 also keeps the input in its type."""
+    """Bytes per token of a norm: its float32 input and inverse root; T5 also keeps the input in its type."""
     also = shape.bytes if shape.family.keeps_input and shape.bytes < 4 else 0
     return (4 + also) * shape.width + 4
 
 
 def _norms(shape: Shape, stack: Stack) -> int:
-    """Return bytes per token of all norms of a causal block; norms per head keep an inverse root for each head."""
+    """Bytes per token of all norms of a causal block; norms per head keep an inverse root for each head."""
     heads = {"query_heads": ("queries", "heads"), "key_heads": ("keys", "kv_heads")}
     found = 0
     for norm in stack.norms:
@@ -504,7 +492,7 @@ class _Moment:
 
 
 def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, rows: int) -> _Moment:
-    """Return the peak: in the cross-entropy, or in the backward pass of the last block of a stack."""
+    """Return the peak: in the cross-entropy, or in the backward pass of a stack's last block."""
     training = trial.settings.training
     prompt, target = _longest(trial)
     on_cpu = not resources.gpus
@@ -527,7 +515,7 @@ def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSe
 
 
 def _longest(trial: Trial) -> tuple[int, int]:
-    """Return the tokens of the longest prompt, including a soft prompt, and of the longest target."""
+    """Return the tokens of the longest prompt, with a soft prompt, and of the longest target."""
     limits = trial.settings.benchmark
     return limits.max_source_length + len(trial.method().prompt(())), limits.max_target_length
 
@@ -536,7 +524,7 @@ def _longest(trial: Trial) -> tuple[int, int]:
 
 
 def _fisher(trial: Trial, shape: Shape, trained: int, resources: ResourceSettings, rows: int) -> int:
-    """Return bytes of the pass that measures gradients of single examples, each with its own adapter; 0 without."""
+    """Return bytes of the pass that measures gradients of single examples, each with its own adapter."""
     rows = min(trial.method().gradient_rows, rows)
     if not rows:
         return 0
@@ -575,7 +563,7 @@ class _Answer:
 
 
 def _answer(trial: Trial, shape: Shape) -> _Answer:
-    """Return the peak of generation: while prompts are read, or at the end of the longest answers."""
+    """Return the peak of generation: reading prompts, or at the end of the longest answers."""
     rows, (prompt, target) = trial.settings.evaluation.batch_size, _longest(trial)
     b, a, h, tokens = shape.bytes, shape.attention, shape.width, rows * prompt
     in_mlp = tokens * b * ((3 if shape.gated else 2) * shape.inner + 4 * h)

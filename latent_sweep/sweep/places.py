@@ -27,13 +27,10 @@ from latent_sweep.sweep.tracking_uris import (
 
 
 def placed(run: RunSettings, given: Mapping[str, Any]) -> tuple[RunSettings, list[str]]:
-    """Return the settings with the storage and tracker of this process, and the faults of these two.
+    """Return the settings with the storage and tracker of this process, and their faults.
 
-    A tracker from the environment is not copied (`tracking.uri` is None), as its address may contain a password.
-
-    Args:
-        run: from the sweep file and the command line.
-        given: the part of `run` from the command line.
+    A tracker from the environment is not copied, as its address may contain a password. `given` is the part of `run`
+    from the command line.
     """
     storage, faults = _storage(run.storage, "storage" in given)
     tracking = given.get("tracking")
@@ -57,7 +54,6 @@ def _is_absolute(place: str) -> bool:
 
 
 def _folder_faults(place: str) -> list[str]:
-    """List why a folder cannot be a storage on this machine; URIs of object stores are not checked."""
     if variable := re.search(r"\$\{?\w+\}?", place):
         return [
             f"found {quoted(place)}; variables such as {variable[0]} are not read here. Write the path, or give it by "

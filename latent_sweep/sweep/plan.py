@@ -102,17 +102,13 @@ class Trial:
     spec: BenchmarkSpec
     """The benchmark at planning time, as are all fields below."""
     backbone: Mapping[str, Any]
-    """See `backbone_identity`."""
     method_source: str | None
-    """Digest of a plugin method's code; see `source_of`."""
     metric_sources: Mapping[str, str]
-    """Digest of each plugin metric's code; see `metric_source`."""
     sources: Mapping[tuple[str, str], str | None]
     """`source_digest` of the data by task and split (`train` or `test`); None if it is not on this machine."""
 
     @property
     def name(self) -> str:
-        """The trial's name in messages: the values that vary, and the id."""
         values = label_paths(self.values)
         return f"{values} [{self.trial_id}]" if values else self.trial_id
 
@@ -125,7 +121,7 @@ class Trial:
         return {} if self.method_source is None else {"source": self.method_source}
 
     def rows_learned(self, position: int) -> dict[int, int]:
-        """Count the training examples that a stage learns from, for each of its tasks by position."""
+        """Count the training examples of a stage, for each of its tasks by position."""
         b, carve = self.settings.benchmark, self.settings.training.select == "best_validation"
 
         def count() -> dict[int, int]:
@@ -135,14 +131,11 @@ class Trial:
         return memoized(("rows learned", position, carve), (self.settings.method, b, self.tasks, self.spec), count)
 
     def steps(self, position: int) -> int:
-        """Count the optimizer steps of a stage; 0 if it learns nothing."""
         rows = self.rows_learned(position)
         return self.settings.training.step_count(sum(rows.values()), len(rows))
 
     @property
     def _learned(self) -> list[Sequence[int]]:
-        """Positions of the tasks that each stage learns from."""
-
         def find() -> list[Sequence[int]]:
             method, count = self.method(), len(self.tasks)
             return [method.learns_from(position, count) for position in range(count)]
@@ -153,7 +146,7 @@ class Trial:
         """Return the lineage of each task's snapshot.
 
         Raises:
-            MissingData: the benchmark's training data is not on this machine.
+            MissingData: the training data is not on this machine.
         """
         return self._lineages
 
@@ -168,11 +161,7 @@ class Trial:
         )
 
     def stage_contents(self) -> list[dict[str, Any]]:
-        """Return all that can change each task's snapshot, with the lineages of its parents.
-
-        Raises:
-            MissingData: the benchmark's training data is not on this machine.
-        """
+        """Return all that can change each task's snapshot, with the lineages of its parents."""
         return [{name: json.loads(text) for name, text in content.items()} for content in self._stage_contents()]
 
     def _stage_contents(self) -> list[dict[str, str]]:
@@ -229,7 +218,7 @@ class Trial:
         return contents
 
     def row_keys(self) -> tuple[str, ...]:
-        """Return a key for each row of the score matrix: its snapshots, how they answer, and how answers are scored."""
+        """Return a key for each row of the score matrix, of all that its scores depend on."""
         return self._row_keys
 
     @cached_property
@@ -239,7 +228,7 @@ class Trial:
         return self._keys(memoized("tests", parts, self._test_contents), {"scoring": canonical_json(versions.SCORING)})
 
     def answer_keys(self) -> tuple[str, ...]:
-        """Return a key for the answers of each row of the score matrix, independent of the metric."""
+        """Return a key for the answers of each row, independent of the metric."""
         parts = self.settings.benchmark, self.spec, self.tasks, self.sources
         digests = memoized("rows answered", parts, lambda: [self.data_digest_of(task, "test") for task in self.tasks])
         return self._keys([canonical_json(digest) for digest in digests], {})
@@ -272,7 +261,6 @@ class Trial:
         return tuple(text_hash(json_object(common | {"snapshots": own, "tests": t})) for own, t in seen)
 
     def _test_contents(self) -> list[str]:
-        """Return, for each task, the JSON of what its scores depend on, apart from the answers."""
         b, tests = self.settings.benchmark, []
         for task in self.tasks:
             metric = scoring_metric(b, task)
@@ -282,7 +270,6 @@ class Trial:
         return tests
 
     def files(self, sweep: SweepFolder) -> TrialFiles:
-        """Return the trial's files in a sweep."""
         return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
 
     def source(self, task: TaskSpec, split: Split) -> str | None:
@@ -311,7 +298,6 @@ class Run:
 
     @property
     def training_id(self) -> str:
-        """The training id of its trials."""
         return self.trials[0].training_id
 
 
@@ -325,18 +311,15 @@ class Pack:
 
     @property
     def pack_id(self) -> str:
-        """A hash of its training ids, or the training id of its only run."""
         ids = [run.training_id for run in self.runs]
         return ids[0] if len(ids) == 1 else content_hash(ids)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Every trial of every run."""
         return tuple(trial for run in self.runs for trial in run.trials)
 
     @property
     def tasks(self) -> tuple[TaskSpec, ...]:
-        """The tasks, in the order they are learned; the same for all runs."""
         return self.trials[0].tasks
 
 
@@ -395,7 +378,6 @@ def expand(sweep: Sweep, selected: Callable[[WrittenTrial], Mapping[str, Any]] |
 
 
 def count_points(sweep: Sweep) -> int:
-    """Count the points of the search space; equal ones become one trial."""
     return len(points(sweep))
 
 
@@ -423,12 +405,10 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
 
 
 def _adapted(trial: Trial) -> tuple[str, Any]:
-    """Return a key that is equal for trials that adapt the same projections."""
     return trial.settings.backbone.name, trial.settings.backbone.targets
 
 
 def _pack_key(run: Run, together: int | Sequence[str]) -> str:
-    """Return a key that is equal for runs that can learn side by side."""
     trial = run.trials[0]
     s = trial.settings
     if not trial.method().packable or s.training.backbone_dropout:  # dropout masks are drawn for a whole batch
@@ -496,7 +476,6 @@ def _resolved_method(written: MethodSettings, kind: type[Method], backbone: str,
 
 
 def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]:
-    """Normalize the order, and make paths absolute for workers in other folders."""
     data_dir = settings.data_dir or os.environ.get(DATA_VARIABLE)
     return {
         "order": order_key(settings, spec),
@@ -641,7 +620,6 @@ def values_read(trial: TrialFolder) -> dict[str, Any]:
 
 
 def has_setting(settings: TrialSettings, path: str) -> bool:
-    """Return whether a trial has a setting or group at a dotted path; methods have different ones."""
     try:
         setting(settings, path)
     except AttributeError:
@@ -650,14 +628,13 @@ def has_setting(settings: TrialSettings, path: str) -> bool:
 
 
 def setting(settings: Any, path: str) -> Any:
-    """Return the setting or group at a dotted path."""
     for name in path.split("."):
         settings = getattr(settings, name)
     return list(settings) if isinstance(settings, tuple) else settings
 
 
 def trial_faults(trial: Trial) -> list[str]:
-    """List the faults of a resolved trial, such as a rank or a count that its backbone or data rule out."""
+    """List the faults of a resolved trial, such as a rank or count that its backbone or data rule out."""
     s = trial.settings
     faults = memoized("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
     faults = faults + memoized("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
@@ -679,7 +656,6 @@ def trial_faults(trial: Trial) -> list[str]:
 
 
 def _backbone_faults(trial: Trial) -> list[str]:
-    """List the faults of the backbone with this method and training."""
     s, faults = trial.settings, []
     known = describe(s.backbone)
     if known is None and "/" not in s.backbone.name:
@@ -703,7 +679,6 @@ def _backbone_faults(trial: Trial) -> list[str]:
 
 
 def _router_faults(trial: Trial) -> list[str]:
-    """List tasks with too few examples for the router's components, or for a covariance."""
     s = trial.settings
     counts = memoized(
         "training rows",
@@ -742,7 +717,6 @@ def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
 
 
 def _definition_faults(trial: Trial) -> list[str]:
-    """List why test prompts cannot have the requested definitions."""
     wanted, name = trial.settings.benchmark.prompts.definition, trial.settings.benchmark.name
     instructed = [task for task in trial.tasks if task.instruction.strip()]
     if wanted == "verbatim":

@@ -100,7 +100,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _streams(trials: Sequence[Trial]) -> dict[str, Sequence[str]]:
-    """Return the names of the tasks of each benchmark and order."""
     tasks = {f"{t.spec.name} order {t.settings.benchmark.order}": t.tasks for t in trials}
     return {name: [task.name for task in stream] for name, stream in tasks.items()}
 
@@ -237,7 +236,6 @@ def _time_text(work: Work) -> str:
 
 
 def _trials_text(run: Run) -> str:
-    """Name what the trials of a training have in common, and what differs."""
     names = short_names(path for trial in run.trials for path in trial.values)
     common = common_values(run.trials)
     text = f"{len(run.trials)}: {label({names[path]: value for path, value in common.items()})}"
@@ -284,7 +282,7 @@ def _memory_unknown(packs: Sequence[Pack]) -> dict[str, str]:
 
 
 def _predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:
-    """Predict a worker's memory, with `gradient_checkpointing: auto` as decided on the smallest card of that name."""
+    """Predict memory, with `gradient_checkpointing: auto` as decided on the smallest card of that name."""
     s = trial.settings
     parts = s.method, s.backbone, s.benchmark, s.training, s.evaluation, trial.tasks, run
 
@@ -326,7 +324,6 @@ def _engine_text(memory: Memory, run: RunSettings) -> str:
 
 
 def _memory_warning(memory: Memory, run: RunSettings) -> str:
-    """Warn which cards of the accelerator's name are too small; empty if none is."""
     room = cards(run.resources)
     small = [gb for gb, size in room.items() if memory.peak + RESERVE > size]
     if not small:
@@ -343,7 +340,6 @@ def _memory_warning(memory: Memory, run: RunSettings) -> str:
 
 
 def _gib(size: int) -> str:
-    """Write bytes in GiB, with two digits below one."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
@@ -351,7 +347,6 @@ def _gib(size: int) -> str:
 
 
 def describe_tuning(plan: Plan) -> list[str]:
-    """Write the selections of a plan, the values tried for each, and the rows they are made on."""
     tune, tuning, selections = plan.sweep.tune, plan.tuning, plan.selections
     assert tune is not None and tuning is not None
     made = sum(bool(selection.tuning_trials) for selection in selections)
@@ -380,7 +375,6 @@ def _tried_text(selection: Selection) -> str:
 
 
 def _shared_stages(tuning_trials: Sequence[Trial], trials: Sequence[Trial]) -> str:
-    """Say how many stages tuning trials have in common with trials."""
     try:
         tried, judged = ({x for t in trainings_of(some) for x in t.lineages()} for some in (tuning_trials, trials))
     except MissingData:

@@ -58,13 +58,11 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """Return the warnings, and why `run` would refuse the plan."""
         refusal = [] if self.conflict is None else [f"`latent_sweep.run` will refuse this. {self.conflict}"]
         return self.warnings + refusal
 
     @property
     def conflicts(self) -> list[str]:
-        """Return why `run` would refuse this plan, or that of its tuning trials."""
         plans = [self] if self.tuning is None else [self, self.tuning]
         return [plan.conflict for plan in plans if plan.conflict is not None]
 
@@ -85,15 +83,15 @@ def plan_sweep(
     Args:
         source: the path of a sweep file, its content, or the sweep.
         overrides: `path=value`, as after `--set`.
-        storage: what is read of earlier runs; without it selections have placeholders.
+        storage: earlier results; without it selections have placeholders.
         check: check devices and data.
-        to_run: also check that backbones are pinned, and mark the checked rows in the storage, so that workers need
-            not check them again. Whoever runs the plan calls `name_conflict` once no other process can run the sweep.
+        to_run: also check that backbones are pinned, and mark the checked rows in the storage. The caller runs
+            `name_conflict` once no other process can run the sweep.
         local: the trials run in this process, so devices need no check.
         results: of the selections, if they were just made.
 
     Raises:
-        ConfigError: listing every fault found.
+        ConfigError: listing every fault.
     """
     if isinstance(source, (str, Path)):
         source = load_sweep(source, overrides)
@@ -135,7 +133,6 @@ def plan_sweep(
 
 
 def _previous(selections: Sequence[Selection], storage: Storage | None, name: str) -> list[SelectionResult] | None:
-    """Return the results of earlier tuning trials; None if some are missing or outdated."""
     if storage is None:  # without tuning trials
         return placeholders(selections)
     folder = SweepFolder(storage, name)
@@ -146,11 +143,6 @@ def _previous(selections: Sequence[Selection], storage: Storage | None, name: st
 
 
 def check_devices(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Check that trials that need a GPU get one.
-
-    Raises:
-        ConfigError: `backbone.device: cuda` without GPUs.
-    """
     if not sweep.run.resources.gpus and any(trial.settings.backbone.device == "cuda" for trial in trials):
         raise ConfigError(
             f"{sweep.source}: backbone.device: found cuda, but with run.resources.gpus: 0 workers see no GPU. Request "
@@ -159,11 +151,7 @@ def check_devices(sweep: Sweep, trials: Sequence[Trial]) -> None:
 
 
 def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Check that no hub can change a backbone while the sweep runs, or before it runs again.
-
-    Raises:
-        ConfigError: the branch or tag of a hub model could not be resolved to a commit.
-    """
+    """Raise ConfigError if the branch or tag of a hub model cannot be resolved to a commit: the hub could change it."""
     backbones = {trial.settings.backbone.model_dump_json(): trial.settings.backbone for trial in trials}
     if faults := [fault for backbone in backbones.values() for fault in unpinned(backbone)]:
         raise fault_report(sweep.source, faults)
@@ -172,8 +160,7 @@ def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
 def name_conflict(sweep: Sweep, trials: Sequence[Trial], folder: SweepFolder) -> str | None:
     """Return why a sweep may not run under its name, or None.
 
-    Either other trials have scores under that name and would drop out of its results, or its own trials have results
-    that are outdated, and a table would mix old and new ones.
+    Either scored trials of an earlier sweep would drop out of its results, or its own trials have outdated results.
     """
     ids = {trial.trial_id for trial in trials}
     try:
@@ -209,7 +196,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _has_scores(trial: TrialFolder) -> bool:
-    """Return whether a trial has scored a task; True if its journal cannot be read."""
     try:
         return bool(stages(trial.events()))
     except StorageError:
@@ -236,6 +222,5 @@ def outdated(trials: Sequence[Trial], folder: SweepFolder) -> list[Trial]:
 
 
 def trial_params(trial: Trial) -> dict[str, Any]:
-    """Return every resolved setting of a trial, by dotted path."""
     settings = flatten("trial", trial.settings.model_dump(mode="json"))
     return settings | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)}

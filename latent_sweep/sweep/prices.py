@@ -75,12 +75,10 @@ class Item(NamedTuple):
     price: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return plain values."""
         costs = (None, None) if self.price is None else (self.least * self.price, self.most * self.price)
         return {**self._asdict(), "cost_least": costs[0], "cost_most": costs[1]}
 
     def text(self) -> str:
-        """Write the amount, in minutes below an hour, and the cost if there is a price."""
         least, most, name = self.least, self.most, self.name
         if "-hours" in name and most < 1:
             least, most, name = 60 * least, 60 * most, name.replace("-hours", "-minutes")
@@ -91,7 +89,6 @@ class Item(NamedTuple):
 
 
 def items_text(items: Sequence[Item]) -> str:
-    """Write items in one line, with the sum of their costs if several have a price."""
     text = ", ".join(item.text() for item in items)
     priced = [(item.least * item.price, item.most * item.price) for item in items if item.price is not None]
     if len(priced) < 2:
@@ -105,7 +102,6 @@ def _span(least: float, most: float, write: Callable[[float], str]) -> str:
 
 
 def _number(value: float) -> str:
-    """Write a whole number from 100 up, one decimal from 1 up, else two digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
@@ -113,23 +109,16 @@ def _number(value: float) -> str:
 
 
 def gpu_price(prices: PriceSettings, name: str) -> float | None:
-    """Return the price of a GPU for an hour.
-
-    Args:
-        name: its type as Ray names it, or its own name, e.g. `NVIDIA A100-SXM4-80GB`: the longest type in it counts.
-    """
+    """Return the price of a GPU for an hour: of the longest type in its name, e.g. `NVIDIA A100-SXM4-80GB`."""
     types = [kind for kind in prices.gpu_hour if re.search(rf"(?i)(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9])", name)]
     return prices.gpu_hour[max(types, key=len)] if types else prices.gpu_hour.get(OTHER)
 
 
 def hours_of(least: float, most: float, resources: ResourceSettings, prices: PriceSettings) -> Item:
-    """Return GPU-hours, or CPU-hours without GPUs.
+    """Return GPU-hours, or CPU-hours without GPUs, for the hours of one worker.
 
-    Workers that share a GPU, or a trial, are assumed to share the work evenly, so that together they take as many
-    GPU-hours as one worker with a GPU of its own.
-
-    Args:
-        least, most: hours of one worker.
+    Workers that share a GPU, or a trial, are assumed to take as many GPU-hours together as one with a GPU of its
+    own.
     """
     if resources.gpus:
         kind = resources.accelerator or ""
@@ -142,11 +131,7 @@ def hours_of(least: float, most: float, resources: ResourceSettings, prices: Pri
 
 
 def bucket_items(writing: Writing, run: RunSettings, hours: tuple[float, float] | None) -> list[Item]:
-    """Return the requests and gigabytes of an object store.
-
-    Args:
-        hours: of one worker, at least and at most; without them heartbeats are left out.
-    """
+    """Return the requests and gigabytes of an object store; without hours heartbeats are left out."""
     w = writing
     events = (
         (w.stages, PUTS_PER_STAGE, GETS_PER_STAGE),
@@ -167,11 +152,7 @@ def bucket_items(writing: Writing, run: RunSettings, hours: tuple[float, float] 
 
 
 def stored_bytes(writing: Writing, keep: KeepAnswers) -> int:
-    """Return about how many bytes the work that is left writes.
-
-    Args:
-        keep: `run.keep_answers`.
-    """
+    """Return about how many bytes the work that is left writes."""
     w = writing
     size = w.numbers * BYTES_PER_PARAMETER + w.stages * BYTES_PER_SNAPSHOT + w.predictions * BYTES_PER_PREDICTION
     size += w.answers * BYTES_PER_ANSWER if keep == "all" else 0
@@ -179,7 +160,6 @@ def stored_bytes(writing: Writing, keep: KeepAnswers) -> int:
 
 
 def bytes_text(size: float) -> str:
-    """Write bytes in a decimal unit, with two digits."""
     power = min(4, int(math.log10(max(1, size)) / 3))
     scaled = size / 1000**power
     return f"{scaled:.0f} {UNITS[power]}" if scaled >= 100 else f"{scaled:.2g} {UNITS[power]}"

@@ -30,7 +30,6 @@ class Profile:
 
 
 def profile_path(storage: Path, backbone: str, dtype: str, device: str = "cpu") -> Path:
-    """Return the path of a backbone's profile."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", backbone)  # hub names and folders contain slashes
     return storage / "profiles" / f"{name}-{dtype}-{device}.json"
 
@@ -52,5 +51,4 @@ def read_profile(path: Path) -> Profile | None:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile, with a checksum."""
     write_checksummed_json(path, asdict(profile), indent=1)

@@ -44,7 +44,6 @@ class Reader:
 
     @property
     def backend_tokenizer(self) -> Any:
-        """The tokenizer, under the name that transformers uses."""
         return self.tokenizer
 
     eos_token_id = 0
@@ -57,30 +56,24 @@ class Reader:
         return encoding.ids[0] if encoding.ids and encoding.special_tokens_mask[0] else None
 
     def __call__(self, text: str, add_special_tokens: bool = True, **unused: Any) -> dict[str, Any]:
-        """Tokenize a text to ids and offsets."""
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
     def decode(self, ids: Sequence[int], **unused: Any) -> str:
-        """Return the text of tokens, without special ones."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     @cached_property
     def digest(self) -> str:
-        """Content hash of the tokenizer."""
         return content_hash(self.tokenizer.to_str())
 
     @cached_property
     def alphabet(self) -> Alphabet:
-        """The characters that the tokenizer knows."""
         return Alphabet(self)
 
     def count(self, text: str) -> int:
-        """Count the tokens of a text, without special ones."""
         return len(self(text, add_special_tokens=False)["input_ids"])
 
     def is_longer(self, text: str, tokens: int) -> bool:
-        """Return whether a text has more than this many tokens."""
         if text.isascii() and len(text) < tokens:  # at least one character per token, and one token before all
             return False
         return len(tokenize(self, text).ids) > tokens
@@ -118,7 +111,6 @@ class Reader:
 
 
 def reader_of(backbone: BackboneSettings) -> Reader:
-    """Return the reader of a backbone, with its tokenizer if that is on this machine."""
     return Reader(family_of(backbone.name), tokenizer_at_hand(backbone))
 
 
@@ -143,11 +135,7 @@ class UnknownCount(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Alphabet:
-    """The characters that a tokenizer knows.
-
-    Args:
-        reader: anything that `tokenize` accepts.
-    """
+    """The characters that a tokenizer knows; `reader` is anything that `tokenize` accepts."""
 
     reader: Any
     _known: dict[str, bool] = field(default_factory=dict)
@@ -159,11 +147,9 @@ class Alphabet:
 
     @cached_property
     def _by_word(self) -> bool:
-        """Whether the vocabulary consists of words rather than characters."""
         return json.loads(self.reader.backend_tokenizer.to_str())["model"]["type"] in ("WordLevel", "WordPiece")
 
     def knows(self, character: str) -> bool:
-        """Return whether the tokenizer knows a character."""
         if character not in self._known:
             self._known[character] = self.unknown_id not in tokenize(self.reader, character).ids
         return self._known[character]
@@ -187,7 +173,6 @@ class Alphabet:
         return re.sub(f"[{re.escape(''.join(unknown))}]+", UNKNOWN, text)
 
     def count(self, texts: Iterable[str]) -> UnknownCount:
-        """Count the unknown characters of texts."""
         with_unknown = characters = total = 0
         seen: dict[str, None] = {}
         for text in texts:

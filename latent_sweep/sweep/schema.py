@@ -92,13 +92,11 @@ class TrainingSettings(Settings):
         return self
 
     def rows_in_a_pass(self, workers: int) -> int:
-        """Return the maximum number of examples in a forward pass of a worker: its share of a batch, or a
-        micro-batch."""
+        """Return the maximum number of examples in a worker's forward pass."""
         share = math.ceil(self.batch_size / workers)
         return min(share, self.micro_batch_size or share)
 
     def step_count(self, rows: int, tasks: int = 1) -> int:
-        """Return the optimizer steps for the training examples of some tasks."""
         steps = self.epochs * math.ceil(rows / self.batch_size)
         return steps if self.max_steps is None else min(steps, tasks * self.max_steps)
 
@@ -321,7 +319,6 @@ class TuneSettings(Settings):
         return self
 
     def tried(self, method: str) -> dict[str, tuple[Any, ...]]:
-        """Return the values to try for a method, by dotted path."""
         return dict(self.search) | dict(self.by_method.get(method, {}))
 
 
@@ -361,7 +358,7 @@ GROUPS: Mapping[str, type[Settings]] = {
 
 
 def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
-    """Read the settings of a trial from its `trial.yaml` or a model's folder.
+    """Read the settings of a trial from plain values.
 
     Raises:
         ConfigError: there is no such method.
@@ -386,7 +383,6 @@ class SettingFacts(NamedTuple):
 
 
 def every_setting() -> dict[str, list[SettingFacts]]:
-    """Return every setting of a sweep file by its group."""
     sections = {}
     for kind, methods in _method_groups().items():
         own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
@@ -399,7 +395,7 @@ def every_setting() -> dict[str, list[SettingFacts]]:
 
 
 def describe_settings() -> str:
-    """Return a Markdown table of every setting: path, default and meaning."""
+    """Return a Markdown table of every setting."""
     head = ["| setting | default | meaning |", "|---|---|---|"]
     return "\n\n".join("\n".join([f"{title}:\n", *head, *map(_row, facts)]) for title, facts in every_setting().items())
 
@@ -411,7 +407,6 @@ def _row(facts: SettingFacts) -> str:
 
 
 def _method_groups() -> dict[type[Settings], list[str]]:
-    """Return the classes of method settings with the methods that use them, the most shared first."""
     groups: dict[type[Settings], list[str]] = {}
     for name in METHODS:
         for kind in method_class(name).settings_class.__mro__:

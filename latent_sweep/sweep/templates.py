@@ -107,21 +107,14 @@ def is_small(backbone: str) -> bool:
 
 
 def has_random_weights(backbone: str) -> bool:
-    """Return whether a backbone is one of a few thousand parameters, with random weights."""
     return is_small(backbone) and backbone != EMBEDDED
 
 
 NOTHING_TO_EXPECT = "random weights: scores stay at or near 0; it only shows that a sweep runs"
-"""Said of such a backbone."""
 
 
 def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
-    """Write a sweep file.
-
-    Args:
-        path: where it will be, for its comments; its stem is the sweep's name.
-        backbone, benchmark: as a sweep file names them.
-        purpose: one of `PURPOSES`.
+    """Write a sweep file whose stem, in `path`, is the sweep's name; `purpose` is one of `PURPOSES`.
 
     Raises:
         ConfigError: the name is not valid, or there is no such backbone or benchmark.
@@ -173,8 +166,6 @@ def _ranks(backbone: str) -> list[int]:
 
 
 def _with_rank(text: str, rank: int) -> str:
-    """Add the rank after the name of each method that has one."""
-
     def written(found: re.Match[str]) -> str:
         fields = method_class(found[1]).settings_class.model_fields
         return f"{found[0]}, rank: {rank}" if "rank" in fields else found[0]
@@ -183,17 +174,14 @@ def _with_rank(text: str, rank: int) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Write a string as YAML within a one-line mapping."""
     return yaml_text([text], one_line=True).strip()[1:-1]
 
 
 def _order(key: str) -> str:
-    """Write the key of an order; a whole number needs no quotes."""
     return key if re.fullmatch("0|[1-9][0-9]*", key) else _scalar(key)
 
 
 def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[str]:
-    """Write the benchmark, with comments on its orders and tasks."""
     orders = ", ".join(f"{key} ({sequence[0]} first)" for key, sequence in spec.orders.items())
     first = next(iter(spec.orders.values()))
     lines = ["  benchmark:", f"    name: {_scalar(benchmark)}"]
@@ -212,7 +200,6 @@ def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[s
 
 
 def _training_line(backbone: str, benchmark: str, small: bool) -> str:
-    """Write the training, with a comment on its defaults."""
     training = _training(DEFAULT, backbone, benchmark)
     comment = f"left out: learning_rate {training.learning_rate:g}, batch_size {training.batch_size}"
     line = "  training: {epochs: 2}" if small else f"  # training: {{epochs: {training.epochs}}}"
@@ -220,14 +207,12 @@ def _training_line(backbone: str, benchmark: str, small: bool) -> str:
 
 
 def _training(method: str, backbone: str, benchmark: str) -> TrainingSettings:
-    """Return the default training settings of a method."""
     named = {"method": method, "backbone": backbone, "benchmark": benchmark}
     content = {"name": "any", "trial": {group: {"name": name} for group, name in named.items()}}
     return resolve(trial_settings(parse_sweep(content, "sweep.yaml"), {})).training
 
 
 def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[str]:
-    """Write the `tune:` block, with learning rates around the default of most methods."""
     tasks = min(2, min(map(len, spec.orders.values())) - 1)  # fewer than the trials are judged on
     if not tasks:
         raise ConfigError(
@@ -248,7 +233,7 @@ def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[st
 
 
 def benchmark_files() -> dict[str, str]:
-    """Return the files of a first benchmark, by path in its folder: its definition and examples of two tasks."""
+    """Return the files of a first benchmark, by path in its folder."""
     spec = load_benchmark("builtin")
     files = {BENCHMARK_FILE: _BENCHMARK}
     for task in (task for task in spec.tasks if task.name in OWN_TASKS):
@@ -288,6 +273,5 @@ def packaged_sweeps() -> dict[str, Path]:
 
 
 def first_comment(path: Path) -> str:
-    """Return the comment in the first line of a sweep file; empty if there is none."""
     line = path.read_text(encoding="utf-8").partition("\n")[0]
     return line.removeprefix("#").strip() if line.startswith("#") else ""

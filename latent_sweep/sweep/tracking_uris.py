@@ -23,7 +23,6 @@ _SQLITE_HEADER = b"SQLite format 3\0"
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the file of a local database; None for other addresses."""
     match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
     return Path(match[1]).absolute() if match else None
 
@@ -57,7 +56,6 @@ def address_faults(uri: str) -> list[str]:
 
 
 def location_faults(uri: str) -> list[str]:
-    """Return why a local database cannot be used on this machine; nothing for other addresses."""
     if (file := sqlite_file(uri)) is None:
         return []
     if in_job_package(file):
@@ -74,7 +72,6 @@ def location_faults(uri: str) -> list[str]:
 
 
 def _file_fault(file: Path, uri: str) -> str:
-    """Return what is wrong with the file of a local database; empty if MLflow can use or create it."""
     if file.is_dir():
         inside = uri.partition("?")[0].rstrip("/")
         return f"this is a folder; expected a file, e.g. {inside}/mlflow.db"
@@ -118,5 +115,4 @@ def _host(uri: str) -> str | None:
 
 
 def _plugins() -> list[str]:
-    """Return the kinds of addresses that installed plugins of MLflow take."""
     return [entry.name for entry in importlib.metadata.entry_points(group="mlflow.tracking_store")]

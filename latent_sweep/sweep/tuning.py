@@ -59,8 +59,7 @@ def find_selections(sweep: Sweep) -> list[Selection]:
     """Return the selections that a sweep's `tune:` block asks for; none without the block.
 
     Raises:
-        ConfigError: listing every fault of every tuning trial, or that they would read the rows that trials are judged
-            on.
+        ConfigError: listing every fault, also tuning trials that would read the rows that trials are judged on.
     """
     tune = sweep.tune
     if tune is None:
@@ -124,15 +123,12 @@ def tuning_sweep(sweep: Sweep) -> Sweep:
 
 
 def tuning_trials(selections: Sequence[Selection]) -> list[Trial]:
-    """Return the trials of all selections, each once."""
     return list({t.trial.trial_id: t.trial for selection in selections for t in selection.tuning_trials}.values())
 
 
 def _shared(settings: TrialSettings, tune: TuneSettings) -> dict[str, Any]:
-    """Return the values of `tune.apply_to`: of a group the settings that training reads, or all if it reads none.
-
-    A setting that the trial's method does not have is None.
-    """
+    """Return the values of `tune.apply_to`: of a group what training reads, or all if it reads nothing; None if
+    absent."""
     shared: dict[str, Any] = {}
     for path in tune.apply_to:
         value = setting(settings, path) if has_setting(settings, path) else None
@@ -141,7 +137,6 @@ def _shared(settings: TrialSettings, tune: TuneSettings) -> dict[str, Any]:
 
 
 def _unread(tune: TuneSettings, settings: TrialSettings) -> frozenset[str]:
-    """Return the tuned paths that the trial does not read: those of a router that it does not use."""
     tried = tune.tried(settings.method.name)
     routers = frozenset(path for path in tried if path.startswith("router.") and path != "router.combine")
     return frozenset() if settings.router.combine in ROUTED else routers
@@ -150,12 +145,7 @@ def _unread(tune: TuneSettings, settings: TrialSettings) -> frozenset[str]:
 def _tuning_trials(
     sweep: Sweep, tune: TuneSettings, point: Mapping[str, Any], settings: TrialSettings
 ) -> Iterator[TuningTrial]:
-    """Yield the distinct tuning trials of a selection.
-
-    Args:
-        point: of the first trial that needs the selection.
-        settings: of that trial.
-    """
+    """Yield the distinct tuning trials of a selection; `point` and `settings` are of the first trial that needs it."""
     changed = {**point, **_rows_read(tune, settings), "seed": tune.seed}
     reported = [path for path in point if any(path == p or path.startswith(f"{p}.") for p in tune.apply_to)]
     tried = tune.tried(settings.method.name)
@@ -172,7 +162,6 @@ def _tuning_trials(
 
 
 def _rows_read(tune: TuneSettings, settings: TrialSettings) -> dict[str, Any]:
-    """Return the benchmark settings of tuning trials, by dotted path."""
     judged = settings.benchmark
     held_out: dict[str, Any] = {"score_on": "validation", "validation_fraction": tune.validation_fraction}
     held_out["prompts.definition"] = "verbatim"  # as all training rows have it
@@ -238,10 +227,7 @@ class SelectionResult:
 
 
 def select(selections: Sequence[Selection], folder: SweepFolder) -> list[SelectionResult]:
-    """Make each selection: highest score, then lowest loss, then smallest values.
-
-    Args:
-        folder: of the sweep of the tuning trials.
+    """Make each selection from the folder of the tuning trials: highest score, lowest loss, smallest values.
 
     Raises:
         NoSelection: a tuning trial has not ended, or a selection has no trial with a score.
@@ -251,7 +237,6 @@ def select(selections: Sequence[Selection], folder: SweepFolder) -> list[Selecti
 
 
 def previous_results(selections: Sequence[Selection], folder: SweepFolder) -> list[SelectionResult] | None:
-    """Return the results of `select`, or None if some tuning trial has not ended or has no score."""
     try:
         return select(selections, folder)
     except (NoSelection, StorageError):
@@ -275,11 +260,7 @@ def _select(selection: Selection, trials: Mapping[str, TrialFolder]) -> Selectio
 
 
 def _result(tuning_trial: TuningTrial, trial: TrialFolder, counted: set[str]) -> TuningResult:
-    """Read the result of a tuning trial.
-
-    Args:
-        counted: lineages whose steps are counted already; those of this trial are added.
-    """
+    """Read the result of a tuning trial; its lineages are added to `counted`, whose steps count already."""
     events = trial.events()
     stage_events, end = stages(events), status(events)
     last = events[-1] if events else None
@@ -305,14 +286,12 @@ def _result(tuning_trial: TuningTrial, trial: TrialFolder, counted: set[str]) ->
 
 
 def _rank(result: TuningResult) -> tuple[Any, ...]:
-    """Return a sort key: the better result comes first."""
     assert result.score is not None
     loss = math.inf if result.loss is None else result.loss
     return -round(result.score, EXACT), loss, *map(_size, result.values.values())
 
 
 def _size(value: Any) -> tuple[int, float, str]:
-    """Return a sort key: numbers by size, then other values by their text."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return 0, float(value), ""
     return 1, 0.0, format_value(value)
@@ -335,7 +314,7 @@ def _remarks(best: TuningResult, results: Sequence[TuningResult]) -> Iterator[st
 def selected_values(
     sweep: Sweep, results: Sequence[SelectionResult]
 ) -> Callable[[WrittenTrial], Mapping[str, Any]] | None:
-    """Return a function that gives a trial its selected settings, for `expand`; None for a sweep without tuning."""
+    """Return a function that gives a trial its selected settings, for `expand`; None without tuning."""
     values, tune = {canonical_json(r.shared): r.values for r in results}, sweep.tune
     if tune is None:
         return None
@@ -351,14 +330,12 @@ def placeholders(selections: Sequence[Selection]) -> list[SelectionResult]:
 
 
 def tuning_content(sweep: Sweep, results: Sequence[SelectionResult]) -> bytearray:
-    """Return the content of `TUNING`."""
     assert sweep.tune is not None
     content = {"tune": sweep.tune.model_dump(mode="json"), "chosen": [asdict(result) for result in results]}
     return checksummed_json(content, indent=1)
 
 
 def read_tuning(folder: SweepFolder) -> list[SelectionResult] | None:
-    """Return the selections recorded for a sweep; None if there are none, or the file is corrupt."""
     path = folder.path / TUNING
     if not has_valid_checksum(path):
         return None
@@ -370,7 +347,6 @@ def read_tuning(folder: SweepFolder) -> list[SelectionResult] | None:
 
 
 def tuning_lines(results: Sequence[SelectionResult]) -> list[str]:
-    """Write one line for each selection: its values, score, cost and remarks."""
     lines = []
     for name, result in zip(selection_names([result.shared for result in results]), results, strict=True):
         if result.tried:
@@ -382,7 +358,6 @@ def tuning_lines(results: Sequence[SelectionResult]) -> list[str]:
 
 
 def selection_names(shared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name selections by the names and settings they are for, and equal names by the settings that differ."""
     flat = [dict(pair for path, group in one.items() for pair in flatten(path, group).items()) for one in shared]
     named = [{leaf: one[leaf] for leaf in one if leaf.endswith(".name") or leaf in shared[0]} for one in flat]
     names = []
