@@ -58,7 +58,6 @@ class Adaptation:
         return bool(uniform) and (self.prompt is None or self.prompt.dim() == 2)
 
     def select(self, rows: Tensor) -> Adaptation:
-        """Return the adaptation for these rows of the batch (indices, (kept,))."""
         prompt = self.prompt if self.prompt is None or self.prompt.dim() == 2 else self.prompt[rows]
         return Adaptation([delta.select(rows) for delta in self.deltas], prompt)
 
@@ -71,11 +70,8 @@ def virtual_tokens(vectors: int) -> list[int]:
 def by_rows(name: str, h: Tensor, rows: int, tokens: int) -> Tensor:
     """View a projection's input as (rows, tokens, n) if the model has flattened it to (rows * tokens, n).
 
-    The number of tokens in (rows, tokens, n) may differ from the embedding's: a decoder has its own, and some models
-    pad internally.
-
-    Raises:
-        ConfigError: the row of each token is unknown.
+    Its number of tokens may differ from the embedding's: a decoder has its own, and some models pad internally.
+    ConfigError if the row of each token is unknown.
     """
     # with equal numbers of rows and tokens, strides reveal that tokens come first
     tokens_first = h.dim() == 3 and 1 < h.shape[0] == h.shape[1] and 0 < h.stride(0) < h.stride(1)
@@ -152,11 +148,7 @@ class AdapterBank:
 
     @contextmanager
     def active(self, adaptation: Adaptation) -> Iterator[None]:
-        """Apply an adaptation within the block.
-
-        Raises:
-            ValueError: there are deltas, but not one for each projection.
-        """
+        """Apply an adaptation within the block; ValueError if it has deltas, but not one for each projection."""
         if adaptation.deltas and len(adaptation.deltas) != len(self.targets):
             expected, found = len(self.targets), len(adaptation.deltas)
             raise ValueError(f"expected one delta for each of {expected} projections, found {found}")
@@ -197,7 +189,6 @@ class AdapterBank:
         self._read = self._read and (len(rows), self._read[1])
 
     def remove(self) -> None:
-        """Remove the hooks from the backbone."""
         for handle in self._handles:
             handle.remove()
 

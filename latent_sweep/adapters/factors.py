@@ -7,8 +7,6 @@ smallest cosine between the exact subspace and that of LoRA-XS's randomized SVD 
 Two conventions make the basis unique: singular values descend, and the entry of largest magnitude in each right
 singular vector is positive. A smaller truncation is a prefix of a larger one, except for randomized factors, which have
 one file per rank.
-
-Weights are read one at a time, from a loaded model or its checkpoint, in the type of `backbone.dtype`.
 """
 
 from __future__ import annotations
@@ -53,48 +51,35 @@ Algorithm = Literal["exact", "randomized"]
 
 
 class Projection(Protocol):
-    """A weight of known shape, read on access: an `nn.Linear`, or one in a checkpoint."""
+    """A weight (out, in) of known shape, read on access: an `nn.Linear`, or one in a checkpoint."""
 
     @property
-    def out_features(self) -> int:
-        """Number of rows."""
-        ...
+    def out_features(self) -> int: ...
 
     @property
-    def in_features(self) -> int:
-        """Number of columns."""
-        ...
+    def in_features(self) -> int: ...
 
     @property
-    def weight(self) -> Tensor:
-        """Return the weight, (out, in)."""
-        ...
+    def weight(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The truncated SVD of one weight W (out x in): `W ~ U diag(S) V^T`."""
+    """The truncated SVD of one weight W (out x in): `W ~ U diag(S) V^T`, in float32."""
 
     U: Tensor
-    """Left singular vectors, (out, rank), float32."""
+    """Left singular vectors, (out, rank)."""
     S: Tensor
     """Singular values, (rank,), descending."""
     V: Tensor
     """Right singular vectors, (in, rank)."""
 
     def truncate(self, rank: int) -> Factors:
-        """Return the factors of a smaller rank."""
         return Factors(self.U[:, :rank], self.S[:rank], self.V[:, :rank])
 
 
 def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> Factors:
-    """Return the first `rank` singular triplets of `weight` (out, in), with the sign convention above.
-
-    `randomized` is the computation of LoRA-XS, for comparison (A35); see `_svd_of_lora_xs`.
-
-    Raises:
-        ValueError: the rank exceeds the smaller side.
-    """
+    """Return the first `rank` singular triplets of `weight` (out, in); ValueError if it has fewer."""
     out_features, in_features = weight.shape
     if rank > min(out_features, in_features):
         raise ValueError(f"rank {rank} exceeds the smaller side of a {out_features} x {in_features} weight")
@@ -111,10 +96,10 @@ def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> 
 
 
 def _svd_of_lora_xs(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Factor W as LoRA-XS does: scikit-learn's TruncatedSVD, 10 iterations, 10 oversamples, seed 42, on the CPU.
+    """Factor W as LoRA-XS does: scikit-learn's TruncatedSVD, 10 iterations, 10 oversamples, seed 42, on the CPU (A35).
 
-    U is `W V` divided by S, so it is orthonormal only as far as the iteration has converged.
-    Source: `utils/svd_utils.py` and `config/reconstruct_config.yaml` of github.com/MohammadrezaBanaei/LoRA-XS.
+    U is `W V` divided by S, so it is orthonormal only as far as the iteration has converged. Source:
+    `utils/svd_utils.py` and `config/reconstruct_config.yaml` of github.com/MohammadrezaBanaei/LoRA-XS.
     """
     from sklearn.decomposition import TruncatedSVD  # takes a second to import
     from threadpoolctl import threadpool_limits
@@ -151,9 +136,7 @@ def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
     This is twelve times faster than a full SVD at 4096 columns. It converges because of the spare columns: neighboring
     singular values differ by only 0.1 %, but the last wanted one and the first outside the block by much more.
-
-    Raises:
-        RuntimeError: no convergence, because the spectrum is flat.
+    RuntimeError if it does not, because the spectrum is flat.
     """
     columns = min(rank + SPARE_COLUMNS, *W.shape)
     start = torch.Generator().manual_seed(0)
@@ -174,8 +157,8 @@ def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def _svd_of_block(B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factor a tall matrix (n, c) of float64 as `B = V diag(S) rotation`, with V (n, c) and rotation (c, c).
 
-    On a GPU, whose SVD is slow, it uses the eigenvectors of the (c, c) Gram matrix; the factors agree to 1e-6 in
-    float32. The CPU keeps the SVD because published results depend on its bits.
+    A GPU, whose SVD is slow, uses the eigenvectors of the (c, c) Gram matrix; the factors agree to 1e-6 in float32. The
+    CPU keeps the SVD because published results depend on its bits.
     """
     if B.is_cuda:
         eigenvalues, eigenvectors = torch.linalg.eigh(B.T @ B)
@@ -197,7 +180,7 @@ def load_factors(
     """Return the factors of every projection at `rank`, from the cache in `folder`, computing them if necessary.
 
     Args:
-        projections: projections by name; each weight is read once and released before the next.
+        projections: each weight is read once and released before the next.
         weights_digest: identity of the weights; part of the file's name.
         compute_rank: rank to compute if no cached file covers `rank`, usually the largest of the sweep.
 
@@ -230,7 +213,7 @@ def load_factors(
 def stored_singular_values(
     names: Sequence[str], weights_digest: str, rank: int, folder: Path, algorithm: Algorithm = "exact"
 ) -> npt.NDArray[np.float32] | None:
-    """Return singular values of the named projections, (names, rank), from the cache in `folder`; None if absent."""
+    """Return cached singular values of the named projections, (names, rank); None if there are none."""
     for path in _files_covering(folder, factors_name(weights_digest, algorithm), rank):
         if has_valid_checksum(path) and _has_own_name(path):
             with safe_open(path, framework="np") as file:
@@ -264,7 +247,6 @@ def _files_covering(folder: Path, stem: str, rank: int) -> list[Path]:
 
 
 def _has_own_name(path: Path) -> bool:
-    """Return whether an intact file was written under its current name."""
     with safe_open(path, framework="np") as file:
         identity = bytes(file.get_tensor(_IDENTITY)).decode() if _IDENTITY in file.keys() else "no name"  # noqa: SIM118
     if identity != path.stem:

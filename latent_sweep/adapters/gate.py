@@ -21,7 +21,6 @@ PADDED_TOGETHER = 32
 """Number of prompts that are pooled as one padded batch; micro-batches are seldom larger."""
 
 KeyDesign = Literal["svd", "random_project", "random_direction"]
-"""How a key is made; see `new_key`."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,7 @@ def pooled(table: Tensor, prompts: Sequence[Sequence[int]], padded: bool = False
 
 
 class Pooled:
-    """`pooled` with a cache, for prompts that recur.
-
-    Without it, every step would copy each row's tokens and length to the GPU, and the host would wait.
-    """
+    """`pooled` with a cache: otherwise every step would copy rows and lengths to the GPU, and the host would wait."""
 
     def __init__(self, table: Tensor, padded: bool):
         self._table, self._padded = table, padded
@@ -123,7 +119,6 @@ def new_key(
 
 
 def _leading(p2: Tensor, M: Tensor, energy: Energy) -> Tensor:
-    """Return the leading direction of p2 (B, k) outside M, (k,); zero if none is left."""
     directions, _ = leading_directions(second_moment(p2), M, energy)
     return directions[:, :1].sum(1)
 

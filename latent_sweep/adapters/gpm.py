@@ -2,11 +2,10 @@
 
 A memory is a matrix M (k, columns) with orthonormal columns in an input space of k dimensions. Each task adds columns.
 Formulas read the uncentered second moment C = sum_x x x^T of an input, up to a factor. Algebra is in float64 on C's
-device; an update that is orthogonal to M by construction needs no correction later.
+device.
 
 DualGPM (InfLoRA's rule) stores M's complement once M has more than k / 2 columns. Its rule for removing directions from
-the complement adds the same ones to M, so one rule suffices here; as M is stored in one piece per task, switching
-would save nothing.
+the complement adds the same ones to M, so one rule suffices here.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class InputBlock:
 
     @property
     def length(self) -> int:
-        """k, the number of dimensions."""
         return self.dimensions.stop - self.dimensions.start
 
 
@@ -107,15 +105,11 @@ def input_blocks(
     """Return the distinct inputs of the adapted projections, each split into equal chunks.
 
     Query and value of a self-attention share an input (`input_of`). In T5's cross-attention the query reads the
-    decoder's state, and the values of all blocks read the encoder's output. With `cross_reads_encoder=False`, value is
-    treated as if it read the query's input.
+    decoder's state, and the values of all blocks read the encoder's output; with `cross_reads_encoder=False`, value is
+    treated as if it read the query's input. ValueError if a width is not divisible by `chunks`.
 
     Args:
-        names: names of the projections, e.g. "decoder.block.0.layer.1.EncDecAttention.v".
         width: dimensions of all inputs, or of each projection's.
-
-    Raises:
-        ValueError: a width is not divisible by `chunks`.
     """
     widths = [width] * len(names) if isinstance(width, int) else list(width)
     for odd in [width for width in widths if width % chunks][:1]:
@@ -148,7 +142,6 @@ def adding_second_moments(
     Sums are float64 on every device, because small differences in energy decide a memory's number of columns.
 
     Args:
-        projections: all adapted projections by name.
         source, decoder: counts (sequences, tokens) of the tokens that each token represents, on the prompt's side and
             in T5's decoder; None counts every token once, padding included.
 
@@ -182,7 +175,6 @@ def adding_second_moments(
 
 
 def _check_tokens(h: Tensor, name: str, counts: Tensor) -> None:
-    """Raise ConfigError if a projection reads other tokens (rows, tokens, n) than those that are counted."""
     if h.shape[:2] != counts.shape:
         raise ConfigError(
             f"method.gpm.mask_padding: {name} reads {h.shape[1]} tokens per row, expected the {counts.shape[1]} of the "
@@ -192,10 +184,7 @@ def _check_tokens(h: Tensor, name: str, counts: Tensor) -> None:
 
 
 def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-    """Check that projections of a block read the same tensor, because blocks are derived from names alone.
-
-    Values of cross-attention are exempt (`cross_reads_encoder`).
-    """
+    """Check that projections of a block read the same tensor, because blocks are derived from names alone."""
     began: tuple[str, Sequence[int], Tensor | None] = "", (), None  # first projection of the current block
 
     def compare(name: str, together: Sequence[int]) -> Any:

@@ -9,7 +9,6 @@ READS_ITS_BLOCK = frozenset(
 """Projections that read the input of their attention or MLP, not another projection's output."""
 
 CROSS_ATTENTION = frozenset({"EncDecAttention", "encoder_attn", "cross_attn", "cross_attention", "crossattention"})
-"""Names of attention from decoder to encoder."""
 
 KEYS_AND_VALUES = frozenset({"k", "v", "k_proj", "v_proj", "key", "value", "key_proj", "value_proj"})
 
@@ -24,6 +23,5 @@ def input_of(name: str) -> str:
 
 
 def reads_encoder(name: str) -> bool:
-    """Whether a projection reads the encoder's output, as keys and values of cross-attention do."""
     *blocks, projection = name.split(".")
     return projection in KEYS_AND_VALUES and not CROSS_ATTENTION.isdisjoint(blocks)

@@ -35,7 +35,6 @@ class LatentDelta:
         return output + z.to(h.dtype) @ self.left.T
 
     def select(self, rows: Tensor) -> LatentDelta:
-        """Return the delta for these rows."""
         return LatentDelta(self.right, self.left, self.R[rows])
 
 
@@ -59,7 +58,6 @@ class LatentSpace:
         factors: truncated SVD per projection, all of one rank.
         scale: s, the factor of every delta (A1).
         sigma_side: side of Sigma (A2): `out` as in the paper's equation, `in` as in LoRA-XS's code, or none.
-        device, dtype: those of the backbone.
         kind: the algorithm's name, plus the rank if the algorithm gives every rank its own space. Spaces of one kind
             are prefixes of each other.
     """
@@ -124,7 +122,6 @@ class _Stack:
 
 
 def _in_order(stacks: Sequence[_Stack], stacked: Sequence[Tensor]) -> list[Tensor]:
-    """Unstack tensors into the order of the projections."""
     parts = zip(stacks, stacked, strict=True)
     tensors = {index: own for stack, part in parts for index, own in zip(stack.projections, part, strict=True)}
     return [tensors[index] for index in sorted(tensors)]
@@ -135,8 +132,6 @@ class LatentDeltas(Sequence[Delta]):
 
     Args:
         R: (M, r, r) for all rows, (M, B, r, r) for each row, or (M, P, r, r) for the runs of a pack.
-        scale: s.
-        dropout: rate on the inputs.
         counts: number of rows of the batch for each run.
     """
 
@@ -148,16 +143,14 @@ class LatentDeltas(Sequence[Delta]):
 
     @property
     def scaled_R(self) -> Tensor:
-        """s R."""
         return self.R if self.scale == 1 else self.scale * self.R
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows share the deltas; False with dropout, whose masks differ between rows."""
+        """False with dropout, whose masks differ between rows."""
         return self.R.dim() == 3 and not self.dropout
 
     def __len__(self) -> int:
-        """Return M, the number of adapted projections."""
         return len(self.R)
 
     @overload
@@ -165,7 +158,6 @@ class LatentDeltas(Sequence[Delta]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Delta]: ...
     def __getitem__(self, index: int | slice) -> Delta | Sequence[Delta]:
-        """Return the delta of one projection."""
         return self._deltas[index]
 
     @cached_property
@@ -210,9 +202,8 @@ class OrthoPenalty:
     all R~_i.
 
     Args:
-        space: source of the singular values and the side of Sigma.
         earlier: adapters of at least one earlier task, each (M, r, r).
-        reduce: reduction over projections (A4).
+        reduce: over projections (A4).
         norm: squared Frobenius norm as in both equations, or squared spectral norm as in the bound (A6).
         normalise: `spectral` divides each projection's singular values by the largest (A4b).
         scale: factor of every R~: s if it is part of R~ (A3), else 1.

@@ -1,9 +1,9 @@
 """The LoRA adapter: `dW = s B A` per adapted projection, and sums of several pairs.
 
 Legend: M adapted projections, n inputs of the widest; m outputs of one and O of all projections; r rank, B rows of a
-batch, T pairs, P runs of a pack. A pair is two float32 tensors: A_Mrn, and B_Or, which concatenates the projections'
-B (m, r). Two tensors instead of 2 M make optimizer steps and packs cheap. A projection with fewer inputs reads the
-first columns of its A; the others stay zero.
+batch, T pairs, P runs of a pack. A pair is two float32 tensors, which make optimizer steps and packs cheap: A_Mrn, and
+B_Or, which concatenates the projections' B (m, r). A projection with fewer inputs reads the first columns of its A; the
+others stay zero.
 """
 
 from __future__ import annotations
@@ -50,12 +50,10 @@ class LoraDelta:
         self.A, self.B, self.w = A, B, w
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        """Add the change for inputs (B, tokens, n) to the output (B, tokens, m)."""
         A, B, w = (x.to(h.dtype) for x in (self.A, self.B, self.w))
         return output + ((h @ A[:, : h.shape[-1]].T) * w) @ B.T
 
     def select(self, rows: Tensor) -> LoraDelta:
-        """Return the delta for these rows."""
         return LoraDelta(self.A, self.B, self.w[rows])
 
 
@@ -83,11 +81,9 @@ class LoraDeltas(Sequence[Delta]):
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows share the deltas."""
         return self.w is None and self.counts is None
 
     def cast(self, dtype: torch.dtype) -> LoraDeltas:
-        """Return the deltas in this type."""
         w = None if self.w is None else self.w.to(dtype)
         return LoraDeltas(self.A.to(dtype), self._scaled_B.to(dtype), self.outputs, 1.0, w, self.counts)
 
@@ -96,7 +92,6 @@ class LoraDeltas(Sequence[Delta]):
         return self.B if self.scale == 1 else self.scale * self.B
 
     def __len__(self) -> int:
-        """Return M, the number of adapted projections."""
         return len(self.outputs)
 
     @overload
@@ -104,7 +99,6 @@ class LoraDeltas(Sequence[Delta]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Delta]: ...
     def __getitem__(self, index: int | slice) -> Delta | Sequence[Delta]:
-        """Return the delta of one projection."""
         return self._deltas[index]
 
     @cached_property
@@ -136,19 +130,14 @@ class DenseDelta:
     uniform: ClassVar[bool] = True
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        """Add the change for inputs (B, tokens, n) to the output (B, tokens, m)."""
         return output + h @ self.dW[:, : h.shape[-1]].T
 
     def select(self, rows: Tensor) -> DenseDelta:
-        """Return the delta itself, which is the same for all rows."""
         return self
 
 
 def summed(pairs: Sequence[LoraPair], outputs: Sequence[int], scale: float, dtype: torch.dtype) -> Sequence[Delta]:
-    """Add up frozen pairs, either concatenated along the rank or folded into one matrix per projection.
-
-    The cheaper way is chosen, so the cost is at most one product with a matrix of the projection's shape.
-    """
+    """Add up frozen pairs: concatenated along the rank, or folded into one matrix per projection if that is cheaper."""
     A = torch.cat([a for a, _ in pairs], 1)
     B = torch.cat([b for _, b in pairs], 1)
     modules, rank, n = A.shape
@@ -196,7 +185,6 @@ class DeltaSum(Sequence["_Sum"]):
         return not self.rate and all(Adaptation(term).uniform for term in self.terms)
 
     def cast(self, dtype: torch.dtype) -> DeltaSum:
-        """Return the deltas in this type."""
         return DeltaSum([cast(term, dtype) for term in self.terms], self.rate, self.detach)
 
     @cached_property
@@ -204,7 +192,6 @@ class DeltaSum(Sequence["_Sum"]):
         return [_Sum(parts, self.rate, self.detach) for parts in zip(*self.terms, strict=True)]
 
     def __len__(self) -> int:
-        """Return M, the number of adapted projections."""
         return len(self.terms[0])
 
     @overload
@@ -212,7 +199,6 @@ class DeltaSum(Sequence["_Sum"]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[_Sum]: ...
     def __getitem__(self, index: int | slice) -> _Sum | Sequence[_Sum]:
-        """Return the delta of one projection."""
         return self._deltas[index]
 
     @staticmethod

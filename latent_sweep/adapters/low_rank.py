@@ -40,7 +40,6 @@ class LowRank:
         return torch.cat([_add_low_rank(own.clone(), rows, *factors) for rows, own, *factors in parts])
 
     def select(self, rows: Tensor) -> LowRank:
-        """Return the delta itself, which is the same for all rows."""
         return self
 
 
@@ -60,8 +59,8 @@ def widened(tensor: Tensor, padding: Sequence[int]) -> Tensor:
 class _AddLowRank(torch.autograd.Function):
     """`output += (h right) left^T` in place, with two products forward and three or four backward.
 
-    Autograd would add two passes over the output, one over the gradient of h, and gradients of frozen factors. Such
-    kernel launches dominate a training step on a GPU.
+    Autograd would add two passes over the output, one over the gradient of h, and gradients of frozen factors; kernel
+    launches dominate a training step on a GPU.
     """
 
     @staticmethod

@@ -35,11 +35,7 @@ DEFAULT = "latent_lora"
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the class of a registered method or of a plugin, `package.module:Class`.
-
-    Raises:
-        ConfigError: no method has this name, or a plugin cannot be imported or is not a method.
-    """
+    """Return the class of a registered method or of a plugin; raise ConfigError if there is none."""
     if ":" in name:
         return _plugin(name)
     if name not in METHODS:
@@ -52,11 +48,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def source_of(name: str) -> str | None:
-    """Return the code digest of a plugin method; None for a registered one, which has a `version`.
-
-    Raises:
-        ConfigError: as `method_class`.
-    """
+    """Return the code digest of a plugin method; None for a registered one, which has a `version`."""
     if ":" not in name:
         return None
     method_class(name)

@@ -1,4 +1,4 @@
-"""GainLoRA's gate in training: its settings, where it starts, and how it stays closed for earlier prompts.
+"""GainLoRA's gate in training: its settings, its start, and how it stays closed for earlier prompts.
 
 The formulas are in `latent_sweep.adapters.gate`; README.md names the commits that the presets reproduce.
 """
@@ -36,22 +36,21 @@ PARTS = ("G1", "G2", "key")
 
 
 class GateSettings(Settings):
-    """The gate's settings; the preset fills in those that are left out."""
+    """The gate's settings."""
 
     form: Literal["two_silu", "one_silu"] = Field("two_silu", json_schema_extra=FROM_PRESET)
     """SiLU after both maps (released for T5), or after the second only (released for Llama)."""
     width: int = Field(100, ge=1, json_schema_extra=FROM_PRESET)
     """Width of the layer between the two maps."""
     pooling: Literal["true_length", "padded"] = Field("true_length", json_schema_extra=FROM_PRESET)
-    """Divide the sum of a prompt's embeddings by its own length, or by that of the longest prompt in its batch. With
-    `padded`, results depend on the composition of batches: on `training.micro_batch_size`, and for the memories on
-    `gpm.batch_size`, `gpm.max_batches` and `gpm.group_by_length`."""
+    """Divide the sum of a prompt's embeddings by its own length, or by that of the longest prompt in its batch
+    (`padded`): results then depend on the composition of batches, so on `training.micro_batch_size` and, for the
+    memories, on `gpm.batch_size`, `gpm.max_batches` and `gpm.group_by_length`."""
     key_design: Literal["svd", "random_project", "svd_then_random"] = Field("svd", json_schema_extra=FROM_PRESET)
-    """Initial key: the leading direction of the new task's prompts outside the memory (`svd`), or a random key that is
-    projected out of it (`random_project`). `svd_then_random` uses `svd` for the first task, then random directions."""
+    """Initial key: the leading direction of the new task's prompts outside the memory (`svd`), or a random key
+    projected out of it (`random_project`). `svd_then_random`: `svd` for the first task, then random directions."""
     chunks: int = Field(1, ge=1, json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
-    """Number of equal chunks that the inputs of G1 and of the key are split into, each with its own memory. None: from
-    the preset."""
+    """Number of equal chunks that the inputs of G1 and of the key are split into, each with its own memory."""
     rescale_rows: bool = Field(False, json_schema_extra=FROM_PRESET)
     """Whether rows regain their norm after each step's projection, as released for T5. Gates then open for earlier
     prompts, a little with every step."""
@@ -75,22 +74,16 @@ class Chunk:
     """Dimensions of the input of a gate's part that share a memory."""
 
     name: str
-    """Name of the memory."""
     part: str
     dimensions: slice
 
     @property
     def length(self) -> int:
-        """Number of dimensions."""
         return self.dimensions.stop - self.dimensions.start
 
 
 def gate_chunks(d: int, w: int, chunks: int) -> list[Chunk]:
-    """Split the inputs of a gate of width w; G2's input always stays whole.
-
-    Raises:
-        ConfigError: the embedding width d is not divisible by `chunks`.
-    """
+    """Split the inputs of a gate of width w; G2's input stays whole. ConfigError if `chunks` does not divide d."""
     if d % chunks:
         raise ConfigError(
             f"method.gate.chunks: embeddings of {d} dimensions cannot be split into {chunks} equal chunks; "
@@ -113,8 +106,8 @@ def _key_design(settings: GateSettings, position: int) -> KeyDesign:
 def gate_identity(settings: Mapping[str, Any], position: int) -> dict[str, Any]:
     """Return the gate's settings that learning the task at this position reads.
 
-    Rows are rescaled and keys drawn only from the second task on. `padded` is a version: it was raised when memories
-    began to pool the batches that inputs are read in.
+    Rows are rescaled and keys drawn only from the second task on. `padded` is a version, raised when memories began to
+    pool the batches that inputs are read in.
     """
     identity = without(settings, *(() if position else ("rescale_rows",)))
     if position == 0 and identity["key_design"] == "svd_then_random":
@@ -123,7 +116,6 @@ def gate_identity(settings: Mapping[str, Any], position: int) -> dict[str, Any]:
 
 
 def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torch.device) -> Gate:
-    """Return a snapshot's gate on the device."""
     from latent_sweep.adapters.gate import Gate
 
     G1, G2, key = (snapshot[f"gate.{part}"].to(device) for part in PARTS)
@@ -131,17 +123,11 @@ def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torc
 
 
 class NewGate:
-    """The gate of the task that is being learned.
-
-    It starts with the previous gate's maps, or random ones, and a new key outside its memory.
+    """The gate of the task that is being learned: the previous gate's maps, or random ones, and a new key.
 
     Args:
         table: the frozen embedding table, (vocabulary, d).
-        task: task whose prompts are read.
         history: snapshots of the earlier tasks, with the columns that each added to the memories.
-
-    Attributes:
-        gate: its tensors are trained.
 
     Raises:
         DataError: the task has no training examples.
@@ -176,11 +162,10 @@ class NewGate:
         self.begin_step()
 
     def pooled(self, rows: Sequence[Example]) -> Tensor:
-        """Return the pooled embeddings of the rows' prompts, which gates read, (rows, d)."""
         return self._pooled([row["prompt_ids"] for row in rows])
 
     def _pooled_for_memory(self) -> Tensor:
-        """Return p0 of the task's examples for statistics, (rows, d); if padded, pooled by the memory's batches."""
+        """Return p0 of the task's examples, (rows, d); if padded, pooled by the memory's batches."""
         import torch
 
         rows = self._task.rows
@@ -190,7 +175,6 @@ class NewGate:
         return torch.cat([self._pooled(batch, together=len(batch)) for batch in batches])
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return both maps and the key."""
         return {f"gate.{part}": getattr(self.gate, part) for part in PARTS}
 
     def begin_step(self) -> None:
@@ -201,10 +185,10 @@ class NewGate:
     def project(self) -> None:
         """Remove the component in its memory from each part's step: `P <- P - (P - P_before) M M^T`.
 
-        As in the released code (`_inner_training_loop` of the T5 trainer): the optimizer's step, the projection of its
-        change, then, with `rescale_rows`, each row regains the norm that the optimizer gave it. Rescaling also moves
-        rows inside the memory, and this drift adds up over steps. Without it, the result equals, to rounding, the
-        projection of the whole change since the task began.
+        The order of the released code (`_inner_training_loop` of the T5 trainer): step, projection of the change, then,
+        with `rescale_rows`, each row regains the norm that the optimizer gave it. Rescaling also moves rows inside the
+        memory, and this drift adds up. Without it, the result equals, to rounding, the projection of the task's whole
+        change.
         """
         import torch
 
@@ -222,7 +206,6 @@ class NewGate:
         self.begin_step()
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the gate's parts and the columns that this task's prompts add to their memories."""
         import torch
 
         from latent_sweep.adapters.gpm import second_moment
@@ -234,7 +217,6 @@ class NewGate:
         return own | added_columns(self._gpm, self._task, moments, self._memory)
 
     def facts(self) -> dict[str, float]:
-        """Return the mean gate over the task's own prompts."""
         import torch
 
         with torch.no_grad():

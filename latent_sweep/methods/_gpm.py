@@ -1,4 +1,4 @@
-"""What InfLoRA and GainLoRA share: settings of the gradient projection memory, and the memory of a backbone's inputs.
+"""What InfLoRA and GainLoRA share: the gradient projection memory's settings, and the memory of a backbone's inputs.
 
 The formulas are in `latent_sweep.adapters.gpm`.
 """
@@ -35,25 +35,25 @@ class GpmSettings(Settings):
 
     energy: Literal["sigma4", "sigma2"] = "sigma4"
     """Energy that shares refer to: the inputs' singular values to the fourth power, as in all released code, which
-    computes the SVD of their covariance; or squared, as in the GPM paper, which keeps more directions."""
+    takes the SVD of their covariance; or squared, as in the GPM paper, which keeps more directions."""
     eps_0: float = Field(0.995, gt=0, lt=1)
     """Share of the energy that the memory covers after the first task; 0.95 or 0.98 in InfLoRA's vision runs."""
     ramp: int = Field(15, ge=1)
-    """Number of tasks over which that share rises towards 1; 15, the length of both benchmarks, in the released code.
-    It does not follow the trial's length, so that a shorter trial learns the same first tasks."""
+    """Number of tasks over which that share rises towards 1, 15 in the released code. It does not follow the trial's
+    length, so that a shorter trial learns the same first tasks."""
     chunks: int = Field(1, ge=1, json_schema_extra=FROM_PRESET)
-    """Number of equal chunks that every input is split into, each with its own memory. None: from the preset."""
+    """Number of equal chunks that every input is split into, each with its own memory."""
     mask_padding: bool = Field(True, json_schema_extra=FROM_PRESET)
-    """Whether padding is left out of the inputs' statistics. None: from the preset."""
+    """Whether padding is left out of the inputs' statistics."""
     padding: Literal["own", "released"] = Field("own", json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
     """Padding tokens if padding counts (`mask_padding: false`): the tokenizer's, or GainLoRA's, where T5's decoder
-    reads EOS after a short target and Llama reads BOS. None: from the preset."""
+    reads EOS after a short target and Llama reads BOS."""
     group_by_length: bool = Field(True, json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
-    """Whether statistics are read from batches of similar length, or from shuffled ones as in GainLoRA's release. It
-    changes the amount of padding, and the lengths under `gate.pooling: padded`. None: from the preset."""
+    """Read statistics from batches of similar length, or from shuffled ones as in GainLoRA's release. It changes the
+    amount of padding, and the lengths under `gate.pooling: padded`."""
     cross_attention_v: Literal["own_input", "decoder_state"] = Field("own_input", json_schema_extra=FROM_PRESET)
-    """Input of v in T5's cross-attention for the memory: the encoder's output, which it reads, or the decoder's state,
-    which only q reads, as in GainLoRA's released code. None: from the preset."""
+    """Input of v in T5's cross-attention for the memory: the encoder's output, which it reads, or, as in GainLoRA's
+    released code, the decoder's state, which only q reads."""
     batch_size: int = Field(16, ge=1)
     """Examples per batch when statistics are read."""
     max_batches: int = Field(1002, ge=1)
@@ -80,12 +80,11 @@ RELEASED_CHUNKS: Mapping[str, int] = {"t5": 1, "llama": 4}
 
 
 def gpm_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity of the memory without the tokens of padding, where no padding counts."""
     return without(settings, *(("padding",) if settings["mask_padding"] else ()))
 
 
 def statistics_batches(gpm: GpmSettings, task: TaskData) -> list[list[int]]:
-    """Return the row indices of each batch that a task's statistics are read from; the same on every call."""
+    """Return the row indices of each batch that a task's statistics are read from."""
     from latent_sweep.backbones.batches import epoch_batches
 
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in task.rows]
@@ -94,7 +93,6 @@ def statistics_batches(gpm: GpmSettings, task: TaskData) -> list[list[int]]:
 
 
 def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
-    """Join the columns `memory.<name>` that the earlier tasks added to a memory; (dimensions, columns)."""
     import torch
 
     return torch.cat([torch.zeros(dimensions, 0), *(snapshot[f"memory.{name}"] for snapshot in history)], 1)
@@ -103,7 +101,6 @@ def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
 def added_columns(
     gpm: GpmSettings, task: TaskData, moments: Mapping[str, Tensor], memory: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the columns that this task adds to each memory, as tensors of its snapshot."""
     from latent_sweep.adapters.gpm import new_columns
 
     threshold, added = gpm.threshold(task.position), {}
@@ -136,11 +133,6 @@ def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> Non
 
 
 def blocks_of(gpm: GpmSettings, context: MethodContext) -> list[InputBlock]:
-    """Return the distinct inputs of the backbone's adapted projections.
-
-    Raises:
-        ConfigError: they cannot be split into `chunks`.
-    """
     from latent_sweep.adapters.gpm import input_blocks
 
     targets = context.backbone.targets
@@ -153,7 +145,6 @@ def blocks_of(gpm: GpmSettings, context: MethodContext) -> list[InputBlock]:
 
 
 def check_case(task: TaskData) -> None:
-    """Raise DataError if a task has no training examples to read statistics from."""
     if not task.rows:
         raise DataError(
             f"task {task.name}: found no training examples, whose inputs the memory is made of; check the task's train "
@@ -163,11 +154,6 @@ def check_case(task: TaskData) -> None:
 
 class InputMemory:
     """The input directions that earlier tasks use at every adapted projection; designs a new A that avoids them.
-
-    Args:
-        design: how the new A is made.
-        task: the task to be learned, whose examples are read.
-        history: snapshots of the earlier tasks, with the columns that each added.
 
     Raises:
         ConfigError: the inputs cannot be split into `chunks`.
@@ -206,11 +192,7 @@ class InputMemory:
         return A
 
     def added(self, adaptation: Adapt) -> dict[str, Tensor]:
-        """Return the columns that the learned task adds, as tensors of its snapshot.
-
-        Raises:
-            NonFiniteLoss: an input is NaN or infinite.
-        """
+        """Return the columns that the learned task adds, as tensors of its snapshot. NonFiniteLoss as above."""
         tensors = added_columns(self._gpm, self._task, self._moments(adaptation), self._memory)
         self._columns = [
             M.shape[1] + new.shape[1] for M, new in zip(self._memory.values(), tensors.values(), strict=True)
@@ -218,12 +200,10 @@ class InputMemory:
         return tensors
 
     def facts(self) -> dict[str, float]:
-        """Return the mean number of columns over all inputs, and the share of inputs with no direction left."""
         full = [count == block.length for count, block in zip(self._columns, self._blocks, strict=True)]
         return {"memory_columns": sum(self._columns) / len(full), "memory_full": sum(full) / len(full)}
 
     def _moments(self, adaptation: Adapt) -> dict[str, Tensor]:
-        """Measure the second moment of every input over the task's examples, by the block's name."""
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments

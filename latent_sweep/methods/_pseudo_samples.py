@@ -37,7 +37,7 @@ DRAWN_TOGETHER = 32
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The format of a task's examples, with which they are written and read. All fields are token ids."""
+    """The format in which a task's examples are written and read. All fields are token ids."""
 
     name: Sequence[int]
     """The task's name, which asks the model for an example."""
@@ -54,11 +54,7 @@ class RowFormat:
 
     @classmethod
     def of(cls, task: TaskData, backbone: Backbone) -> RowFormat:
-        """Return the format of a task's training examples; targets are labels if each occurs twice on average.
-
-        Raises:
-            DataError: no example has an input.
-        """
+        """Return a task's format; targets are labels if each occurs twice on average. DataError without any input."""
         eos = backbone.eos_id
         head, cue = _surroundings(task)
         targets = {tuple(token for token in row["target_ids"] if token != eos) for row in task.rows}
@@ -67,12 +63,10 @@ class RowFormat:
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], backbone: Backbone) -> RowFormat:
-        """Return the format stored in a snapshot."""
         name, head, cue = (tensors[f"format.{part}"].tolist() for part in ("name", "head", "cue"))
         return cls(name, head, cue, unpadded(tensors["format.labels"]), separator(backbone), backbone.eos_id)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return tensors for `load`."""
         parts = {"name": self.name, "head": self.head, "cue": self.cue}
         ids = {f"format.{part}": torch.tensor(part_ids, dtype=torch.long) for part, part_ids in parts.items()}
         return {**ids, "format.labels": padded(self.labels)}
@@ -95,16 +89,11 @@ class RowFormat:
         return self.row(text, target) if well_formed else None
 
     def row(self, text: Sequence[int], target: Sequence[int]) -> Example:
-        """Make an example of an input and a target without EOS."""
         return {"prompt_ids": [*self.head, *text, *self.cue], "input_ids": [*text], "target_ids": [*target, self.eos]}
 
 
 def separator(backbone: Backbone) -> int:
-    """Return a special token that no example contains: BOS, one of T5's sentinels, or another.
-
-    Raises:
-        ConfigError: the tokenizer has no unused special token.
-    """
+    """Return a special token that no example contains: BOS, a sentinel of T5 or another. ConfigError without one."""
     tokenizer = backbone.tokenizer
     taken = {backbone.eos_id, backbone.pad_id, tokenizer.unk_token_id}
     free = [token for token in tokenizer.all_special_ids if token not in taken]
@@ -125,7 +114,6 @@ def _surroundings(task: TaskData) -> tuple[list[int], list[int]]:
 
 
 def check_inputs(task: TaskData) -> None:
-    """Raise DataError if no example's prompt contains its input."""
     if all(_around_input(row) is None for row in task.rows):
         raise DataError(
             f"task {task.name}: pseudo-samples are made of inputs, but none of its {len(task.rows)} training examples "
@@ -134,7 +122,6 @@ def check_inputs(task: TaskData) -> None:
 
 
 def _around_input(row: Example) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the prompt before and after the input; None if the prompt does not contain the input."""
     prompt, text = tuple(row["prompt_ids"]), tuple(row["input_ids"])
     starts = [i for i in range(len(prompt) - len(text) + 1) if text and prompt[i : i + len(text)] == text]
     return (prompt[: starts[-1]], prompt[starts[-1] + len(text) :]) if starts else None
@@ -148,7 +135,6 @@ def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
 
 
 def unpadded(ids: Tensor) -> list[list[int]]:
-    """Invert `padded`."""
     return [[token for token in row if token >= 0] for row in ids.tolist()]
 
 
@@ -168,7 +154,6 @@ class Samples:
     """Number of generated examples."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return tensors for `load`."""
         return {
             "inputs": padded([row["input_ids"] for row in self.rows]),
             "targets": padded([row["target_ids"][:-1] for row in self.rows]),
@@ -177,7 +162,6 @@ class Samples:
 
     @classmethod
     def load(cls, format: RowFormat, tensors: Mapping[str, Tensor]) -> Samples:
-        """Return the samples that `tensors` was called on."""
         well_formed, drawn = map(int, tensors["counts"].tolist())
         texts, targets = (unpadded(tensors[name]) for name in ("inputs", "targets"))
         return cls(format, list(map(format.row, texts, targets)), well_formed, drawn)

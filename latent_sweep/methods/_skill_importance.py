@@ -5,13 +5,13 @@ clipped gradient, and smooth it and its spread:
 
     I_bar <- b1 I_bar + (1 - b1) I        U <- b2 U + (1 - b2) |I - I_bar|        score = I_bar U
 
-(from AdaLoRA; TaSL, arXiv 2408.09857, and its code). The gradient is the step's, the weight already updated, as in the
-released code. Weights' scores are aggregated to scores of skill units. At the task's end each unit becomes a mean of
-its values before and after the task, weighted by its importance to the past and to the task.
+(from AdaLoRA; TaSL, arXiv 2408.09857, and its code). The gradient is the step's, the weight already updated, as
+released. Weights' scores are aggregated to skill units. At the task's end each unit becomes a mean of its values before
+and after the task, weighted by its importance to the past and to the task.
 
 Units form a tensor (F, M, K). F = 2: the first half describes A, the second B; F = 1: both share it. M adapted
 projections; K = r, or 1 if a unit is a whole matrix. With `training.select: best_validation` the pair of the best epoch
-is fused, but scores cover all steps, as in the released code.
+is fused, but scores cover all steps, as released.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ class SkillLearner(LoraLearner):
     Its snapshot also holds the accumulated `scores` (F, M, K), scaled to [0, 1].
 
     Args:
-        pair: initial pair.
-        outputs: m of every projection.
-        settings: the method's settings.
         previous: the newest snapshot; None at the first task, whose pair is not fused.
         inputs: input width of every projection; None if all are as wide as A.
     """
@@ -84,7 +81,7 @@ class SkillLearner(LoraLearner):
         raise NotImplementedError
 
     def wider(self, score_A: Tensor) -> Tensor:
-        """Return A's width over each projection's input width (M,), which corrects means that include padding zeros."""
+        """Return A's width over each projection's (M,), which corrects means that include padding zeros."""
         return score_A.new_tensor(self._wider)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
@@ -94,7 +91,7 @@ class SkillLearner(LoraLearner):
     # --- training ---
 
     def after_step(self, step: int) -> None:
-        """Update the smoothed importance; the first step is ignored, as in the released code."""
+        """Update the smoothed importance; the first step is ignored, as released."""
         if step == 0:
             return
         s = self.settings
@@ -105,13 +102,11 @@ class SkillLearner(LoraLearner):
             self._spread[name].lerp_((sensitivity - smoothed).abs(), 1 - s.uncertainty_decay)
 
     def state(self) -> dict[str, Tensor]:
-        """Return both averages of every weight."""
         return {f"smoothed.{name}": average for name, average in self._smoothed.items()} | {
             f"spread.{name}": average for name, average in self._spread.items()
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore both averages of every weight."""
         for prefix, averages in (("smoothed", self._smoothed), ("spread", self._spread)):
             for name, average in averages.items():
                 average.copy_(state[f"{prefix}.{name}"])
@@ -127,7 +122,6 @@ class SkillLearner(LoraLearner):
         return pair | {"scores": min_max(c * now + (1 - c) * before).float()}
 
     def _own_scores(self) -> Tensor:
-        """Return this task's unit scores in float64, as they are products of tiny numbers."""
         score_A, score_B = (self._smoothed[name].double() * self._spread[name].double() for name in ("A", "B"))
         return self.unit_scores(score_A, score_B).cpu()
 

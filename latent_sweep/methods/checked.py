@@ -1,4 +1,4 @@
-"""Calls into a method that check the results, so that a plugin's mistake is reported with the member's name."""
+"""Calls into a method that check the results: a plugin's mistake is a ConfigError with the member's name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ def defined_in(kind: type, member: str) -> type:
 
 
 def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
-    """Begin a task.
-
-    Raises:
-        ConfigError: the learner makes examples, but the method does not declare it.
-    """
     learner = method.begin_task(task, history)
     if defined_in(type(learner), "examples") is not Learner and not method.replays:
         raise ConfigError(
@@ -37,22 +32,11 @@ def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
 
 
 def loss(learner: Learner, outputs: Outputs) -> Mapping[str, Tensor]:
-    """Return the terms of a learner's loss that depend on data.
-
-    Raises:
-        ConfigError: a term is not a scalar tensor.
-    """
     return _scalars(learner, "loss", learner.loss(outputs))
 
 
 def penalties(learners: Sequence[Learner]) -> list[Mapping[str, Tensor]]:
-    """Return the penalty of each of several learners, computed together if they are of one class.
-
-    A `penalty` overridden in a subclass takes precedence over inherited `penalties`.
-
-    Raises:
-        ConfigError: a term is not a scalar tensor.
-    """
+    """Compute penalties together if all learners have one class whose `penalties` is as new as its `penalty`."""
     kind = type(learners[0])
     together = len(learners) > 1 and all(type(learner) is kind for learner in learners)
     if together and issubclass(defined_in(kind, "penalties"), defined_in(kind, "penalty")):
@@ -62,21 +46,11 @@ def penalties(learners: Sequence[Learner]) -> list[Mapping[str, Tensor]]:
 
 
 def snapshot(learner: Learner) -> dict[str, Tensor]:
-    """Return the tensors of a learned task's snapshot.
-
-    Raises:
-        ConfigError: `finish` did not return tensors by name.
-    """
     tensors: dict[str, Tensor] = _tensors(learner, "finish", learner.finish(), None, "the snapshot's tensors, by name")
     return tensors
 
 
 def facts(learner: Learner) -> dict[str, float]:
-    """Return a learned task's numbers for the report.
-
-    Raises:
-        ConfigError: one of them is not a finite number.
-    """
     numbers = learner.facts()
     if odd := {k: v for k, v in numbers.items() if not (isinstance(v, (int, float)) and math.isfinite(v))}:
         raise ConfigError(
@@ -86,11 +60,6 @@ def facts(learner: Learner) -> dict[str, float]:
 
 
 def gates(method: Method, history: Snapshots, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
-    """Return a method's gates, (rows, snapshots).
-
-    Raises:
-        ConfigError: they are not finite numbers of this shape.
-    """
     import numpy as np
 
     name, shape = method.settings.name, (len(prompts), len(history))

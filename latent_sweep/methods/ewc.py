@@ -4,10 +4,8 @@
 
 F is the diagonal of the empirical Fisher information at theta*, the pair that an earlier task left: the mean over
 training examples of the squared gradient of each example's own loss with gold targets, not the squared gradient of a
-batch. Only A and B are held, as the backbone is frozen. A and B are determined only up to an r x r matrix between
-them, so a distance per entry only approximates a distance between functions.
-
-No code was released for language models with LoRA; `preset: official` trains the pair as SeqLoRA.
+batch. A and B are determined only up to an r x r matrix between them, so a distance per entry only approximates a
+distance between functions. No code was released for LoRA; `preset: official` trains the pair as SeqLoRA.
 """
 
 from __future__ import annotations
@@ -68,18 +66,13 @@ class Ewc(LoraMethod):
     official = staticmethod(o_lora_scripts)  # none were released for LoRA
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the weight at the first task, and how F is summed unless two earlier tasks are weighted."""
         unread = [] if position else ["ewc_lambda"]
         if position < 2 or not self.settings.ewc_lambda:
             unread += ["fisher", "gamma"]
         return without(super().stage_identity(position), *unread)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> EwcLearner:
-        """Continue from the previous pair.
-
-        Raises:
-            DataError: the task has no training examples to measure F on.
-        """
+        """Continue from the previous pair; DataError if there are no training examples to measure F on."""
         if not task.rows:
             raise DataError(
                 f"task {task.name!r} has no training examples, which EWC measures its Fisher information on; add some "
@@ -119,7 +112,6 @@ class EwcLearner(LoraLearner):
         self._facts: dict[str, float] = {}
 
     def penalty(self) -> dict[str, Tensor]:
-        """Return `lambda / 2 sum F (theta - theta*)^2` over all anchors."""
         weight = self.settings.ewc_lambda
         if not self._anchors or not weight:
             return {}
@@ -131,11 +123,7 @@ class EwcLearner(LoraLearner):
         return {"ewc_penalty": 0.5 * weight * sum(terms[1:], start=terms[0])}
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the pair, and F at it.
-
-        Raises:
-            NonFiniteLoss: F is not finite.
-        """
+        """Return the pair, and F at it; NonFiniteLoss if F is not finite."""
         import torch
 
         s, task = self.settings, self._task
@@ -154,7 +142,6 @@ class EwcLearner(LoraLearner):
         return super().finish() | {"fisher_A": F_A.cpu(), "fisher_B": F_B.cpu()}
 
     def facts(self) -> dict[str, float]:
-        """Return the mean and largest entry of F, which help to choose lambda."""
         return self._facts
 
 
@@ -166,12 +153,9 @@ def diagonal_fisher(
     context: MethodContext,
     batch_size: int = FISHER_BATCH,
 ) -> LoraPair:
-    """Average the squared gradients of each row's own loss, the mean over its target tokens.
+    """Average the squared gradients of each row's own loss, the mean over its target tokens: A (M, r, n), B (O, r).
 
     Each row of a batch gets its own copy of the pair, so that one backward pass gives all rows' gradients.
-
-    Returns:
-        F of A (M, r, n) and of B (O, r).
     """
     import torch
 

@@ -1,8 +1,8 @@
 """GainLoRA: the pairs of InfLoRA or O-LoRA, each behind a gate that is closed for earlier tasks' prompts.
 
-A task's gate reads the prompt's mean embedding once and weights its pair in all projections. It starts as a copy of
-the previous gate with a new key orthogonal to what the key reads of earlier prompts, so that it is closed for them;
-its updates are projected so that it stays closed.
+A task's gate reads the prompt's mean embedding once and weights its pair in all projections. It starts as a copy of the
+previous gate with a new key orthogonal to what the key reads of earlier prompts; its updates are projected so that it
+stays closed for them.
 
 Departures from the released code, by default: the mean is over a prompt's own tokens, not those of the padded batch,
 and rows are not rescaled after the projection, which would open the gates again. Departures under every preset: a new
@@ -57,8 +57,8 @@ class GainLoraSettings(TaskAdapterSettings):
     """Name of the method."""
     preset: Presets = Field("unified", json_schema_extra=NOT_IDENTITY)  # type: ignore[assignment]
     """Source of settings that are left out, those of `training` included: the paper's common protocol (`unified`);
-    GainLoRA's first release of May 2025 (`official`; it covers T5 only, on Llama the later release is used); or the
-    release of November 2025 (`official-2025-11`), with random projected A and random keys from the second task on."""
+    GainLoRA's release of May 2025, for T5 only (`official`; on Llama the later one); or that of November 2025
+    (`official-2025-11`), with random projected A and random keys from the second task on."""
     variant: Literal["inf_lora", "o_lora"] = "inf_lora"
     """Method that trains the pairs behind the gates."""
     gate: GateSettings = GateSettings()
@@ -66,11 +66,11 @@ class GainLoraSettings(TaskAdapterSettings):
     gpm: GpmSettings = GpmSettings()
     """The memory of the inputs of gates and, in the variant `inf_lora`, of projections."""
     design: Design | None = Field(None, json_schema_extra=FROM_PRESET)
-    """How InfLoRA's A is made. None: from the preset."""
+    """How InfLoRA's A is made."""
     lambda_1: Coefficient | None = Field(None, json_schema_extra=FROM_PRESET)
-    """O-LoRA's weight of the overlap with earlier tasks, a number or a list by position. None: from the preset."""
+    """O-LoRA's weight of the overlap with earlier tasks, a number or a list by position."""
     lambda_2: Coefficient | None = Field(None, json_schema_extra=FROM_PRESET)
-    """O-LoRA's weight of the new pair's 2-norms, a number or a list by position. None: from the preset."""
+    """O-LoRA's weight of the new pair's 2-norms, a number or a list by position."""
 
     @model_validator(mode="after")
     def _settings_of_the_variant(self) -> GainLoraSettings:
@@ -93,7 +93,6 @@ class GainLora(TaskAdapterMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of GainLoRA's scripts."""
         scripts = gain_lora_scripts(family, benchmark)
         released = {"gate": RELEASED_GATES[family], "gpm": released_gpm(family)}
         return Scripts({**scripts.method, **released}, scripts.training)
@@ -107,7 +106,6 @@ class GainLora(TaskAdapterMethod):
 
     @classmethod
     def defaults(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the preset's values of the settings that the variant reads."""
         projected = settings.preset == LATER or (settings.preset == "official" and family_of(backbone) == "llama")
         design = {"design": "random_project" if projected else "svd"}
         variant = design if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
@@ -115,15 +113,12 @@ class GainLora(TaskAdapterMethod):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether gates divide by the length of the longest prompt in a batch, as released."""
         return self.settings.gate.pooling == "padded"
 
     def reads_history(self, position: int) -> bool:
-        """Whether there is an earlier task; its memory is always read."""
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out settings that the variant does not read, and at the first task those of later tasks."""
         identity = super().stage_identity(position)
         unread = set() if position else {"ramp"}
         if self.settings.variant == "o_lora":
@@ -134,7 +129,6 @@ class GainLora(TaskAdapterMethod):
         return identity
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Count r m per projection (r (m + n) in the variant `o_lora`) and the gate."""
         s = self.settings
         pairs = sum(self.rank() * (m if s.variant == "inf_lora" else m + n) for m, n in shapes.values())
         return pairs + (2 * s.gate.width + 1) * width
@@ -148,7 +142,6 @@ class GainLora(TaskAdapterMethod):
     # --- learning and answering ---
 
     def gates(self, history: Snapshots, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
-        """Return g_t(x) for each snapshot's gate and prompt."""
         import torch
 
         from latent_sweep.adapters.gate import pooled
@@ -160,12 +153,10 @@ class GainLora(TaskAdapterMethod):
             return torch.stack(weights, 1).double().cpu().numpy()
 
     def try_task(self, task: TaskData) -> None:
-        """Read the inputs of a few rows in the variant `inf_lora`."""
         if self.settings.design:
             try_reading(self.settings.gpm, self.context, task)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> GainLoraLearner:
-        """Start a new pair behind a new gate that is closed for earlier prompts."""
         s, table = self.settings, self.context.backbone.embedding_table
         gate = NewGate(s.gate, s.gpm, table, task, history)
         memory = InputMemory(s.gpm, s.design, self.context, task, history) if s.design else None
@@ -180,8 +171,8 @@ class GainLoraLearner(LoraLearner):
 
     Args:
         earlier: active earlier pairs with their gates.
-        memory: the memory of the projections' inputs in the variant `inf_lora`.
-        penalty: O-LoRA's penalty in the variant `o_lora`.
+        memory: of the projections' inputs, in the variant `inf_lora`.
+        penalty: O-LoRA's, in the variant `o_lora`.
     """
 
     def __init__(
@@ -207,11 +198,9 @@ class GainLoraLearner(LoraLearner):
             self.A = memory.down_projection(self.A, self.adaptation)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the trained parts of the pair, and the gate."""
         return super().parameters() | self._gate.parameters()
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Weight each pair by its gate, row by row; no dropout during validation."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -229,11 +218,9 @@ class GainLoraLearner(LoraLearner):
         return Adaptation(DeltaSum([own, earlier], rate, [False, self._detach]))
 
     def penalty(self) -> dict[str, Tensor]:
-        """Return O-LoRA's penalty in the variant `o_lora`."""
         return {} if self._penalty is None else self._penalty(self.A, self.B)
 
     def after_step(self, step: int) -> None:
-        """Project the gate's step so that it stays closed for earlier prompts."""
         self._gate.project()
 
     def state(self) -> dict[str, Tensor]:
@@ -241,16 +228,13 @@ class GainLoraLearner(LoraLearner):
         return {} if self._memory is None else {"A": self.A}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the A that B was trained with; the gate's next step begins at the restored parameters."""
         if self._memory is not None:
             self.A = state["A"].to(self.A.device)
         self._gate.begin_step()
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the pair, the gate, and the columns that this task adds to the memories."""
         memory = {} if self._memory is None else self._memory.added(self.adaptation)
         return super().finish() | self._gate.finish() | memory
 
     def facts(self) -> dict[str, float]:
-        """Return the size of the memory and the mean gate on the task's own prompts."""
         return self._gate.facts() | ({} if self._memory is None else self._memory.facts())

@@ -25,5 +25,4 @@ class IncLora(TaskAdapterMethod):
     official = staticmethod(o_lora_scripts)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
-        """Start a new pair in addition to the earlier ones."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history))

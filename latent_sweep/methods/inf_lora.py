@@ -1,8 +1,8 @@
 """InfLoRA: a new LoRA pair for every task, whose A is designed to avoid earlier tasks' inputs and then frozen.
 
-Only B is trained (the InfLoRA paper calls the designed matrix B and the trained one A). `design: svd`, from the
-released vision code, makes A of the new task's leading input directions outside the memory. `random_project`, the
-baseline that GainLoRA released for language models, projects a random A. See `latent_sweep.adapters.gpm` for DualGPM.
+Only B is trained (the paper calls the designed matrix B and the trained one A). `design: svd`, from the released vision
+code, makes A of the new task's leading input directions outside the memory; `random_project`, the baseline that
+GainLoRA released for language models, projects a random A. See `latent_sweep.adapters.gpm` for DualGPM.
 
 Departures from the released code, by default: padding does not count, and v of T5's cross-attention is constrained by
 the encoder's output, which it reads, instead of the decoder's state.
@@ -34,7 +34,7 @@ class InfLoraSettings(TaskAdapterSettings):
     """Name of the method."""
     design: Design = Field("svd", json_schema_extra=FROM_PRESET)
     """How A is made: `svd` of the new task's inputs outside the memory, or a random A that is projected out of it
-    from the second task on (`random_project`). None: from the preset."""
+    from the second task on (`random_project`)."""
     gpm: GpmSettings = GpmSettings()
     """The memory of earlier tasks' inputs."""
 
@@ -53,11 +53,9 @@ class InfLora(TaskAdapterMethod):
         return Scripts({**scripts.method, **released}, scripts.training)
 
     def reads_history(self, position: int) -> bool:
-        """Whether there is an earlier task; its memory is always read."""
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out settings of the memory that are not read; the first task does not depend on the ramp."""
         identity = super().stage_identity(position)
         identity["gpm"] = gpm_identity(identity["gpm"])
         if position == 0:
@@ -65,7 +63,6 @@ class InfLora(TaskAdapterMethod):
         return identity
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Count r m per projection."""
         return sum(self.rank() * m for m, _ in shapes.values())
 
     def try_task(self, task: TaskData) -> None:
@@ -73,7 +70,6 @@ class InfLora(TaskAdapterMethod):
         try_reading(self.settings.gpm, self.context, task)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> InfLoraLearner:
-        """Design A for a new pair with B = 0."""
         s = self.settings
         memory = InputMemory(s.gpm, s.design, self.context, task, history)
         return InfLoraLearner(self.fresh(task), self.outputs, s, self.active(history), memory)
@@ -99,13 +95,10 @@ class InfLoraLearner(LoraLearner):
         return {"A": self.A}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the A that B was trained with."""
         self.A = state["A"].to(self.A.device)
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the pair and the columns that this task adds to the memory."""
         return super().finish() | self._memory.added(self.adaptation)
 
     def facts(self) -> dict[str, float]:
-        """Return the size of the memory."""
         return self._memory.facts()

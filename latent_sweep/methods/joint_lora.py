@@ -1,7 +1,6 @@
 """JointLoRA: one LoRA pair trained on the examples of all tasks at once, the upper reference of continual learning.
 
-The first stage trains it, later stages train nothing: every row of its score matrix describes the same pair. A task's
-weight is its number of examples.
+The first stage trains it and later stages train nothing. A task's weight is its number of examples.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ class JointLora(LoraMethod):
     official = staticmethod(o_lora_scripts)
 
     def reads_history(self, position: int) -> bool:
-        """Return False: no stage reads another's snapshot."""
         return False
 
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
-        """Return all tasks for the first stage, none for later ones."""
         return range(n_tasks) if position == 0 else ()
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
-        """Start a new pair."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings)

@@ -47,11 +47,9 @@ class KifLora(LoraMethod):
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the settings of the fusion at the first task, which has nothing to fuse with."""
         return without(super().stage_identity(position), *(() if position else FUSION))
 
     def begin_task(self, task: TaskData, history: Snapshots) -> KifLoraLearner:
-        """Continue from the fused pair."""
         previous = history[-1] if history else None
         return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
 
@@ -83,11 +81,9 @@ class KifLoraLearner(SkillLearner):
         return (score_A.mean(2) * self.wider(score_A).unsqueeze(1) * per_projection(score_B, self.outputs)).unsqueeze(0)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
-        """Return the softmax over past and present of score / tau."""
         shares = ((now - before) / self.settings.temperature).sigmoid()
         self._share = float(shares.mean())
         return shares
 
     def facts(self) -> dict[str, float]:
-        """Return the mean weight of the new values; nothing for the first task."""
         return {} if self._share is None else {"share_of_present": self._share}

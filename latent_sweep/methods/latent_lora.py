@@ -47,13 +47,15 @@ class OrthoSettings(Settings):
     """How the interference penalty is measured."""
 
     include_scale: bool = False
-    """Whether R~ includes s, which multiplies the penalty by s^4 (A3)."""
+    """Multiply every adapter by the scale s before the interference is measured: the penalty grows by s^4 (A3). In the
+    paper's symbols, whether R~ = S R or R~ = s S R."""
     reduce: Literal["sum", "mean"] = "sum"
-    """Reduction over adapted projections (A4)."""
+    """Sum or average the penalties of the adapted projections (A4)."""
     norm: Literal["frobenius", "spectral"] = "frobenius"
-    """Squared Frobenius norm as in equations (8) and (10), or squared spectral norm as in the bound (A6)."""
+    """Norm of the products R~_i^T R~_t, which is squared: `frobenius` as in equations (8) and (10), or `spectral`, the
+    norm in which the paper bounds the interference (A6)."""
     normalise: Literal["none", "spectral"] = "none"
-    """`spectral` divides singular values by the largest of their projection, so that lambda transfers (A4b)."""
+    """`spectral` divides each projection's singular values by its largest, so that lambda transfers (A4b)."""
 
 
 class LatentLoraSettings(MethodSettings):
@@ -70,7 +72,8 @@ class LatentLoraSettings(MethodSettings):
     sigma_side: Literal["out", "in", "none"] = "out"
     """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS (A2)."""
     ortho_lambda: float = Field(ge=0, json_schema_extra=FROM_PRESET)
-    """lambda, the weight of the penalty. None: the paper's 0.05 (Long Sequence 0.02), on SmolLM2 1e-5 (A4b)."""
+    """lambda, the weight of the penalty; 0 turns it off. If it is left out: the paper's 0.05 (Long Sequence 0.02), and
+    1e-5 on the embedded SmolLM2 (A4b)."""
     ortho: OrthoSettings = OrthoSettings()
     """How the penalty is measured."""
     R_init: Literal["normal", "zero", "prev"] = "normal"
@@ -105,12 +108,10 @@ class LatentLora(Method):
 
     @classmethod
     def defaults(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the paper's lambda, or on the embedded backbone one that suits its task loss (A4b)."""
         value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
         return {"ortho_lambda": value}
 
     def reads_history(self, position: int) -> bool:
-        """Whether the penalty, the initial R or the active adapters depend on earlier tasks."""
         s = self.settings
         return position > 0 and (bool(s.ortho_lambda) or s.R_init == "prev" or s.train_active == "sum")
 
@@ -128,16 +129,13 @@ class LatentLora(Method):
         return {**identity, "scale": s.s, "factors": versions.FACTORS if s.svd == "exact" else versions.RANDOMIZED}
 
     def rank(self) -> int:
-        """Return r."""
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Count r^2 per projection."""
         return len(shapes) * self.settings.rank**2
 
     @property
     def space(self) -> LatentSpace:
-        """The frozen factors, loaded at first use."""
         if self._space is None:
             from latent_sweep.adapters.factors import load_factors
             from latent_sweep.adapters.latent import LatentSpace
@@ -156,7 +154,6 @@ class LatentLora(Method):
         return self._space
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LatentLearner:
-        """Start a new R, with the penalty against the earlier ones if lambda > 0."""
         import torch
 
         from latent_sweep.adapters.latent import OrthoPenalty, merge
@@ -198,7 +195,7 @@ class LatentLearner(Learner):
     """A learner of one R_t, (projections, r, r).
 
     Args:
-        penalty: interference with the earlier adapters, weighted by `ortho_lambda`.
+        penalty: interference with the earlier adapters, equation (10) without lambda.
         active: sum of the earlier adapters that are active together with R_t.
         dropout: rate on the adapter's input.
     """
@@ -219,11 +216,9 @@ class LatentLearner(Learner):
         self._lambda = torch.tensor(ortho_lambda, dtype=R.dtype, device=R.device)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return R."""
         return {"R": self.R}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Use R, plus active earlier adapters, for all rows; no dropout during validation."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -232,12 +227,10 @@ class LatentLearner(Learner):
         return Adaptation(self._space.deltas(self.R if self._active is None else self.R + self._active, dropout))
 
     def penalty(self) -> dict[str, Tensor]:
-        """Return lambda times the interference with the earlier adapters, equation (10)."""
         return {} if self._penalty is None else {"ortho_penalty": self._lambda * self._penalty(self.R)}
 
     @classmethod
     def penalties(cls, learners: Sequence[Any]) -> list[dict[str, Tensor]]:
-        """Return the penalty of each learner, in one product if all are measured in the same way."""
         import torch
 
         from latent_sweep.adapters.latent import OrthoPenalty

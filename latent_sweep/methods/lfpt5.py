@@ -3,21 +3,19 @@
     (1 - k) (L_task + l L_lm) + k KL(p_previous || p_current on replayed examples)
 
 After Qin & Joty, "LFPT5: a unified framework for lifelong few-shot language learning based on prompt tuning of T5"
-(2022), and its released code. The method does replay, though the replayed examples are generated. The original runs on
-LM-adapted T5 v1.1 only (`backbone.name: google/t5-large-lm-adapt`), with 16 examples per label and sources of 128
-tokens.
+(2022), and its released code. The original runs on LM-adapted T5 v1.1 only (`backbone.name: google/t5-large-lm-adapt`),
+with 16 examples per label and sources of 128 tokens.
 
 Departures from the code:
 
-- The vocabulary stays as it is: a task's name asks for an example, and an existing special token separates input and
-  target.
-- Only an example's input and target are written; instruction and cue are added around them. A long input is cut so
-  that its target fits.
+- The vocabulary stays: a task's name asks for an example, and an existing special token separates input and target.
+- Only an example's input and target are written; instruction and cue are added around them. A long input is cut so that
+  its target fits.
 - L_lm is a mean over tokens row by row, and rows have the same weight as in L_task: micro-batches add up.
 - KL is a sum over rows, target tokens and vocabulary; the original also counts the padding of two rows.
-- L_task and L_lm are means over a batch; in the original, sums of the means over its four micro-batches of two rows,
-  while KL is the same sum either way. `accumulation` is that number. Only the ratio matters, since Adafactor's steps do
-  not depend on the scale of the loss. The original's first step of an epoch has a single micro-batch.
+- L_task and L_lm are means over a batch; in the original, sums of the means over its four micro-batches of two rows
+  (`accumulation` is that number; an epoch's first step has only one), while KL is the same sum either way. Only the
+  ratio matters, since Adafactor's steps do not depend on the scale of the loss.
 - The first task has neither the KL term nor the factor 1 - k.
 - Tens of pseudo-samples are drawn for an earlier task, not thousands, and validation uses those that are trained on.
 - Answers are decoded as for every method.
@@ -51,7 +49,7 @@ DESCRIPTION = "sentence classification"
 """Text that the first vector of a new prompt is initialized from."""
 
 FREQUENT = 5000
-"""The remaining vectors of a new prompt are embeddings of tokens drawn from this number of the most frequent ones."""
+"""The remaining vectors are embeddings of tokens drawn from this number of the most frequent ones."""
 
 
 class Lfpt5Settings(MethodSettings):
@@ -70,8 +68,8 @@ class Lfpt5Settings(MethodSettings):
     """k; 0.01 in the scripts for classification, 0.03 for entity recognition, 0.04 for summarization."""
     accumulation: int = Field(1, ge=1, json_schema_extra=FROM_PRESET)
     """Divisor of the KL term. The released code adds up the mean losses of 4 micro-batches without dividing by their
-    number, so that KL, a sum over all rows, has a quarter of the weight that it would have with one mean. None: 1, or
-    4 under `preset: official`."""
+    number, so that KL, a sum over all rows, has a quarter of the weight it would have with one mean. None: 1, or 4
+    under `preset: official`."""
     sample_length: int = Field(256, ge=1)
     """Maximum number of tokens in a pseudo-sample; twice the source length in the code."""
     samples_per_label: int = Field(2, ge=0)
@@ -108,11 +106,6 @@ class Lfpt5(Method):
 
     @classmethod
     def training_defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the settings of the released scripts under `preset: official`.
-
-        Departure: 10 epochs instead of 421 over 16 examples per label. On the embedded backbone, which no protocol
-        covers, a prompt learns a task in a few dozen steps of Adafactor at 0.3.
-        """
         scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
         if settings.preset == "official":
             own = {"gradient_clip": None, "group_by_length": False, "backbone_dropout": dropout_rate(backbone)}
@@ -120,7 +113,6 @@ class Lfpt5(Method):
         return {"learning_rate": 0.3, "optimizer": "adafactor"} if backbone == EMBEDDED else {}
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out settings of pseudo-samples if there are none, so that all k share task 1."""
         s, identity = self.settings, super().stage_identity(position)
         if not s.kl_weight:
             identity = without(identity, "accumulation")
@@ -131,20 +123,12 @@ class Lfpt5(Method):
         return without(identity, *REPLAY)
 
     def rank(self) -> int:
-        """Return 0: projections are not adapted."""
         return 0
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Return the number of prompt vectors times their width."""
         return self.settings.prompt_length * width
 
     def try_task(self, task: TaskData) -> None:
-        """Check that the task's examples can be written as pseudo-samples.
-
-        Raises:
-            ConfigError: the tokenizer has no unused special token.
-            DataError: no example has an input.
-        """
         from latent_sweep.methods._pseudo_samples import check_inputs, separator
 
         separator(self.context.backbone)
@@ -165,13 +149,11 @@ class Lfpt5(Method):
         return Lfpt5Learner(self, prompt, format, samples)
 
     def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
-        """Answer with the newest prompt."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation(prompt=history[-1]["prompt"].to(self.context.backbone.device))
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """Append the soft prompt's virtual tokens."""
         from latent_sweep.adapters.bank import virtual_tokens
 
         return [*ids, *virtual_tokens(self.settings.prompt_length)]
@@ -180,9 +162,9 @@ class Lfpt5(Method):
 def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: int) -> Tensor:
     """Return the first task's initial prompt, (length, d) in float32.
 
-    A description, the task's name and each label have one vector, the mean embedding of their tokens. The other
-    vectors are embeddings of tokens drawn, with replacement, among the most frequent ones of the task's examples (in
-    the released code, of a corpus). Vectors are scaled like the model's embeddings (Gemma-3).
+    A description, the task's name and each label have one vector, the mean embedding of their tokens. The other vectors
+    are embeddings of tokens drawn, with replacement, among the most frequent ones of the task's examples (released: of
+    a corpus). Vectors are scaled like the model's embeddings (Gemma-3).
     """
     import torch
 
@@ -211,11 +193,9 @@ class Lfpt5Learner(Learner):
         self._format, self._samples = format, samples
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the prompt."""
         return {"prompt": self.prompt}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Use the prompt for all rows."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation(prompt=self.prompt)
@@ -226,12 +206,10 @@ class Lfpt5Learner(Learner):
         return own + [self._with_prompt(row, s.format, pseudo=True) for s in self._samples for row in s.rows]
 
     def drawn(self) -> dict[str, Tensor]:
-        """Return the pseudo-samples, by the position of their task."""
         parts = ((position, samples.tensors()) for position, samples in enumerate(self._samples))
         return {f"{position}.{name}": tensor for position, tensors in parts for name, tensor in tensors.items()}
 
     def load_drawn(self, drawn: Mapping[str, Tensor]) -> None:
-        """Restore the pseudo-samples that the steps so far have replayed."""
         from latent_sweep.methods._pseudo_samples import Samples
 
         self._samples = [
@@ -247,7 +225,6 @@ class Lfpt5Learner(Learner):
         return {**row, "prompt_ids": self._method.prompt(row["prompt_ids"]), "lm": lm, "pseudo": pseudo}
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
-        """Return the weighted terms `task`, `lm` and, if there are pseudo-samples, `kl`."""
         s, terms = self._settings, {"task": outputs.task_loss()}
         if s.lm_weight:
             terms["lm"] = s.lm_weight * self._lm_loss(outputs)
@@ -289,7 +266,6 @@ class Lfpt5Learner(Learner):
         return forward(context.backbone, context.bank, rows, adaptation, drop_out=drop_out)
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the prompt, the format of this task's examples, and the pseudo-samples as token ids."""
         from latent_sweep.methods._pseudo_samples import padded
 
         longest = self._settings.sample_length
@@ -298,7 +274,6 @@ class Lfpt5Learner(Learner):
         return super().finish() | self._format.tensors() | pseudo_samples
 
     def facts(self) -> dict[str, float]:
-        """Return the number of replayed pseudo-samples and the well-formed share of all generated ones."""
         drawn = sum(samples.drawn for samples in self._samples)
         if not drawn:
             return {}

@@ -1,8 +1,7 @@
-"""What all methods that train LoRA pairs share: settings and their presets, pairs in snapshots, and a learner.
+"""What all methods that train LoRA pairs share: settings, presets, pairs in snapshots, and a learner.
 
-A snapshot holds one pair, `A` (M, r, n) and `B` (O, r), plus what its method adds; the letters are explained in
-`latent_sweep.adapters.lora`. `LoraMethod` carries one pair through all tasks, `TaskAdapterMethod` learns a new pair for
-every task.
+A snapshot holds one pair, `A` (M, r, n) and `B` (O, r), with the letters of `latent_sweep.adapters.lora`. `LoraMethod`
+carries one pair through all tasks, `TaskAdapterMethod` learns a new pair for every task.
 """
 
 from __future__ import annotations
@@ -39,19 +38,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scripts:
-    """The settings of a method's released scripts, by the names that the settings have here."""
+    """The settings of a method's released scripts, by their names here."""
 
     method: Mapping[str, Any]
-    """Settings of the method's own group."""
     training: Mapping[str, Any]
-    """Settings of the `training:` group. Examples are shuffled, not grouped by length, unless stated here."""
+    """Examples are shuffled, not grouped by length, unless stated here."""
 
 
 def o_lora_scripts(family: str, benchmark: str) -> Scripts:
     """Return O-LoRA's released scripts, which also run SeqLoRA and IncLoRA; the same for every benchmark.
 
-    Departures: settings per task do not exist here, so MNLI's second epoch and, on Llama, the first task's learning
-    rate of 1e-3 are left out.
+    Departures: MNLI's second epoch and, on Llama, the first task's learning rate of 1e-3 are left out.
     """
     training = {"learning_rate": {"t5": 1e-3, "llama": 1e-4}[family], "batch_size": 64, "epochs": 1}
     return Scripts({"rank": 8, "alpha": 32.0, "dropout": 0.1}, training)
@@ -61,9 +58,7 @@ def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
     """Return the released scripts of SAPT and GainLoRA; benchmarks other than Long Sequence use SuperNI's.
 
     Their optimizer is that of transformers 4.30: by default for T5, and for Llama because DeepSpeed's file names none.
-
-    Departure: they keep the best checkpoint on the dev split, which is their test split; here `training.select`
-    decides.
+    Departure: they keep the best checkpoint on the dev split, their test split; here `training.select` decides.
     """
     long = benchmark == "long_sequence"
     # learning rate, (epochs on Long Sequence, elsewhere), (rank on Long Sequence, elsewhere)
@@ -83,19 +78,19 @@ Presets = Literal["unified", "official", "official-2025-11"]
 class LoraSettings(MethodSettings):
     """The settings in every LoRA method's `method:` group.
 
-    Defaults of settings that a preset fills in are those of `unified`, here the Latent-LoRA paper's common protocol
-    for LoRA baselines (appendix "Training"); it states no dropout (A28).
+    Defaults are those of `unified`, the Latent-LoRA paper's common protocol for LoRA baselines (appendix "Training"),
+    which states no dropout (A28).
     """
 
     preset: Literal["unified", "official"] = Field("unified", json_schema_extra=NOT_IDENTITY)
-    """Source of settings that are left out, those of `training` included: the paper's common protocol, or the method's
-    released scripts."""
+    """Source of settings that are left out, those of `training` included: the paper's common protocol (`unified`), or
+    the method's released scripts (`official`)."""
     rank: int = Field(8, ge=1, json_schema_extra=FROM_PRESET)
-    """r, the number of rows of every A and columns of every B. None: from the preset."""
+    """r, the number of rows of every A and columns of every B."""
     alpha: float = Field(16.0, gt=0, json_schema_extra=FROM_PRESET)
-    """LoRA's alpha; the scale is s = alpha / rank. None: from the preset."""
+    """LoRA's alpha; the scale is s = alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1, json_schema_extra=FROM_PRESET)
-    """Dropout on the adapter's input during training, one mask for all pairs. None: from the preset."""
+    """Dropout on the adapter's input during training, one mask for all pairs."""
 
     @property
     def s(self) -> float:
@@ -109,7 +104,7 @@ class TaskAdapterSettings(LoraSettings):
     train_active: Literal["sum", "current"] = "sum"
     """Pairs active while a task is learned: its own plus all earlier ones, or its own alone."""
     old_branch_grad: Literal["flow", "detach"] = Field("flow", json_schema_extra=FROM_PRESET)
-    """Whether gradients flow through active earlier pairs to lower layers, or stop there. None: from the preset."""
+    """Whether gradients flow through active earlier pairs to lower layers, or stop there."""
 
 
 # --- method and learner ----------------------------------------------------------------------------------------------
@@ -124,11 +119,7 @@ class LoraMethod(Method):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the preset `official`; other settings keep their defaults.
-
-        Raises:
-            ConfigError: the class does not override this.
-        """
+        """Return the values of the preset `official`; other settings keep their defaults. ConfigError if none exist."""
         raise ConfigError(
             f"method.preset: found 'official', but {cls.__name__} has no released scripts (its class defines no "
             "`official`); expected 'unified'"
@@ -149,7 +140,6 @@ class LoraMethod(Method):
 
     @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the released scripts' settings of the method."""
         scripts = cls.scripts(settings, backbone, benchmark)
         return scripts.method if scripts else {}
 
@@ -157,22 +147,17 @@ class LoraMethod(Method):
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
         """Return the released scripts' training settings; under `unified`, the paper's protocol holds.
 
-        The released trainers call `model.train()` at every step, so the backbone's own dropout is on during steps (but
-        not for statistics and answers), and they shuffle examples regardless of length.
-
-        The paper's protocol does not cover the embedded backbone, where LoRA learns a task in a few dozen steps at
-        1e-3.
+        The released trainers call `model.train()` at every step, so the backbone's own dropout is on during steps (not
+        for statistics and answers). On the embedded backbone LoRA learns a task in a few dozen steps at 1e-3.
         """
         if scripts := cls.scripts(settings, backbone, benchmark):
             return {"group_by_length": False, **scripts.training, "backbone_dropout": dropout_rate(backbone)}
         return {"learning_rate": 1e-3} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:
-        """Return r."""
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Count r (m + n) per projection."""
         return sum(self.rank() * (m + n) for m, n in shapes.values())
 
     # --- pairs ---
@@ -207,12 +192,10 @@ class LoraMethod(Method):
         return snapshot["A"].to(device), snapshot["B"].to(device)
 
     def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
-        """Return a snapshot's pair, with each A cut to its projection's input width."""
         A = [own[:, :n] for own, n in zip(snapshot["A"], self.inputs, strict=True)]
         return LowRankPairs(A, snapshot["B"].split(self.outputs), self.settings.s)
 
     def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
-        """Answer each row with its own weighted sum of pairs."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import merged
 
@@ -228,11 +211,9 @@ class TaskAdapterMethod(LoraMethod):
     settings: TaskAdapterSettings
 
     def reads_history(self, position: int) -> bool:
-        """Whether earlier pairs exist and are active in training."""
         return position > 0 and self.settings.train_active == "sum"
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out how gradients pass earlier pairs if none is active."""
         identity = super().stage_identity(position)
         if position == 0:
             identity["train_active"] = "current"
@@ -258,7 +239,6 @@ class LoraLearner(Learner):
     Args:
         pair: initial pair, which is copied.
         outputs: m of every projection.
-        settings: source of scale and dropout.
         earlier: deltas of earlier pairs that are active in training.
         train_A: whether A is trained; it is part of the snapshot either way.
     """
@@ -277,11 +257,9 @@ class LoraLearner(Learner):
         self._earlier = earlier
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the trained ones of A and B."""
         return {name: tensor for name, tensor in (("A", self.A), ("B", self.B)) if tensor.requires_grad}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Use the pair and the active earlier ones for all rows; no dropout during validation."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -292,5 +270,4 @@ class LoraLearner(Learner):
         return Adaptation(DeltaSum([own, self._earlier], rate) if self._earlier or rate else own)
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the pair."""
         return {"A": self.A.detach().cpu().clone(), "B": self.B.detach().cpu().clone()}

@@ -2,10 +2,9 @@
 
     CE + alpha_kd tau^2 KL(p_teacher^tau || p_student^tau)
 
-The teacher is the pair that the previous task left. It reads what the student reads: the new task's prompts and gold
-targets. The divergence at target tokens is reduced as the cross-entropy is, by default to the mean over target tokens
-(`training.loss_reduce: token_mean`). No code was released for language models with LoRA; `preset: official` trains the
-pair as SeqLoRA.
+The teacher, the pair that the previous task left, reads what the student reads: the new task's prompts and gold
+targets. The divergence is reduced as the cross-entropy is, by default to the mean over target tokens. No code was
+released for language models with LoRA; `preset: official` trains the pair as SeqLoRA.
 """
 
 from __future__ import annotations
@@ -44,14 +43,12 @@ class Lwf(LoraMethod):
     official = staticmethod(o_lora_scripts)  # none were released for LoRA
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out both settings at the first task, which has no teacher, and tau if the divergence has no weight."""
         unread = [] if position else ["alpha_kd"]
         if not position or not self.settings.alpha_kd:
             unread += ["temperature"]
         return without(super().stage_identity(position), *unread)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
-        """Continue from the previous pair, which is also the teacher."""
         pair = self.carried(task, history)
         if not history or not self.settings.alpha_kd:
             return LoraLearner(pair, self.outputs, self.settings)
@@ -71,7 +68,6 @@ class LwfLearner(LoraLearner):
         self._context, self._teacher = context, Adaptation(LoraDeltas(*pair, outputs, settings.s))
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
-        """Return the cross-entropy and the divergence from the teacher on the same rows."""
         import torch
 
         from latent_sweep.backbones.batches import forward

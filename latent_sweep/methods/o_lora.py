@@ -60,12 +60,11 @@ class OLoraSettings(TaskAdapterSettings):
     """Name of the method."""
     preset: Presets = Field("unified", json_schema_extra=NOT_IDENTITY)  # type: ignore[assignment]
     """Source of settings that are left out, those of `training` included: the paper's common protocol (`unified`),
-    O-LoRA's released scripts (`official`), or those of GainLoRA's later release, for Llama only
-    (`official-2025-11`)."""
+    O-LoRA's released scripts (`official`), or GainLoRA's later release, for Llama only (`official-2025-11`)."""
     lambda_1: Coefficient = Field(0.5, json_schema_extra=FROM_PRESET)
-    """Weight of the overlap with earlier tasks, a number or a list by position. None: from the preset."""
+    """Weight of the overlap with earlier tasks, a number or a list by position."""
     lambda_2: Coefficient = Field(0.0, json_schema_extra=FROM_PRESET)
-    """Weight of the new pair's 2-norms, a number or a list by position. None: from the preset."""
+    """Weight of the new pair's 2-norms, a number or a list by position."""
     penalty: Literal["l1", "squared"] = "l1"
     """Absolute entries of the overlap as in the released code, or squared ones as published."""
 
@@ -78,7 +77,6 @@ class OLora(TaskAdapterMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the released scripts, with schedules for T5 on Long Sequence."""
         scripts = o_lora_scripts(family, benchmark)
         scheduled = (family, benchmark) == ("t5", "long_sequence")
         schedules = {"lambda_1": LONG_LAMBDA_1, "lambda_2": LONG_LAMBDA_2} if scheduled else {}
@@ -86,11 +84,6 @@ class OLora(TaskAdapterMethod):
 
     @classmethod
     def later(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of O-LoRA in GainLoRA's later release.
-
-        Raises:
-            ConfigError: the backbone is not a Llama.
-        """
         if family != "llama":
             raise ConfigError(
                 f"method.preset: found {LATER!r}, but GainLoRA's later release runs O-LoRA on Llama only; expected "
@@ -100,11 +93,9 @@ class OLora(TaskAdapterMethod):
         return Scripts({**scripts.method, "lambda_1": LATER_LAMBDA_1, "lambda_2": LATER_LAMBDA_2}, scripts.training)
 
     def reads_history(self, position: int) -> bool:
-        """Whether the overlap or active earlier pairs read it."""
         return super().reads_history(position) or self.coefficients(position)[0] > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Keep only the weights of this position."""
         identity = super().stage_identity(position)
         identity["lambda_1"], identity["lambda_2"] = self.coefficients(position)
         if not identity["lambda_1"]:
@@ -117,13 +108,11 @@ class OLora(TaskAdapterMethod):
         return _at(position, s.lambda_1) if position else 0.0, _at(position, s.lambda_2)
 
     def penalty(self, position: int, history: Snapshots) -> OLoraPenalty:
-        """Return the penalty for the task at this position."""
         lambda_1, lambda_2 = self.coefficients(position)
         earlier = [self.pair(snapshot)[0] for snapshot in history] if lambda_1 else []
         return OLoraPenalty(earlier, self.outputs, lambda_1, lambda_2, self.settings.penalty)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> OLoraLearner:
-        """Start a new pair under the penalty."""
         penalty = self.penalty(task.position, history)
         return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)
 
@@ -138,8 +127,6 @@ class OLoraPenalty:
     Args:
         earlier: down-projections of the earlier tasks, each (M, r, n); not needed if lambda_1 is 0.
         outputs: m of every projection.
-        lambda_1, lambda_2: weights of `overlap` and `size`.
-        kind: see `OLoraSettings.penalty`.
     """
 
     def __init__(
@@ -194,5 +181,4 @@ class OLoraLearner(LoraLearner):
         self._penalty = penalty
 
     def penalty(self) -> dict[str, Tensor]:
-        """Return the weighted overlap with the earlier tasks and size of the pair."""
         return self._penalty(self.A, self.B)

@@ -1,8 +1,8 @@
 """The contract between a continual-learning method and the rest of the package.
 
 A method is one file: its settings, a `Method` that plans and combines snapshots, and a `Learner` that lives for one
-task. Members with a body are optional: a method overrides those that it needs. Method files import torch only inside
-functions, so that planning a sweep does not load it.
+task. Members with a body are optional. Method files import torch only inside functions, so that planning a sweep does
+not load it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "ngram",
 
 
 def without(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the settings of an identity except those named."""
     return {name: value for name, value in identity.items() if name not in names}
 
 
@@ -45,10 +44,9 @@ class MethodSettings(Settings):
     """Name of the method, as registered in `latent_sweep.methods`."""
 
     def answer_identity(self, source: str | None) -> dict[str, Any]:
-        """Return the settings that name answers besides the snapshots: those that training does not read.
+        """Return the settings, besides those of training, that name answers.
 
-        For a plugin method (`source` is its code digest) these are all of its settings: `combine` or `gates` may read
-        one that `stage_identity` leaves out, whether or not it is marked `INFERENCE_ONLY`.
+        For a plugin method (`source` is its code digest) these are all settings: `combine` or `gates` may read any.
         """
         return self.inference_identity() if source is None else self.identity()
 
@@ -89,7 +87,6 @@ class MethodContext:
         return features(self.backbone, self.bank, prompts, layer, folder)
 
     def rows_in_a_pass(self, batch_size: int) -> int:
-        """Return the number of rows per pass for a batch of this size."""
         return -(-batch_size // self.passes)
 
 
@@ -129,7 +126,7 @@ class Method:
         version: part of every lineage; raise it when the same settings would train to a different result.
         combinations: the possible ways for its snapshots to answer together; the first is the default.
         factored: whether its adapters live in truncated SVD factors of the frozen weights.
-        replays: whether its learners override `examples`, to train on other rows than the task's own.
+        replays: whether its learners override `examples`.
         keeps_rows: whether its snapshots hold rows that later tasks train on.
         gradient_rows: largest number of per-row gradients measured at once after a task.
     """
@@ -202,18 +199,17 @@ class Method:
     # --- learning ---
 
     def try_task(self, task: TaskData) -> None:
-        """Raise a LatentSweepError if this task cannot be learned.
+        """Raise a LatentSweepError if this task cannot be learned; draw no random numbers and leave nothing behind.
 
-        Called for every task before the first one is learned, on every worker of a group. It must be cheap, draw no
-        random numbers and leave nothing behind.
+        Called for every task before the first is learned, on every worker of a group.
         """
 
     def begin_task(self, task: TaskData, history: Snapshots) -> Learner:
         """Make a learner for this task.
 
         Args:
-            history: tensors of the earlier snapshots, oldest first; empty if `reads_history` is False. Each access
-                reads a snapshot from the storage again; none is held in memory.
+            history: the earlier snapshots, oldest first; empty if `reads_history` is False. Each access reads the
+                storage.
         """
         raise NotImplementedError
 

@@ -22,5 +22,4 @@ class SeqLora(LoraMethod):
     official = staticmethod(o_lora_scripts)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
-        """Continue from the previous pair."""
         return LoraLearner(self.carried(task, history), self.outputs, self.settings)

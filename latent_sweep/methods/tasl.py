@@ -45,7 +45,6 @@ class Tasl(LoraMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the released scripts, for every benchmark."""
         training: dict[str, Any] = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
         own: dict[str, dict[str, Any]] = {
@@ -55,11 +54,9 @@ class Tasl(LoraMethod):
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own[family])
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the settings of the consolidation at the first task, which has nothing to consolidate."""
         return without(super().stage_identity(position), *(() if position else CONSOLIDATION))
 
     def begin_task(self, task: TaskData, history: Snapshots) -> TaslLearner:
-        """Continue from the consolidated pair."""
         previous = history[-1] if history else None
         return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
 
@@ -71,11 +68,9 @@ class TaslLearner(SkillLearner):
     _kinds: Mapping[str, float] = {}
 
     def sensitivity(self, product: Tensor) -> Tensor:
-        """Return `I = |w g|`."""
         return product.abs()
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
-        """Average over the weights of each matrix."""
         import torch
 
         of_A, of_B = score_A.mean((1, 2)) * self.wider(score_A), per_projection(score_B, self.outputs).mean(1)
@@ -96,5 +91,4 @@ class TaslLearner(SkillLearner):
         return scores.flatten().quantile(self.settings.percentile / 100)
 
     def facts(self) -> dict[str, float]:
-        """Count the units important to both, one or neither of past and present; nothing for the first task."""
         return dict(self._kinds)

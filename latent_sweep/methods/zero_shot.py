@@ -27,27 +27,21 @@ class ZeroShot(Method):
     settings_class = ZeroShotSettings
 
     def reads_history(self, position: int) -> bool:
-        """Return False: snapshots are empty."""
         return False
 
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
-        """Return no task."""
         return ()
 
     def rank(self) -> int:
-        """Return 0: there is no adapter."""
         return 0
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Return 0: nothing is trained."""
         return 0
 
     def begin_task(self, task: TaskData, history: Snapshots) -> NothingToLearn:
-        """Make a learner without parameters."""
         return NothingToLearn()
 
     def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
-        """Leave the backbone bare."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation()
@@ -57,11 +51,9 @@ class NothingToLearn(Learner):
     """A learner without parameters; it leaves an empty snapshot and is never trained."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return no parameters."""
         return {}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Leave the backbone bare."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation()

@@ -96,11 +96,7 @@ class FittedTasks:
 
 
 def weigh(mode: Combination, tasks: FittedTasks, rows: Rows, task: int | None = None) -> Array:
-    """Return the weights of the snapshots in every row, (rows, tasks_seen).
-
-    Args:
-        task: position of the task that the rows belong to; only `oracle` reads it.
-    """
+    """Return the weights of the snapshots in every row, (rows, tasks_seen); only `oracle` reads the rows' task."""
     if mode == "soft" or mode == "hard":
         assert tasks.router is not None, "soft and hard need a router"
         return tasks.router.weights(rows.embeddings(), mode)
@@ -119,8 +115,6 @@ class Combiner:
 
     Args:
         settings: the trial's `router:` group, with `combine` resolved.
-        tokens: returns the tokenized rows that the router pools.
-        gates: returns the weights for `combine: gates`.
         n_tasks: tasks of the whole trial.
         seed: of K-means.
         storage: folder below which pooled embeddings and router records are cached.
@@ -151,7 +145,7 @@ class Combiner:
 
     @property
     def routes(self) -> bool:
-        """Whether the weights estimate a prompt's task: `soft`, `hard` and `ngram`."""
+        """Whether the weights estimate a prompt's task."""
         return self.settings.combine in ("soft", "hard", "ngram")
 
     def weights(self, tasks_seen: int) -> list[Array]:
@@ -159,7 +153,6 @@ class Combiner:
         return [self.weights_at(tasks_seen, task) for task in range(tasks_seen)]
 
     def fitted(self, tasks_seen: int) -> FittedTasks:
-        """Return what the combination needs of the tasks seen, fitted now or cached."""
         if tasks_seen not in self._fitted:
             mode = self.settings.combine
             router = self._fit(tasks_seen) if mode in ROUTED else None
@@ -168,7 +161,6 @@ class Combiner:
         return self._fitted[tasks_seen]
 
     def weights_at(self, tasks_seen: int, task: int) -> Array:
-        """Return the weights of one task's test rows, (rows, tasks_seen)."""
         mode = self.settings.combine
         if mode == "soft" or mode == "hard":
             return self._router(tasks_seen).weights_of(self.log_posterior(tasks_seen, task), mode)
@@ -189,7 +181,6 @@ class Combiner:
         return self._posterior[tasks_seen, task]
 
     def routing_metrics(self, tasks_seen: int, names: Sequence[str]) -> RoutingMetrics:
-        """Return an empty accumulator of routing metrics; `names` are of all tasks of the trial."""
         return RoutingMetrics(self, tasks_seen, names)
 
     def novelty(self, tasks_seen: int, task: int) -> Array:
@@ -215,7 +206,6 @@ class Combiner:
     # --- records, computed once and stored by content ---
 
     def gmm(self, task: int) -> TaskGmm:
-        """Return the task's Gaussian mixture."""
         name = self.gmm_name(task)
         if name not in self.gmms:
             fit = lambda: fit_gmm(self.embeddings(task, "train"), self.settings, self.seed)  # noqa: E731
@@ -223,11 +213,9 @@ class Combiner:
         return self.gmms[name]
 
     def scatter(self, task: int) -> TaskScatter:
-        """Return the task's scatter, which depends on neither K nor the seed."""
         return self._record(TaskScatter, self.scatter_name(task), lambda: scatter_of(self.embeddings(task, "train")))
 
     def ngrams(self, task: int) -> TaskNgrams:
-        """Return the task's n-grams."""
         return self._record(TaskNgrams, self.ngrams_name(task), lambda: fit_ngrams(self._texts(task, "train")))
 
     def _record(self, kind: type[R], name: str, make: Callable[[], R]) -> R:
@@ -265,23 +253,18 @@ class Combiner:
         return name
 
     def pooled_name(self, task: int, split: Split) -> str:
-        """Name a task's pooled embeddings."""
         return pooled_name(self._tokens_name(task, split), self.backbone.weights_digest, self.settings)
 
     def ngrams_name(self, task: int) -> str:
-        """Name a task's n-grams."""
         return content_hash({"ngrams": versions.RECORDS, "tokens": self._tokens_name(task, "train")})
 
     def gmm_name(self, task: int) -> str:
-        """Name a task's Gaussian mixture."""
         return gmm_name(self.pooled_name(task, "train"), self.settings, self.seed)
 
     def scatter_name(self, task: int) -> str:
-        """Name a task's scatter."""
         return scatter_name(self.pooled_name(task, "train"), self.settings)
 
     def covariance_name(self, tasks_seen: int) -> str:
-        """Name the factored covariance of the tasks seen."""
         s = self.settings
         tasks = range(s.cov.pooled_tasks(tasks_seen, self.n_tasks))
         names = [self.scatter_name(task) for task in tasks]
@@ -321,11 +304,11 @@ class RoutingMetrics:
                 self._distances.append(combiner.novelty(self._tasks_seen, task))
 
     def measures(self) -> dict[str, float]:
-        """Return the metrics by name.
+        """Return the metrics by name; `sum`, `last` and `oracle` have none.
 
         `soft` and `hard` have those of `PosteriorMetrics`, and `router_novelty_auroc` if there are future tasks whose
-        rows can be read. `gates` has those of `PosteriorMetrics` if its weights are probabilities, `ngram` has
-        accuracies, and the other combinations have none.
+        rows can be read; `gates` has those of `PosteriorMetrics` if its weights are probabilities; `ngram` has
+        accuracies.
         """
         combiner = self._combiner
         if combiner.settings.combine == "gates":
@@ -347,7 +330,6 @@ class RoutingMetrics:
 
 
 def texts_read(backbone: Backbone, prompts: Iterable[Sequence[int]]) -> list[str]:
-    """Decode prompts without special tokens."""
     return backbone.tokenizer.batch_decode([list(ids) for ids in prompts], skip_special_tokens=True)
 
 
@@ -359,11 +341,8 @@ def table_std(backbone: Backbone) -> float:
 def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArray[np.float32]:
     """Return the mean of each row's token embeddings from the frozen table, (rows, d) float32, equation (11).
 
-    `router.pool` selects the tokens (A18): the prompt or its input alone, with or without special tokens. Without
-    `mask_pad` the mean includes padding up to the longest of the rows, as in some released code.
-
-    Raises:
-        DataError: a row has no token left.
+    `router.pool` selects the tokens (A18). Without `mask_pad` the mean includes padding up to the longest of the rows,
+    as in some released code. DataError if a row has no token left.
     """
     column = tokens["prompt_ids" if settings.pool.scope == "prompt" else "input_ids"]
     rows = [list(row) for row in column]

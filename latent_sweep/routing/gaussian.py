@@ -1,14 +1,13 @@
 """The training-free task router: which task does an input belong to, given its pooled frozen embedding?
 
 Each task leaves two records: a `TaskScatter`, which depends only on its embeddings, and a `TaskGmm` for one K and seed.
-`PooledScatter` sums the scatters, one addition per new task. `GaussianRouter` turns the mixtures of the tasks seen and
-the covariance C pooled from those scatters into a posterior over tasks. All components share C, so `x' C^-1 x` and the
-log-determinant cancel between tasks and the router is a linear classifier:
+`GaussianRouter` turns the mixtures of the tasks seen and the covariance C pooled from their scatters into a posterior
+over tasks. All components share C, so `x' C^-1 x` and the log-determinant cancel and the router is a linear classifier:
 
     log p(x | t) = logsumexp_k(log pi_tk + mu_tk' C^-1 x - mu_tk' C^-1 mu_tk / 2) + const(x)
 
-This takes one Cholesky factor per fit and one matrix product per batch, without an inverse. Inputs are whitened only
-for distances. Symmetric matrices are stored and added as triangles, in half the bytes.
+This takes one Cholesky factor per fit and one matrix product per batch. Symmetric matrices are stored and added as
+triangles, in half the bytes.
 
 Letters: n inputs, d embedding width, K components per task, M in all, T tasks. A10, A11, ...: the paper's open points.
 """
@@ -65,7 +64,8 @@ class GmmSettings(Settings):
     kmeans_iters: int = Field(default=30, ge=1, json_schema_extra=INFERENCE_ONLY)
     """Maximum Lloyd iterations; K-means stops earlier only when it has converged exactly (A11)."""
     weights: Literal["share", "uniform"] = Field(default="share", json_schema_extra=INFERENCE_ONLY)
-    """pi_tk: the component's share of the task's embeddings, at least 1/n, or 1/K (A12)."""
+    """Weight of a component in its task's mixture: `share`, the share of the task's embeddings that it holds, or
+    `uniform`, 1/K (A12)."""
     whiten_first: bool = Field(default=False, json_schema_extra=INFERENCE_ONLY)
     """Run K-means in the space whitened by the task's own regularized covariance, not in the raw one (A11)."""
 
@@ -102,9 +102,11 @@ class RouterSettings(Settings):
     """The `router:` group of a sweep file. Training reads none of it."""
 
     combine: Combination = Field(default="soft", json_schema_extra=INFERENCE_ONLY | FROM_PRESET)
-    """How snapshots answer together (Eq. 15): `soft` by the posterior, `hard` by its argmax, `ngram` by the nearest
-    definition as a string (a control, which reads nothing else of this group), `gates` by the method's own gates,
-    `sum` with weight 1 each, `last` the newest alone, `oracle` the true task's; null: as the method says."""
+    """How snapshots answer together (Eq. 15). `soft`: weighted by the router's posterior; `hard`: the adapter of its
+    most probable task; `ngram`: a baseline that picks the task whose definition shares the most character n-grams with
+    the prompt, and reads no other setting of this group; `gates`: the method's own gates; `sum`: every adapter with
+    weight 1; `last`: the newest alone; `oracle`: the adapter of the true task. If it is left out, the method's own
+    choice."""
     components: int = Field(default=5, ge=1, json_schema_extra=INFERENCE_ONLY)
     """K, Gaussian components per task (Eq. 12)."""
     epsilon: float = Field(default=0.01, ge=0, json_schema_extra=INFERENCE_ONLY)
@@ -139,7 +141,7 @@ class RouterSettings(Settings):
         return {name: content[name] for name in names} | {name: content["cov"][name] for name in covariance_names}
 
     def scatter_identity(self) -> dict[str, Any]:
-        """Return the settings that, with the texts, determine a `TaskScatter`; K is not among them."""
+        """Return the settings that, with the texts, determine a `TaskScatter`."""
         content = self.identity()
         return {name: content[name] for name in ("embed_norm", "pool")}
 
@@ -152,7 +154,6 @@ class _Record:
     """What the router keeps of one task, in a checksummed file; it holds no embedding of a single input."""
 
     def save(self, path: Path) -> None:
-        """Write the record, with a checksum."""
         write_checksummed(path, {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
@@ -166,11 +167,7 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class TaskScatter(_Record):
-    """One task's contribution to the shared covariance (Eq. 13).
-
-    Raises:
-        ValueError: the array is not the triangle of a float64 matrix, or there are no embeddings.
-    """
+    """One task's contribution to the shared covariance (Eq. 13); ValueError if the arrays are not as described."""
 
     triangle: Array
     """(d (d + 1) / 2,) lower triangle, row by row, of S_t = sum (x - mean)(x - mean)'; a sum, not an average."""
@@ -186,17 +183,12 @@ class TaskScatter(_Record):
 
     @property
     def width(self) -> int:
-        """Return d, the width of the embeddings."""
         return (isqrt(8 * self.triangle.size + 1) - 1) // 2
 
 
 @dataclass(frozen=True, eq=False)
 class TaskGmm(_Record):
-    """The Gaussian mixture of one task, without its covariance (Eq. 12). All arrays are float64.
-
-    Raises:
-        ValueError: an array has the wrong dtype, or a shape that does not match the others.
-    """
+    """The Gaussian mixture of one task, without its covariance (Eq. 12), in float64; ValueError for other shapes."""
 
     means: Array
     """(K, d) component means mu_tk."""
@@ -216,14 +208,10 @@ class TaskGmm(_Record):
 
     @property
     def count(self) -> int:
-        """Return n_t, the number of embeddings."""
         return round(self.counts.sum())
 
     def between(self) -> Array:
-        """Return B, (K, d): `B' B` is the scatter of the component means about the task's mean.
-
-        `cov.center: component` subtracts it from the pooled scatter.
-        """
+        """Return B, (K, d): `B' B` is the scatter of the component means about the task's mean."""
         mean = self.counts @ self.means / self.counts.sum()
         return np.sqrt(self.counts)[:, None] * (self.means - mean)
 
@@ -240,27 +228,20 @@ def pooled_name(tokens: str, weights: str, settings: RouterSettings) -> str:
 
 
 def gmm_name(pooled: str, settings: RouterSettings, seed: int) -> str:
-    """Name a `TaskGmm`: a hash of everything it depends on, including scikit-learn for its K-means.
-
-    Args:
-        pooled: name of the training rows' pooled embeddings.
-    """
+    """Name a `TaskGmm`: a hash of everything it depends on, including scikit-learn for its K-means."""
     fit = [settings.record_identity(), seed, versions.RECORDS, versions.library("scikit-learn")]
     return content_hash({"mixture": fit, "pooled": pooled})
 
 
 def scatter_name(pooled: str, settings: RouterSettings) -> str:
-    """Name a `TaskScatter`: a hash of everything it depends on."""
     return content_hash({"scatter": [settings.scatter_identity(), versions.RECORDS], "pooled": pooled})
 
 
 def pooled_path(storage: Path, name: str) -> Path:
-    """Return the path of pooled embeddings in a storage."""
     return storage / "embeddings" / f"{name}.safetensors"
 
 
 def record_path(storage: Path, name: str) -> Path:
-    """Return the path of a router record in a storage."""
     return storage / "router" / f"{name}.safetensors"
 
 
@@ -272,13 +253,11 @@ def spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
 def normalize_embeddings(
     embeddings: npt.NDArray[Any], how: Literal["none", "l2", "std"], table_std: float | None = None
 ) -> npt.NDArray[Any]:
-    """Scale pooled embeddings by `router.embed_norm` (A15), for fitting and for routing.
+    """Scale pooled embeddings (n, d) by `router.embed_norm` (A15), for fitting and for routing.
 
     Args:
-        embeddings: (n, d) pooled embeddings.
-        how: "none" leaves them unchanged. "l2" scales each row to unit length, except zero rows. "std" divides by
-            `table_std`, one scalar for all tasks, so that an absolute epsilon is comparable between backbones.
-        table_std: standard deviation of all entries of the frozen embedding table; only for "std".
+        table_std: standard deviation of all entries of the frozen embedding table, for `std`: one scalar for all tasks,
+            so that an absolute epsilon is comparable between backbones.
     """
     if how == "none":
         return embeddings
@@ -298,24 +277,16 @@ def prune(weights: Array, threshold: float) -> Array:
 
 
 def scatter_of(embeddings: npt.NDArray[Any]) -> TaskScatter:
-    """Return the scatter of one task's pooled embeddings (n, d), in float64 (Eq. 13).
-
-    Raises:
-        RouterError: embeddings that are not finite.
-    """
+    """Return the scatter of one task's pooled embeddings (n, d), in float64 (Eq. 13); RouterError unless finite."""
     return _Centered(embeddings).scatter
 
 
 def fit_gmm(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) -> TaskGmm:
-    """Fit the components of one task (Eq. 12).
+    """Fit the components of one task (Eq. 12); fewer than K if there are fewer than K distinct embeddings.
 
     Args:
         embeddings: (n, d) pooled embeddings of the task's training inputs, n >= K.
-        settings: the router's settings; `record_identity` lists those that are read here.
         seed: of the K-means initialization; a non-negative integer of any size.
-
-    Returns:
-        The task's mixture, with fewer than K components if there are fewer than K distinct embeddings.
 
     Raises:
         RouterError: fewer embeddings than components, embeddings that are not finite, or a singular covariance for
@@ -400,10 +371,7 @@ def _kmeans(X: _Centered, settings: RouterSettings, seed: int) -> Array:
 
 
 class PooledScatter:
-    """The sum of the scatters of several tasks (Eq. 13).
-
-    Scatters are added in the order of the tasks, so the sum has the same bits whether it grew task by task or at once.
-    """
+    """The sum of the scatters of several tasks (Eq. 13), with the same bits whether it grew task by task or at once."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -414,11 +382,6 @@ class PooledScatter:
         """(d (d + 1) / 2,) lower triangle of the sum, row by row."""
 
     def add(self, name: str, scatter: TaskScatter) -> None:
-        """Add the scatter of one more task.
-
-        Raises:
-            RouterError: its width differs from that of the others.
-        """
         if not self.names:
             self.triangle = np.zeros_like(scatter.triangle)
         if scatter.triangle.shape != self.triangle.shape:
@@ -434,7 +397,6 @@ class PooledScatter:
         """Make it the sum of these scatters: add those missing, or start again if it holds others.
 
         Args:
-            names: names of the scatters, in the order of the tasks.
             scatter_at: returns the scatter at a position of `names`; called only for those missing.
         """
         if self.names != list(names[: len(self.names)]):
@@ -447,15 +409,11 @@ def pooled_covariance(pooled: PooledScatter, gmms: Sequence[TaskGmm], settings: 
     """Return the shared covariance C = S + ridge * I, with S = sum_t S_t / sum_t n_t (Eq. 13), (d, d) float64.
 
     `cov.ddof: tasks` subtracts the number of tasks from the denominator. The ridge is `epsilon`, or epsilon * tr(S)/d
-    with `epsilon_mode: relative`.
+    with `epsilon_mode: relative`. C is in its upper triangle, in Fortran order; the lower triangle is undefined.
 
     Args:
-        pooled: the summed scatters of the tasks.
         gmms: mixtures of the same tasks, only read with `cov.center: component`: the scatter within components is the
             total minus the one between them.
-
-    Returns:
-        C in its upper triangle, in Fortran order; the lower triangle is undefined.
 
     Raises:
         RouterError: no tasks, a denominator that is not positive, or a zero scatter with a relative ridge.
@@ -489,7 +447,6 @@ def pooled_covariance(pooled: PooledScatter, gmms: Sequence[TaskGmm], settings: 
 
 
 def no_scatter(tasks: int, embeddings: int, settings: RouterSettings) -> str:
-    """Return the message for a relative ridge of a zero scatter."""
     about = "the mean of its task" if settings.cov.center == "task" else "the mean of its component (cov.center)"
     return (
         f"router.epsilon_mode: found relative, but every one of the {embeddings:,} training embeddings of "
@@ -503,8 +460,7 @@ class GaussianRouter:
     """The posterior over the tasks seen for pooled embeddings (Eq. 14), from the tasks' records.
 
     To add a task, `fit` with one more mixture; no embedding of an earlier task is needed. Attributes that end in an
-    underscore exist after `fit`. Routing reads slopes and offsets, M (d + 1) numbers, and the origin; only distances
-    read `factor_` and `whitened_`.
+    underscore exist after `fit`; only distances read `factor_` and `whitened_`.
     """
 
     origin_: npt.NDArray[np.floating[Any]]
@@ -572,10 +528,6 @@ class GaussianRouter:
         """Return the Mahalanobis distance of embeddings (n, d) to the nearest component of any task, as (n,).
 
         min_tk sqrt((x - mu_tk)' C^-1 (x - mu_tk)): the novelty score of Lee et al. (2018), with components as classes.
-
-        Raises:
-            RouterNotFitted: `fit` was not called.
-            RouterError: the embeddings are not finite, or their width differs from the records'.
         """
         from scipy.spatial.distance import cdist
 
@@ -583,7 +535,6 @@ class GaussianRouter:
         return cdist(rows, self.whitened_).min(axis=1)
 
     def _centered(self, embeddings: npt.NDArray[Any]) -> npt.NDArray[np.floating[Any]]:
-        """Check embeddings (n, d) and subtract the origin, in `settings.dtype`."""
         if not hasattr(self, "slopes_"):
             raise RouterNotFitted("the router has no tasks yet: call `fit` with at least one task record first")
         X = _checked(embeddings, width=len(self.origin_))
@@ -596,30 +547,21 @@ class GaussianRouter:
         return solve_triangular(self.factor_, centered.T, trans="T", check_finite=False).T
 
     def posterior(self, embeddings: npt.NDArray[Any]) -> Array:
-        """Return p(t | x) of embeddings (n, d) as (n, T); rows sum to one."""
         return np.exp(self.log_posterior(embeddings))
 
     def weights(self, embeddings: npt.NDArray[Any], mode: Literal["soft", "hard"]) -> Array:
-        """Return the weights of the snapshots (Eq. 15) for embeddings (n, d) as (n, T); rows sum to one.
-
-        "soft" is the posterior pruned at `prune_below`; "hard" puts weight 1 on its largest entry, the earliest of
-        equals.
-        """
+        """Return the weights of the snapshots (Eq. 15) for embeddings (n, d) as (n, T); rows sum to one."""
         return self.weights_of(self.log_posterior(embeddings), mode)
 
     def weights_of(self, log_posterior: Array, mode: Literal["soft", "hard"]) -> Array:
-        """Return the weights of the snapshots from the log posterior (n, T)."""
+        """Return the weights from the log posterior (n, T): pruned, or 1 for the earliest of the largest."""
         if mode == "hard":
             return np.eye(log_posterior.shape[1])[log_posterior.argmax(axis=1)]
         return prune(np.exp(log_posterior), self.settings.prune_below)
 
 
 def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSettings) -> _Factor:
-    """Factor a covariance given by its upper triangle, in place.
-
-    Raises:
-        RouterError: it is singular at the precision of its dtype.
-    """
+    """Factor a covariance given by its upper triangle, in place; RouterError if it is singular at its precision."""
     from scipy.linalg import LinAlgError, cho_factor
 
     d, dtype = len(covariance), covariance.dtype
@@ -651,7 +593,6 @@ def _linear_form(
 
 
 def _checked(embeddings: npt.NDArray[Any], width: int | None = None) -> npt.NDArray[Any]:
-    """Return `embeddings` (n, d) if they are finite and, if `width` is given, d == `width`."""
     X = np.asarray(embeddings)
     if X.ndim != 2 or (width is not None and X.shape[1] != width):
         raise RouterError(f"router: embeddings have shape {X.shape}, expected (inputs, {width or 'width'})")

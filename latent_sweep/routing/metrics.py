@@ -1,6 +1,6 @@
 """Routing metrics: accuracy and calibration of the posterior, and detection of rows of tasks not yet seen.
 
-Functions of log posteriors and distances. Letters: T tasks seen, n rows. Logarithms are natural.
+Letters: T tasks seen, n rows. Logarithms are natural.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
 
 
 class PosteriorMetrics:
-    """Metrics of a posterior on the test rows of the tasks seen, accumulated task by task.
-
-    Args:
-        prune_below: threshold of `router.prune_below`.
-    """
+    """Metrics of a posterior on the test rows of the tasks seen, accumulated task by task."""
 
     def __init__(self, prune_below: float):
         self._prune_below = prune_below
@@ -57,11 +53,7 @@ class PosteriorMetrics:
 
 
 def task_measures(log_posterior: Array, task: int, prune_below: float) -> Mapping[str, float]:
-    """Measure a router on rows of one task.
-
-    Args:
-        log_posterior: (n, T).
-        task: column of the task that the rows belong to.
+    """Measure a router on rows of one task, given their log posterior (n, T).
 
     Returns:
         `p_correct`, the mean posterior of that task; `accuracy`, the share of rows in which it is the largest; `nll`,
@@ -85,7 +77,6 @@ def is_posterior(weights: Array) -> bool:
 
 
 def accuracies(by_task: Mapping[str, float]) -> dict[str, float]:
-    """Return the accuracy of each task and their macro mean, named as in `PosteriorMetrics.measures`."""
     return {"router_accuracy": float(np.mean(list(by_task.values())))} | {
         f"router/accuracy/{task}": share for task, share in by_task.items()
     }
@@ -96,8 +87,8 @@ def expected_calibration_error(confidence: Array, correct: npt.NDArray[np.bool_]
 
     Args:
         confidence: (n,) largest probability of each row.
-        correct: (n,) whether it belongs to the right class. B_m holds the rows with confidence in ((m - 1) / 15,
-            m / 15]; acc and conf are their means.
+        correct: (n,) whether it belongs to the right class. B_m holds the rows with confidence in ((m - 1) / 15, m /
+            15].
     """
     bins = np.digitize(confidence, np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1], right=True)
     gaps = np.bincount(bins, weights=correct - confidence, minlength=CALIBRATION_BINS)
@@ -107,12 +98,7 @@ def expected_calibration_error(confidence: Array, correct: npt.NDArray[np.bool_]
 def novelty_auroc(seen: Array, unseen: Array) -> float:
     """Return the area under the ROC curve of distance as a detector of rows of tasks not yet seen.
 
-    It is the share of pairs of a seen and an unseen row whose unseen row is farther away; ties count half. 1 is perfect
-    separation, 0.5 is chance.
-
-    Args:
-        seen: (n,) distances of rows of tasks seen.
-        unseen: (m,) distances of the others.
+    It is the share of pairs of a seen and an unseen row whose unseen row is farther away; ties count half.
     """
     near = np.sort(seen)
     below, not_above = np.searchsorted(near, unseen, side="left"), np.searchsorted(near, unseen, side="right")

@@ -24,7 +24,6 @@ from safetensors.numpy import load_file
 from latent_sweep.storage.checksummed import verified, write_checksummed
 
 SIZES = (3, 4, 5)
-"""Characters of an n-gram."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,6 @@ class TaskNgrams:
 
     @classmethod
     def load(cls, path: Path) -> TaskNgrams | None:
-        """Read what `save` wrote; None if the file is missing or corrupt."""
         if not verified(path):
             return None
         arrays = load_file(path)
