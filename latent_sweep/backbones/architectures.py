@@ -20,10 +20,7 @@ WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 
 
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
-    """Return the device for `backbone.device` on this machine.
-
-    Raises ConfigError if a GPU was requested and there is none.
-    """
+    """Return the device for `backbone.device`. Raises ConfigError if a GPU was requested and there is none."""
     import torch
 
     if settings.device == "auto":
@@ -52,8 +49,7 @@ def slow_bfloat16(settings: BackboneSettings) -> str:
 def avoid_cudnn_attention() -> None:
     """Use torch's own attention kernels instead of cuDNN's, which torch 2.11 and later prefer on Hopper.
 
-    cuDNN plans for tens of milliseconds for each new shape, that is, each token of an answer and most batches. Its
-    gradients behind a mask have been NaN (pytorch/pytorch#196678).
+    cuDNN plans for tens of milliseconds for each new shape. Its masked gradients have been NaN (pytorch#196678).
     """
     import torch
 
@@ -72,18 +68,13 @@ def free_memory(settings: BackboneSettings) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return `cpu`, or the GPU's name."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
-    """Create a tiny model with random weights.
-
-    Weights are drawn on the CPU even for a GPU, whose generator differs: a backbone's identity does not name the
-    device that drew it.
-    """
+    """Create a tiny model with random weights, drawn on the CPU even for a GPU, whose generator differs."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -92,10 +83,7 @@ def random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, see
 
 
 def portable_random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
-    """Create a full-size model with random weights on its device, with the same bits on every device.
-
-    A GPU draws 13 billion weights in seconds, a CPU in minutes.
-    """
+    """Create a full-size model with random weights on its device, with the same bits on every device."""
     import torch
     from accelerate import init_empty_weights
 
@@ -136,15 +124,9 @@ def _untie_random_head(model: Any) -> None:
 
 
 def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
-    """Give the head an empty weight of its own if the checkpoint has one, as FLAN-T5's does.
+    """Give the head an empty weight of its own if the checkpoint has one; return whether it does.
 
-    Its T5 configuration ties the head; only transformers' own loading looks at the checkpoint.
-
-    Args:
-        stored: the checkpoint's tensors by name.
-
-    Returns:
-        Whether the head was untied.
+    FLAN-T5 has, although its configuration ties the head.
     """
     import torch
 
@@ -172,17 +154,13 @@ def empty_model(folder: Path) -> Any:
 
 
 def forget_dropout(config: Any) -> None:
-    """Set every dropout rate in a model's configuration to 0."""
     for name, value in list(vars(config).items()):
         if "drop" in name and type(value) is float:
             setattr(config, name, 0.0)
 
 
 def set_dropout(model: Any, rate: float) -> float:
-    """Set all dropout rates of a model, and return the previous rate.
-
-    Rates are set, not the mode, because gradient checkpointing needs training mode without dropout (A28).
-    """
+    """Set all dropout rates of a model, not its mode (A28), and return the previous rate."""
     import torch
 
     before = 0.0

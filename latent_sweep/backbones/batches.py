@@ -22,7 +22,6 @@ WORTHWHILE = 0.95
 """Sharing must reduce tokens to this share: moving them for attention costs some 5 % of a small model's step."""
 
 Reading = Callable[[Tensor | None, Tensor | None], AbstractContextManager[None]]
-"""A context in which the inputs of projections are observed."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class Batch:
 def collate(runs: Sequence[Sequence[Example]], backbone: Backbone, uniform: bool = False) -> Batch:
     """Make one batch of the examples of several runs.
 
-    Args:
-        uniform: whether each run's adaptation is the same for all its examples. A causal model then reads their common
-            prefix once, if that saves time.
+    A causal model reads common prefixes once if that saves time and each run's adaptation is `uniform` over its rows.
     """
     if backbone.traits.encoder_decoder:
         return _encoder_decoder(runs, backbone)
@@ -61,14 +58,12 @@ def collate(runs: Sequence[Sequence[Example]], backbone: Backbone, uniform: bool
 
 
 def _is_worthwhile(shared: int, padded: int, backbone: Backbone) -> bool:
-    """Return whether a step over this many tokens is faster with a shared prefix than with padding."""
     if shared > WORTHWHILE * padded:
         return False
     return backbone.device.type == "cpu" or pays_in_a_step(backbone, padded, shared)
 
 
 def _padded(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
-    """Lay out one sequence per example: prompt, target, padding."""
     rows = [row for of_run in runs for row in of_run]
     ids, real = _rectangle([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone.pad_id)
     starts = np.arange(len(rows)) * ids.shape[1]
@@ -82,10 +77,7 @@ def _padded(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
 
 
 def _shared_layout(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Shared:
-    """Lay out each run's examples behind their common prefix, equally long for all runs.
-
-    The last prompt token, which predicts the first target token, is never shared.
-    """
+    """Lay out each run's examples behind their common prefix, equally long for all runs."""
     shared = min(common_tokens([row["prompt_ids"] for row in rows]) for rows in runs)
     rests = [[len(row["prompt_ids"]) + len(row["target_ids"]) - shared for row in rows] for rows in runs]
     return Shared(shared, rests, backbone.device)
@@ -121,11 +113,7 @@ def _batch(
     multiplicity: Indices,
     backbone: Backbone,
 ) -> Batch:
-    """Add the labels and the indices that predict them, each by the token before it.
-
-    Args:
-        starts: index of each row's first token after the first `before` tokens.
-    """
+    """Add the labels and the indices that predict them; `starts` index each row's first token after `before` tokens."""
     first = [start + len(row["prompt_ids"]) - before - 1 for start, row in zip(starts, rows, strict=True)]
     keep = [start + np.arange(len(row["target_ids"])) for start, row in zip(first, rows, strict=True)]
     labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
@@ -134,7 +122,6 @@ def _batch(
 
 
 def _encoder_decoder(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
-    """Lay out prompts padded on the right; the decoder reads the targets shifted by one token."""
     rows = [row for of_run in runs for row in of_run]
     ids, real = _rectangle([row["prompt_ids"] for row in rows], backbone.pad_id)
     start = backbone.model.config.decoder_start_token_id
@@ -155,11 +142,9 @@ def _encoder_decoder(runs: Sequence[Sequence[Example]], backbone: Backbone) -> B
 def read(
     backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
 ) -> None:
-    """Run the backbone over rows while the inputs of its projections are observed.
+    """Run the backbone over rows within `reading`, which observes the inputs of its projections.
 
-    Args:
-        reading: observes the pass; called with the multiplicity of each token, (sequences, tokens), for the prompts
-            and for the decoder of an encoder-decoder.
+    It is called with the multiplicity of each token, (sequences, tokens), of prompts and of a decoder's input.
     """
     batch = collate([rows], backbone, adaptation.uniform)
     multiplicities = (batch.multiplicity, batch.target_multiplicity)
@@ -178,10 +163,8 @@ def read_padded(
 ) -> None:
     """Run the backbone as trainers do that pad a causal model's rows on the left and count padding as tokens.
 
-    Args:
-        released: pad with GainLoRA's tokens, as transformers 4.30 does. A decoder reads EOS and then padding after a
-            short target, since labels are shifted after padding. A causal model reads BOS, if its tokenizer has one,
-            and its padding attends to all tokens of its row alike.
+    With `released`, pad as GainLoRA's code with transformers 4.30. A decoder reads EOS and then padding after a short
+    target, since labels are shifted after padding. A causal model's padding is BOS and attends to its row alike.
     """
     if backbone.traits.encoder_decoder:
         inputs = dict(collate([rows], backbone).inputs)
@@ -216,11 +199,7 @@ def _shifted_after_padding(rows: Sequence[Example], backbone: Backbone) -> Tenso
 
 
 def _masked_by_a_minimum(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask, (B, 1, tokens, tokens), of a causal model from its padding mask.
-
-    Masked positions get the smallest finite number. Padding attends to nothing, so all its scores round to that number
-    and it reads the mean of its row.
-    """
+    """Return the additive causal mask, (B, 1, tokens, tokens): padding, all masked, reads the mean of its row."""
     seen = mask[:, None, None, :].bool() & torch.ones_like(mask[0]).bool().expand(mask.shape[1], -1).tril()
     return aligned(torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min))
 
@@ -228,11 +207,7 @@ def _masked_by_a_minimum(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def pad_prompts(
     prompts: Sequence[Sequence[int]], backbone: Backbone, padding: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask, (B, longest), padded on the left, or on the right for an encoder.
-
-    Args:
-        padding: token id to pad with; None is the backbone's.
-    """
+    """Return token ids and attention mask, (B, longest), padded on the left, or on the right for an encoder."""
     padding = backbone.pad_id if padding is None else padding
     ids, real = _rectangle(prompts, padding, in_front=not backbone.traits.encoder_decoder)
     return to_device(ids, backbone.device), to_device(real.astype(np.int64), backbone.device)
@@ -251,8 +226,7 @@ def position_argument(backbone: Backbone, positions: Tensor) -> dict[str, Tensor
 def last_positions(ids: Tensor, count: int) -> Tensor:
     """Return the indices of the last `count` columns, for `logits_to_keep`.
 
-    A number would make transformers slice the hidden states; the slice is not contiguous, and the head would copy its
-    weight for every row, half of a training step on a CPU.
+    A number would make transformers slice the hidden states, and the head copy its weight for every row.
     """
     return torch.arange(ids.shape[1] - count, ids.shape[1], device=ids.device)
 
@@ -288,8 +262,7 @@ def forward(
 ) -> Outputs:
     """Run the backbone over rows under an adaptation: for a teacher, for a task's statistics, for validation.
 
-    Args:
-        drop_out: whether the backbone's own dropout is active, if it is on; by default, whether gradients are enabled.
+    The backbone's own dropout is active with `drop_out`, or by default if gradients are enabled.
     """
     batch = collate([rows], backbone, adaptation.uniform)
     active = torch.is_grad_enabled() if drop_out is None else drop_out
@@ -298,7 +271,6 @@ def forward(
 
 
 def chunked(batches: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
-    """Split every batch into parts of at most `size` rows."""
     for batch in batches:
         yield from (batch[start : start + size] for start in range(0, len(batch), size))
 
@@ -308,8 +280,7 @@ def epoch_batches(
 ) -> list[list[int]]:
     """Return the row indices of one epoch's batches; the last batch may be smaller.
 
-    With `group_by_length`, rows are shuffled, sorted by length within groups of eight batches, and the batches
-    shuffled. This leaves little padding, yet batches differ in every epoch.
+    With `group_by_length`, rows are shuffled, sorted within groups of eight batches, and the batches shuffled.
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     if not group_by_length:

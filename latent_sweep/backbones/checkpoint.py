@@ -30,7 +30,6 @@ class CheckpointProjection:
 
     file: Path
     name: str
-    """Name of the tensor in the file."""
     out_features: int
     in_features: int
     dtype: torch.dtype
@@ -44,13 +43,9 @@ class CheckpointProjection:
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """The weights of a backbone that methods read, in its checkpoint's safetensors files.
-
-    They equal the loaded backbone's bit for bit, since loading only casts weights to `backbone.dtype`.
-    """
+    """The weights that methods read, in safetensors files; equal to the loaded backbone's, bit for bit."""
 
     projections: Mapping[str, CheckpointProjection]
-    """By module name, in the order of `target_shapes`."""
     embedding_file: Path
     embedding_name: str
     dtype: torch.dtype
@@ -62,7 +57,7 @@ class CheckpointWeights:
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """The input embedding table, (vocabulary, d), mapped from its file."""
+        """(vocabulary, d), mapped from its file."""
         return read_weight(self.embedding_file, self.embedding_name).to(self.dtype)
 
     def _weights(self) -> Iterator[torch.Tensor]:
@@ -74,11 +69,7 @@ class CheckpointWeights:
 def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
     """Locate a backbone's weights in a local folder or the hub's cache; reads names only.
 
-    Returns:
-        None, with a log message, if there are no safetensors files, or their tensor names differ from the model's.
-
-    Raises:
-        ConfigError: a local folder is not a checkpoint of a supported model, or the device does not exist.
+    None, with a log message, if there are no safetensors files, or their tensor names differ from the model's.
     """
     import torch
 
@@ -110,7 +101,6 @@ def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
 
 
 def read_weight(file: Path, name: str) -> torch.Tensor:
-    """Map one tensor of a safetensors file."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:

@@ -1,8 +1,7 @@
 """Families of backbones, by transformers' `model_type`: their layers, projections and attention, as data.
 
-A listed family is planned without torch and its memory is forecast, since all shapes follow from its configuration and
-the tables below. Any other causal model or encoder-decoder of transformers runs with the generic `Family()`: masks as
-transformers makes them, and shapes from the model itself.
+A listed family is planned without torch, and its memory is forecast. Any other causal model or encoder-decoder of
+transformers runs with the generic `Family()`: masks and shapes come from the model itself.
 """
 
 from __future__ import annotations
@@ -54,15 +53,12 @@ class Family:
     """Common properties of the backbones of one `model_type`."""
 
     encoder_decoder: bool = False
-    """Whether an encoder reads the prompt, padded on the right, and a decoder writes. Otherwise one causal model does
-    both, and prompts are padded on the left to generate."""
     query_and_value: tuple[str, ...] = ("q_proj", "v_proj")
-    """Names of the projections that the paper adapts."""
     fused: str = ""
     """Name of the projection that combines query, key and value, if they are not separate."""
     laid_out: bool = False
-    """Whether `latent_sweep.backbones.layouts` can compute its attention: within the sliding window, if any, a token
-    sees all before it, and scores are dot products of query and key plus at most a position bias."""
+    """Whether `layouts` can compute its attention: a token sees all before it within the window, and scores are dot
+    products of query and key plus at most a position bias."""
     shared_bias: bool = False
     """Whether all blocks share the first one's position bias."""
     dropout: float = 0.0
@@ -76,14 +72,12 @@ class Family:
     buckets_in: Literal["", "first", "every"] = ""
     """Blocks of a stack that have a table of relative positions."""
     embedding: str = "model.embed_tokens.weight"
-    """Name of the input embedding table in a checkpoint. Methods and the router read it as stored, e.g. without the
-    root of the width by which Gemma multiplies."""
+    """Name of the input embedding table in a checkpoint."""
     keeps_input: bool = False
     """Whether norms also keep their input for the backward pass in its own type."""
 
     @property
     def protocol(self) -> Protocol:
-        """The corresponding family of the paper."""
         return "t5" if self.encoder_decoder else "llama"
 
 
@@ -251,24 +245,17 @@ class Sizes:
 
     values: Mapping[str, int]
     gated: bool
-    """Whether the MLP multiplies two projections."""
     kept: int
     """Multiples of the inner width that an MLP keeps per token for its backward pass."""
     tied: bool
-    """Whether the language-model head is the input embedding table."""
     buckets: int
-    """Number of relative position buckets."""
 
     def __getitem__(self, name: str) -> int:
-        """Return a size by name."""
         return self.values[name]
 
 
 def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
-    """Read the sizes that a family's shapes depend on.
-
-    Raises KeyError, TypeError or ZeroDivisionError if a size is missing or invalid.
-    """
+    """Read the sizes of a family's shapes. Raises KeyError, TypeError or ZeroDivisionError if one is invalid."""
     config = {**family.defaults, **config}
     called = {**NAMES, **family.names}
     width, heads = config[called["width"]], config[called["heads"]]
@@ -301,10 +288,7 @@ def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
 
 
 def linear_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return names and shapes (out, in) of all linear projections but the head.
-
-    With grouped-query attention v_proj is narrower (Llama-3-8B: 1024 x 4096).
-    """
+    """Return names and shapes (out, in) of all linear projections but the head."""
     shapes = {}
     size = sizes(family, config)
     for stack in family.stacks:
@@ -349,10 +333,8 @@ def select(
     """Return the projections to adapt among a model's linear ones.
 
     Args:
-        linears: all but the output head.
-        targets: `backbone.targets`: names or ends of names, as in peft; `all-linear`; None for query and value of
-            every attention block (T5: encoder self-, decoder self- and decoder cross-attention, 144 modules in
-            T5-Large; appendix "Model architectures").
+        targets: names or ends of names, as in peft; `all-linear`; None for query and value of every attention block
+            (T5: of encoder and decoder, self and cross; appendix "Model architectures").
 
     Raises:
         ConfigError: the model has no such projections.

@@ -39,13 +39,8 @@ def mean_embeddings(backbone: Backbone, rows: Sequence[Sequence[int]]) -> Featur
 def mean_states(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int) -> Features:
     """Return the mean of each row's hidden states after a block, (rows, d); an encoder-decoder's encoder is read.
 
-    Prompts of equal length are read together, so nothing is padded and rows affect each other only by rounding.
-
-    Args:
-        layer: as in transformers' `hidden_states`: 0 is the first block's input, k the output of block k, -1 the last.
-
-    Raises:
-        ConfigError: there is no such block, or the backbone is sharded over several workers.
+    Prompts of equal length are read together, without padding. `layer` counts as in transformers' `hidden_states`: 0 is
+    the first block's input, k the output of block k, -1 the last.
     """
     if not backbone.whole:
         raise ConfigError("features: hidden states need the whole backbone; this one is sharded over several workers")
@@ -80,15 +75,9 @@ def _by_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 def features(
     backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int | None, folder: Path | None
 ) -> Features:
-    """Return features of prompts, (rows, d).
+    """Return features of prompts, (rows, d), cached below the storage's folder unless that is None.
 
-    Args:
-        layer: None is the mean token embedding; for numbers see `mean_states`.
-        folder: the storage's folder, below which features are cached; None caches nothing.
-
-    Raises:
-        ConfigError: a row has no token, or there is no such layer.
-        StorageError: the cache cannot be written.
+    Without a layer they are mean token embeddings; see `mean_states`.
     """
     if empty := [index for index, row in enumerate(rows) if not len(row)]:
         raise ConfigError(f"features: row {empty[0]:,} (0-based) has no token; expected one or more in every row")

@@ -38,7 +38,7 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedded_version() -> str:
-    """Return the version of the package with the embedded backbone. Raises ConfigError if it is not installed."""
+    """Return the version of the embedded backbone's package. Raises ConfigError without it."""
     try:
         return importlib.metadata.version(EMBEDDED_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -49,7 +49,6 @@ def embedded_version() -> str:
 
 
 def hide_progress_bars() -> None:
-    """Turn off transformers' progress bars, which clutter a job's log."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -68,7 +67,7 @@ def embedded_package() -> Path:
 
 
 def _made_once(name: str, make: Callable[..., None], *args: Any) -> Path:
-    """Return a folder of the cache, built by the first process while others wait; a broken checkpoint is rebuilt."""
+    """Return a folder of the cache, built once while others wait; a broken checkpoint is rebuilt."""
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -112,11 +111,7 @@ def _convert_embedded(folder: Path, dtype: str) -> None:
 
 @contextmanager
 def _reading_gguf() -> Iterator[None]:
-    """Let transformers read a GGUF file once, and silence its progress bar.
-
-    It parses the file for configuration, weights and tokenizer, and rebuilds the table of names for each module: half
-    of the loading time.
-    """
+    """Let transformers parse a GGUF file once, which halves the loading time, and silence its progress bar."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -133,10 +128,7 @@ def _reading_gguf() -> Iterator[None]:
 
 
 def local_folder(settings: BackboneSettings) -> Path:
-    """Return a checkpoint folder of this backbone: converted, created or downloaded if necessary.
-
-    Raises ConfigError if it is neither registered nor a folder, and the hub does not provide it.
-    """
+    """Return a checkpoint folder of this backbone: converted, created or downloaded if necessary."""
     hide_progress_bars()
     spec = describe(settings)
     if spec is not None and spec.source == "config":

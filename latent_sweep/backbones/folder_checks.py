@@ -33,10 +33,7 @@ KERNELS: Mapping[str, str] = {
 
 
 def folder_faults(settings: BackboneSettings) -> list[str]:
-    """Return why the folders of a backbone cannot be loaded; hub names and registered backbones have no faults.
-
-    Raises ConfigError if the backbone's folder is not a checkpoint of a supported model.
-    """
+    """Return why the folders of a backbone cannot be loaded; hub names and registered backbones have no faults."""
     faults = []
     if registered_backbone(settings.name) is None:
         faults += list(_missing("backbone.name", settings.name))
@@ -61,7 +58,6 @@ def _missing(setting: str, name: str) -> Iterator[str]:
 
 
 def _tokenizer_faults(settings: BackboneSettings) -> Iterator[str]:
-    """Find a folder without a tokenizer, or a tokenizer.json that the installed libraries cannot read."""
     spec = registered_backbone(settings.name)
     setting, name = "backbone.tokenizer", settings.tokenizer
     if name is None:
@@ -112,7 +108,6 @@ def _vocabulary_faults(settings: BackboneSettings) -> Iterator[str]:
 
 
 def _kernel_faults(settings: BackboneSettings) -> Iterator[str]:
-    """Find an attention kernel in config.json whose package is not installed."""
     folder = Path(settings.name)
     if registered_backbone(settings.name) is not None or not folder.is_dir():
         return

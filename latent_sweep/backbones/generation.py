@@ -31,30 +31,22 @@ WORTHWHILE_TOKENS = 64
 """Tokens that sharing a prefix must save: on a CPU another pass costs as much as 20 to 50 tokens."""
 
 ROOM = 64
-"""Tokens by which the key-value cache grows, up to the longest answer; enough for most answers.
-
-Most of a full-size buffer would stay unused, since answers end early and their rows leave: with 64 rows and 512 tokens
-of a 13B model, 25 GiB instead of 3. Growing copies the buffer once per `ROOM` tokens.
-"""
+"""Tokens by which the key-value cache grows. A full-size buffer of 64 rows and 512 tokens of a 13B model would take
+25 GiB instead of 3."""
 
 LOOK_EVERY = 4
 """Tokens between the host's checks of a GPU's answers; on a CPU it checks each token.
 
-A check stalls the GPU for less than a pass. Checking less often gains little, and every token written after the last
-answer has ended wastes a pass: 1.5 with 4, 3.5 with 8, of the few that labels and short sentences take. The interval
-decides which rows share a batch, which in bfloat16 can break near ties of two tokens: changing it requires a new
-`storage.versions.DECODING`.
+With 8, twice as many passes would be wasted after the last answer has ended. The interval decides which rows share a
+batch, which in bfloat16 can break near ties of two tokens: changing it requires a new `storage.versions.DECODING`.
 """
 
 Choice = Callable[[Tensor, Tensor], Tensor]
-"""Chooses the next token ids, (rows,), from logits (rows, vocabulary) and the answers so far, (rows, tokens).
-
-All are on the device. Rows that have ended since the host's last check are still among them.
-"""
+"""Chooses the next token ids, (rows,), from logits (rows, vocabulary) and answers so far (rows, tokens), on the device.
+Rows that have ended since the host's last check are still among them."""
 
 
 def greedy(logits: Tensor, answers: Tensor) -> Tensor:
-    """Return the most likely token of every row."""
     return logits.argmax(-1)
 
 
@@ -63,16 +55,14 @@ class Sampler:
     """Draws each row's next token from its `top_k` most likely ones.
 
     A draw depends on the rows before it. For the same draws on every device a row must leave the batch as soon as it
-    ends, so the host checks every token; it waits for each token anyway, to draw it. Raises ValueError if `top_k` or
-    the penalty is not positive.
+    ends, so the host checks every token.
     """
 
     top_k: int
-    """Number of tokens to draw from."""
     repetition_penalty: float
     """Logits of tokens in the answer so far are divided by this if positive, else multiplied (CTRL); 1 is none."""
     generator: torch.Generator
-    """Source of the draws, on the CPU, so that they are the same on every device."""
+    """On the CPU, so that draws are the same on every device."""
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -81,7 +71,6 @@ class Sampler:
             raise ValueError(f"repetition_penalty: found {self.repetition_penalty}, expected more than 0; 1 is none")
 
     def __call__(self, logits: Tensor, answers: Tensor) -> Tensor:
-        """Choose a token for every row, as a `Choice`; does not modify the logits."""
         logits = logits.float()
         scores = logits.gather(1, answers)
         lowered = torch.where(scores > 0, scores / self.repetition_penalty, scores * self.repetition_penalty)
@@ -104,13 +93,9 @@ def generate(
     """Return the answers as token ids, without their end-of-sequence token.
 
     Args:
-        prompts: token ids of each row's prompt.
-        adaptation: of the rows, in the order of `prompts`.
-        max_new_tokens: longest answer, in tokens.
         stop: strings that end an answer if they follow some text; `answer_text` cuts there.
-        shared: length of a common prefix, shorter than any prompt, which a causal model reads once; see
-            `shared_tokens`. Must be 0 unless the adaptation is the same for every row.
-        choose: chooses every next token.
+        shared: length of a common prefix, which a causal model reads once; see `shared_tokens`. Must be 0 unless the
+            adaptation is the same for every row.
         look_every: tokens between checks for ended answers; None suits the device.
     """
     answers: list[list[int]] = [[] for _ in prompts]
@@ -143,11 +128,8 @@ def generate(
 def shared_tokens(backbone: Backbone, prompts: Sequence[Sequence[int]], together: int) -> int:
     """Return the length of the common prefix of all prompts if reading it once pays off, else 0.
 
-    The last token of a prompt is never shared. On a GPU the extra pass must pay off for prompts of mean length.
-
-    Args:
-        together: maximum batch size. Smaller batches are treated alike, so that how a prompt is read does not depend
-            on its neighbors.
+    The decision is for batches of `together` rows. Smaller ones are treated alike, so that how a prompt is read does
+    not depend on its neighbors.
     """
     count, rows = common_tokens(prompts), min(together, len(prompts))
     if count * (rows - 1) < WORTHWHILE_TOKENS:
@@ -157,7 +139,7 @@ def shared_tokens(backbone: Backbone, prompts: Sequence[Sequence[int]], together
 
 
 def answer_text(backbone: Backbone, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-    """Decode an answer and cut it at the first stop string, keeping blanks before its first line; see `cut_answer`."""
+    """Decode an answer and cut it at the first stop string; see `cut_answer`."""
     return cut_answer(backbone.tokenizer.decode(list(ids), skip_special_tokens=True), stop)
 
 
@@ -167,7 +149,6 @@ def _has_stopped(backbone: Backbone, ids: Sequence[int], stop: Sequence[str]) ->
 
 
 def _extend(answer: list[int], tokens: Sequence[int], backbone: Backbone, stop: Sequence[str]) -> bool:
-    """Append new tokens to an answer up to its end; return whether it continues."""
     eos = backbone.eos_id
     for token in tokens:
         if token == eos:
@@ -183,13 +164,9 @@ def _tokens_between_looks(device: torch.device, choose: Choice) -> int:
 
 
 class _StaticLayer(DynamicLayer):
-    """Keys and values of one layer in a preallocated buffer; transformers' own layer copies all for every token.
+    """Keys and values of one layer in a preallocated buffer, (2, rows, heads, capacity, width).
 
-    The buffer has shape (2, rows, heads, capacity, width).
-
-    Args:
-        read: tokens of the prompts.
-        later: tokens that may follow.
+    transformers' own copies all for every token. `read` counts the prompts' tokens, `later` those that may follow.
     """
 
     def __init__(self, read: int, later: int):
@@ -213,16 +190,13 @@ class _StaticLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens in the cache."""
         return self._filled
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
         self._hold(self._buffer.index_select(1, indices))
         self._expose()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
         self._hold(self._buffer.repeat_interleave(repeats, dim=1))
         self._expose()
 
@@ -245,15 +219,12 @@ class _Decoder(Protocol):
 
     def next_logits(self) -> Tensor:
         """Return the logits of the next tokens, (rows, vocabulary)."""
-        ...
 
     def feed(self, tokens: Tensor) -> None:
         """Set every row's next input token, (rows,)."""
-        ...
 
     def select(self, active: Sequence[int], kept: Tensor) -> None:
         """Keep these rows, given as a list on the host and a tensor on the device."""
-        ...
 
 
 class _CausalDecoder:
@@ -344,26 +315,16 @@ def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int,
 class _Masks(Protocol):
     """Attention masks for padding."""
 
-    def of(self, keys: int) -> Tensor | None:
-        """Return the attention mask for this many keys."""
-        ...
+    def of(self, keys: int) -> Tensor | None: ...
 
     def of_prompts(self, shared: int) -> Tensor | None:
-        """Return the attention mask of the pass over prompts after a shared prefix."""
-        ...
+        """Return the mask of the pass over prompts after a shared prefix."""
 
-    def select(self, active: Sequence[int], kept: Tensor) -> None:
-        """Keep these rows."""
-        ...
+    def select(self, active: Sequence[int], kept: Tensor) -> None: ...
 
 
 class _Plain:
-    """Masks for any transformers model, (rows, keys), 1 for a token; nothing is shared.
-
-    Args:
-        mask: of the prompts.
-        later: tokens that may follow.
-    """
+    """Masks for any transformers model, (rows, keys), 1 for a token; nothing is shared."""
 
     def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], mask: Tensor, later: int = 0):
         self._read = mask.shape[1]
@@ -380,18 +341,10 @@ class _Plain:
 
 
 class _Padding:
-    """Additive masks that hide padding.
-
-    transformers uses four-dimensional masks as they are. It would check others on the device in every pass whether they
-    hide anything, and every layer would convert them to numbers.
-
-    Args:
-        mask: (rows, keys), 0 for padding.
-        later: tokens that may follow.
-    """
+    """Additive masks that hide padding: four-dimensional, so that transformers neither checks nor converts them."""
 
     def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], mask: Tensor, later: int = 0):
-        self._padded = [len(prompt) < mask.shape[1] for prompt in prompts]  # known without asking the device
+        self._padded = [len(prompt) < mask.shape[1] for prompt in prompts]  # without asking the device
         self._hidden = (mask == 0)[:, None, None]
         self._dtype = backbone.model.dtype
         self._added = self._lowest_where(self._hidden, later)
@@ -401,10 +354,7 @@ class _Padding:
         return self._added[..., :keys] if any(self._padded) else None
 
     def of_prompts(self, shared: int) -> Tensor | None:
-        """Return the causal mask of the prompts' tokens after the shared ones, (rows, 1, tokens, keys).
-
-        None if transformers' own causal mask suffices.
-        """
+        """Return the causal mask, (rows, 1, tokens, keys); None if transformers' own suffices."""
         if not shared and not any(self._padded):
             return None
         keys = self._hidden.shape[-1]
@@ -416,7 +366,7 @@ class _Padding:
         self._added = self._added[kept]
 
     def _lowest_where(self, hidden: Tensor, later: int = 0) -> Tensor:
-        """Return the lowest number for hidden keys, else 0, with aligned room for later keys."""
+        """Return the lowest number for hidden keys, else 0, with aligned memory for later keys."""
         keys = hidden.shape[-1]
         wide = ALIGNED * math.ceil((keys + later) / ALIGNED)
         added = torch.zeros(*hidden.shape[:-1], wide, dtype=self._dtype, device=hidden.device)

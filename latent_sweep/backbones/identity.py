@@ -17,10 +17,7 @@ SAMPLE_BYTES = 1 << 16
 
 
 def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
-    """Return what identifies a backbone and its adapted projections, without loading it.
-
-    Default projections (query and value) are left out.
-    """
+    """Return what identifies a backbone and its adapted projections; the default ones are left out."""
     adapted = {} if settings.targets is None else {"targets": settings.identity()["targets"]}
     return {
         "weights": _source_identity(settings.name, settings.revision),
@@ -90,10 +87,7 @@ def _source_identity(name: str, revision: str | None) -> Any:
 
 
 def _folder_digest(folder: Path) -> str:
-    """Hash names, sizes and samples of all but hidden files; cached until a file changes.
-
-    Hidden files are bookkeeping, such as download times in the hub's `.cache`.
-    """
+    """Hash names, sizes and samples of files; cached until one changes. Hidden files are the hub's bookkeeping."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
     stats = [path.stat() for path in paths]
     files = tuple((str(p), s.st_size, s.st_mtime_ns) for p, s in zip(paths, stats, strict=True))

@@ -29,16 +29,13 @@ ATTENTION = "laid_out"
 """Name under which this module's attention is registered with transformers."""
 
 ALIGNED = 8
-"""Attention masks are stored in rows of a multiple of this many numbers; GPU kernels would copy others each time."""
+"""Rows of attention masks are stored in multiples of this many numbers."""
 
 Indices = npt.NDArray[np.int64]
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """Copy a mask to memory in which rows start at multiples of `ALIGNED`.
-
-    A GPU's fused kernels reject other masks, and the fallback stores every score. A CPU accepts all masks.
-    """
+    """Copy a mask to memory with rows that start at multiples of `ALIGNED`; a GPU's fused kernels reject others."""
     *rows, keys = mask.shape
     storage = mask.new_empty(*rows, ALIGNED * math.ceil(keys / ALIGNED))[..., :keys]
     return storage.copy_(mask)
@@ -51,11 +48,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def _attention_dtype(query: Tensor) -> torch.dtype:
-    """Return the type to attend in: float32 for training in bfloat16 on a CPU, else the tensor's own.
-
-    With gradients, torch's bfloat16 attention takes three times as long there, although its matrix products are far
-    faster in bfloat16.
-    """
+    """Return float32 for training in bfloat16 on a CPU, where torch's bfloat16 attention takes three times as long."""
     slow = query.dtype == torch.bfloat16 and query.device.type == "cpu" and torch.is_grad_enabled()
     return torch.float32 if slow else query.dtype
 
@@ -63,7 +56,6 @@ def _attention_dtype(query: Tensor) -> torch.dtype:
 def _sdpa(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend by `scaled_dot_product_attention`; the mask already has the type to attend in."""
     original, dtype = query.dtype, _attention_dtype(query)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -71,11 +63,7 @@ def _sdpa(
 
 
 class Padded:
-    """One sequence per row, padded on the right: causal attention never sees the padding and needs no mask.
-
-    Args:
-        shared_bias: whether all layers have the same position bias, if any.
-    """
+    """One sequence per row, padded on the right: causal attention never sees the padding and needs no mask."""
 
     def __init__(self, shared_bias: bool = True) -> None:
         self._shared_bias = shared_bias
@@ -84,7 +72,7 @@ class Padded:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        """Attend as `scaled_dot_product_attention`; tensors are (rows, H, tokens, D)."""
+        """Attend; tensors are (rows, H, tokens, D)."""
         bias = options.pop("position_bias", None)
         if bias is None:
             return _sdpa(module, query, key, value, None, is_causal=True, **options)
@@ -93,11 +81,7 @@ class Padded:
         )
 
     def _with(self, bias: Tensor, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Tensor:
-        """Combine a position bias, (1, H, queries, keys), with a mask, once for all layers that share the bias.
-
-        Args:
-            mask: true where attention is allowed; None allows all tokens, or all earlier ones if causal.
-        """
+        """Combine a position bias, (1, H, queries, keys), with a mask (true: attend), once if layers share the bias."""
         key = bias.data_ptr(), dtype  # recomputation has the same data in another object
         if key in self._bias:
             return self._bias[key][1]
@@ -113,13 +97,7 @@ class Padded:
 
 
 class Shared:
-    """One sequence for all rows of a run.
-
-    Args:
-        shared: n, the length of the common prefix.
-        rests: lengths of the rows without it, by run.
-        device: of the model.
-    """
+    """One sequence for all rows of a run: their common prefix of `shared` tokens, then rests of lengths `rests`."""
 
     def __init__(self, shared: int, rests: Sequence[Sequence[int]], device: torch.device):
         self.shared, self.runs = shared, len(rests)
@@ -135,7 +113,7 @@ class Shared:
         steps = np.arange(self.longest)
         real = steps < lengths[:, None]
         self.rest: Indices = np.where(real, self.starts[:, None] + steps, self.starts[:, None])
-        """Index of each token of each rest, (B, S), in the flattened batch; padding repeats the rest's first token."""
+        """Index of each token of each rest, (B, S); padding repeats the rest's first token."""
         self._real = real
         self._owner, self._device = owner, device
 
@@ -189,7 +167,6 @@ class Shared:
 
     @cached_property
     def rest_padding(self) -> Tensor | None:
-        """Entries of `take_rest` that are padding; None if there are none."""
         return None if self._real.all() else self._on_device(np.flatnonzero(~self._real))
 
     @cached_property
@@ -203,7 +180,7 @@ class Shared:
         return {}
 
     def _mask(self, query: Tensor) -> Tensor:
-        """Return the mask of a rest's tokens, (1, 1, S, n + S): each sees the prefix and its own row up to itself."""
+        """Return the mask of a rest's tokens, (1, 1, S, n + S): each sees the prefix and its own row."""
         if (dtype := _attention_dtype(query)) not in self._masks:
             shape = self.longest, self.shared + self.longest
             hidden = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=query.device)
@@ -213,8 +190,7 @@ class Shared:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        """Attend within the prefix, and from every rest to the prefix and itself; tensors are (P, H, T, D)."""
-
+        """Attend; tensors are (P, H, T, D)."""
         width = query.shape[-1]
 
         def heads(x: Tensor) -> Tensor:
@@ -238,7 +214,6 @@ class Shared:
 
 
 def _split_front(gradient: Tensor, layout: Shared) -> Tensor:
-    """Sum the rows' gradients of each run's prefix: (B, n, C) to (P, n, C)."""
     if len(set(layout.rows)) == 1:
         return gradient.unflatten(0, (layout.runs, -1)).sum(1)
     return torch.stack([part.sum(0) for part in gradient.split(layout.rows)])
@@ -322,7 +297,6 @@ def _attention(
     layout: Layout | None = None,
     **options: Any,
 ) -> Any:
-    """Attend by the batch's layout, or as transformers does without one."""
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return layout.attend(module, query, key, value, attention_mask, **options)

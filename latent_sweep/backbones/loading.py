@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _nothing() -> None:
-    """Do nothing: the weights are in place."""
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,20 +52,18 @@ class Backbone:
     """A frozen model, ready for adapters."""
 
     family: str
-    """The model's `model_type`."""
     model: Any
-    """The transformers model, e.g. a `T5ForConditionalGeneration`; parameters frozen, dropout off."""
+    """The transformers model; parameters frozen, dropout off."""
     tokenizer: Any
     targets: Mapping[str, torch.nn.Linear]
     """Adapted projections by module name, in the order of `target_shapes`."""
     device: torch.device
-    """The device that computes."""
     stored: CheckpointWeights | None
     """Its weights in checkpoint files; None if there are none."""
     tokenizer_digest: str
-    """Content hash of the tokenizer and its special tokens, part of the keys of token caches and answers."""
+    """Content hash of the tokenizer and its special tokens."""
     weights_digest: str
-    """Content hash of embedding table and adapted projections, part of the keys of factors and embeddings."""
+    """Content hash of embedding table and adapted projections."""
     whole: bool = True
     """Whether this process holds all weights; otherwise methods read them from `stored`."""
     before_answering: Callable[[], None] = _nothing
@@ -77,7 +74,6 @@ class Backbone:
 
     @cached_property
     def traits(self) -> Family:
-        """Its family's properties."""
         return _traits_of(self.model)
 
     @cached_property
@@ -135,17 +131,13 @@ class Backbone:
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """The frozen input embedding table, (vocabulary, d), which is all that the router reads.
-
-        As stored, without the factor by which a model scales embeddings, e.g. Gemma by the root of d.
-        """
+        """The frozen input embedding table as stored, (vocabulary, d): without the factor by which Gemma scales it."""
         if self.stored and not self.whole:
             return self.stored.embedding_table.to(self.device)
         return self.model.get_input_embeddings().weight
 
     @property
     def embedding_width(self) -> int:
-        """The width d of the embedding table, which need not be loaded."""
         return int(self.model.get_input_embeddings().embedding_dim)
 
     @property
@@ -161,16 +153,11 @@ class Backbone:
 
     @property
     def eos_id(self) -> int:
-        """The token that ends an answer."""
         return self.tokenizer.eos_token_id if self.answer_end is None else self.answer_end
 
     @contextmanager
     def dropout(self, rate: float) -> Iterator[None]:
-        """Apply this rate to all of the model's own dropout in the block.
-
-        It acts in training mode only; masks come from torch's random state. Raises ConfigError if the architecture has
-        no dropout and the rate is not 0.
-        """
+        """Apply this rate to all of the model's own dropout in the block; it acts in training mode only."""
         if rate and not self.traits.dropout:
             raise ConfigError(
                 f"training.backbone_dropout: found {rate:g}, but {self.family} has no dropout of its own; leave it out"
@@ -183,10 +170,7 @@ class Backbone:
 
 
 def load_backbone(settings: BackboneSettings) -> Backbone:
-    """Load the model and its tokenizer, frozen and with dropout off; the embedded one is converted once and mapped.
-
-    Raises ConfigError if the backbone is not found or not supported; the message says what to do.
-    """
+    """Load the model and its tokenizer, frozen and with dropout off. Raises ConfigError if it is not supported."""
     import torch
 
     hide_progress_bars()
@@ -213,7 +197,7 @@ def assemble(
     whole: bool = True,
     before_answering: Callable[[], None] = _nothing,
 ) -> Backbone:
-    """Combine a loaded model, frozen and with dropout off, with its tokenizer; see `Backbone` for the arguments."""
+    """Combine a loaded model with its tokenizer; see `Backbone` for the arguments."""
     import torch
 
     from latent_sweep.backbones.layouts import ATTENTION

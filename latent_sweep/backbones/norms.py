@@ -27,10 +27,7 @@ Gemma's multiply by `1 + weight` and OLMo-2's round after the multiplication, so
 
 
 def fuse_norms(model: Any) -> None:
-    """Compute a model's norms by `torch.nn.functional.rms_norm`.
-
-    It computes in float32 throughout, so bfloat16 is rounded once instead of twice and results differ in their last
-    digits. It is not used on a CPU, where it is no faster.
+    """Compute a model's norms by `torch.nn.functional.rms_norm`, which rounds bfloat16 once instead of twice.
 
     Only modules of exactly a class in `FUSIBLE` change, and only their class: parameters, names and hooks stay.
     """

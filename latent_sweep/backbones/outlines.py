@@ -1,8 +1,4 @@
-"""The structure of a transformers model without its weights: class, linear projections, embedding table.
-
-Listed families (`latent_sweep.backbones.families`) need neither torch nor transformers. For others a model is created
-once on the meta device.
-"""
+"""The structure of a transformers model without its weights: class, linear projections, embedding table."""
 
 from __future__ import annotations
 
@@ -22,10 +18,8 @@ SUPPORTED = (
 )
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types of transformers that keep keys and values."""
 
 CHECKED_SETTINGS = ("is_decoder", "use_bidirectional_attention", "quantization_config")
-"""Settings that `refusal` reads."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +33,9 @@ class Outline:
 
 
 def outline(model_type: str, config: Mapping[str, Any]) -> Outline:
-    """Return a model's outline, from its family's tables or from the model without weights.
+    """Return a model's outline, from its family's tables or from the model created once on the meta device.
 
-    Raises ConfigError if adapters cannot be added to such a model; KeyError, TypeError or ZeroDivisionError if the
-    configuration lacks a size.
+    Raises ConfigError if adapters cannot be added to it; KeyError, TypeError or ZeroDivisionError if a size is missing.
     """
     family = family_of_type(model_type, config)
     if family.stacks:
@@ -76,10 +69,7 @@ def _outline_of_empty_model(model_type: str, config: str) -> Outline:
 
 
 def model_config(model_type: str, config: Mapping[str, Any]) -> Any:
-    """Return the transformers configuration object of a family; error messages start with the family.
-
-    Raises ConfigError if transformers does not know the family, or rejects the configuration.
-    """
+    """Return the transformers configuration object. Raises ConfigError with a message that starts with the family."""
     import transformers
 
     if model_type not in transformers.CONFIG_MAPPING:
@@ -99,10 +89,7 @@ def model_config(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return the class of the language model with this transformers configuration; errors as in `model_config`.
-
-    Raises ConfigError if there is none, or adapters cannot be added to it.
-    """
+    """Return the class of the language model with this transformers configuration; errors as in `model_config`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     mapping = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -124,7 +111,7 @@ def model_class(config: Any) -> Any:
 
 
 def linears_of(model: Any) -> dict[str, tuple[int, int]]:
-    """Return names and shapes (out, in) of a model's linear projections but the output head, in module order."""
+    """Return names and shapes (out, in) of a model's linear projections but the output head, in order."""
     import torch
 
     head = model.get_output_embeddings()
@@ -136,6 +123,5 @@ def linears_of(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def embedding_name(model: Any) -> str:
-    """Return the name of the input embedding table among a model's parameters."""
     table = model.get_input_embeddings().weight
     return next(name for name, parameter in model.named_parameters() if parameter is table)

@@ -27,7 +27,6 @@ class Outputs:
     denominator: float
     """Divides the summed cross-entropy; the same for all micro-batches of a step, so that their losses add up."""
     cross_entropy: CrossEntropy | None = field(default=None, repr=False)
-    """Cross-entropy of the whole pass, if it serves several learners."""
     place: int = 0
     """Index of this learner among them."""
 
@@ -55,20 +54,13 @@ class Outputs:
 
 
 class CrossEntropy:
-    """The cross-entropy of a pass for several learners, computed once for all.
-
-    Args:
-        logits: (targets, vocabulary).
-        labels: (targets,) token ids.
-        counts: number of targets per learner.
-    """
+    """The cross-entropy of a pass for several learners, each with `counts` targets, computed once for all."""
 
     def __init__(self, logits: Tensor, labels: Tensor, counts: Sequence[int]):
         self._logits, self._labels, self._counts = logits, labels, list(counts)
 
     @cached_property
     def sums(self) -> list[Tensor]:
-        """Sum over each learner's targets."""
         from torch.nn.functional import cross_entropy
 
         of_targets = cross_entropy(self._logits.float(), self._labels, reduction="none")

@@ -27,11 +27,7 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 def normal_values(first: int, like: Tensor) -> Tensor:
-    """Return the sequence's numbers from `first` on, in float32, with mean 0 and deviation 1.
-
-    Args:
-        like: a (count,) tensor on the target device.
-    """
+    """Return the sequence's numbers from `first` on, (count,), in float32, with mean 0 and deviation 1."""
     z = torch.ones_like(like, dtype=torch.int64).cumsum_(0).add_(first).mul_(_STEP)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         z.bitwise_xor_(_logical_shift(z, shift)).mul_(factor)
@@ -48,10 +44,7 @@ def _logical_shift(z: Tensor, shift: int) -> Tensor:
 
 
 class _PortableRandom(TorchDispatchMode):
-    """Fills tensors with normal numbers, one after another from one sequence.
-
-    Uniform numbers are skipped: `nn.Linear` draws them before transformers overwrites them.
-    """
+    """Fills tensors with normal numbers. Uniform ones are skipped: transformers overwrites those of `nn.Linear`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,10 +76,7 @@ class _PortableRandom(TorchDispatchMode):
 
 @contextmanager
 def portable_random() -> Iterator[None]:
-    """Fill modules created in the block from the sequence, starting anew.
-
-    Raises NotImplementedError if a tensor keeps random numbers that are not normal.
-    """
+    """Fill modules created in the block. Raises NotImplementedError if a tensor keeps other random numbers."""
     with _PortableRandom() as mode:
         yield
     if mode.unfilled:

@@ -80,14 +80,10 @@ class BackboneSpec:
 
     @property
     def traits(self) -> Family:
-        """Its family's properties."""
         return family_of_type(self.family, self.config)
 
     def adapted(self, settings: BackboneSettings) -> dict[str, tuple[int, int]]:
-        """Return names and shapes (out, in) of the projections that these settings adapt.
-
-        Raises ConfigError if it has no such projections.
-        """
+        """Return names and shapes (out, in) of the adapted projections. Raises ConfigError if there are none."""
         return target_shapes(self.family, self.config, settings.targets)
 
 
@@ -224,19 +220,13 @@ def describe(settings: BackboneSettings) -> BackboneSpec | None:
 
 
 def family_of(name: str) -> Protocol:
-    """Return the paper's corresponding family, which determines prompts, presets and protocol.
-
-    For an uncached hub model it is guessed from the name; only defaults depend on it.
-    """
+    """Return the paper's corresponding family; for an uncached hub model it is guessed from the name."""
     spec = describe(BackboneSettings(name=name))
     return spec.traits.protocol if spec else "t5" if "t5" in name.lower() else "llama"
 
 
 def dropout_rate(name: str) -> float:
-    """Return a backbone's dropout rate in training mode from its configuration; 0 if it has no dropout.
-
-    Raises ConfigError if a local folder's configuration has an invalid rate.
-    """
+    """Return the dropout rate of a backbone's configuration; 0 if it has no dropout."""
     spec = describe(BackboneSettings(name=name))
     family = spec.traits if spec else FAMILIES[family_of(name)]
     if not family.dropout:
@@ -253,10 +243,7 @@ def dropout_rate(name: str) -> float:
 def target_shapes(
     family: str, config: Mapping[str, Any], targets: Sequence[str] | str | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Return names and shapes (out, in) of the projections that `select` adapts, by `model_type` and configuration.
-
-    Raises ConfigError if the model has no such projections.
-    """
+    """Return names and shapes (out, in) of the projections that `select` adapts, by `model_type` and configuration."""
     names = tuple(targets) if targets is not None and not isinstance(targets, str) else targets
     return dict(_target_shapes(family, canonical_json(dict(config)), names))
 
@@ -268,10 +255,7 @@ def _target_shapes(family: str, config: str, targets: Sequence[str] | str | None
 
 
 def canonical_targets(settings: BackboneSettings) -> BackboneSettings:
-    """Normalize `targets`, so that equal selections are spelled alike; the default selection becomes None.
-
-    Raises ConfigError if the backbone has no such projections.
-    """
+    """Normalize `targets`, so that equal selections are spelled alike; the default selection becomes None."""
     if settings.targets is None or settings.targets == ALL_LINEAR:
         return settings
     targets: Any = tuple(sorted(set(settings.targets)))

@@ -1,8 +1,6 @@
 """Decide when a GPU should read a common prefix once, which saves tokens but costs launches.
 
-The host launches kernels while the GPU computes earlier ones, so a pass takes as long as the slower of the two. For
-short batches that is the host: fewer tokens then save nothing, and additional launches cost time.
-
+A pass takes as long as the slower of host and GPU. For short batches that is the host: fewer tokens then save nothing.
 The constants come from an H100's data sheet and torch's typical cost of a launch. They affect speed only.
 """
 
@@ -33,24 +31,13 @@ def pays_in_a_step(backbone: Backbone, tokens: int, shared_tokens: int) -> bool:
 
 
 def pays_for_prompts(backbone: Backbone, tokens: int, begin: int, rows: int) -> bool:
-    """Return whether a GPU reads prompts faster in two passes, prefix and rests, than in one.
-
-    Args:
-        tokens: of all prompts of a batch.
-        begin: length of the common prefix.
-        rows: prompts of the batch.
-    """
+    """Return whether a GPU reads a batch's prompts faster in two passes, `begin` common tokens first, than in one."""
     separate = _seconds(backbone, tokens, PASS_LAUNCHES)
     rest = tokens - begin * rows
     return _seconds(backbone, begin, PASS_LAUNCHES) + _seconds(backbone, rest, PASS_LAUNCHES) < separate
 
 
 def _seconds(backbone: Backbone, tokens: int, launches: int, ways: int = 1) -> float:
-    """Estimate the seconds of a pass: the host's, or the GPU's, which multiplies each token by every weight.
-
-    Args:
-        launches: per block.
-        ways: 2 for a forward and backward pass, in which frozen weights get no gradients.
-    """
+    """Estimate the seconds of a pass with this many launches per block; `ways` is 2 with a backward pass."""
     computing = ways * max(tokens, FEWEST_TOKENS) * backbone.multiplied / MULTIPLICATIONS_PER_SECOND
     return max(computing, launches * backbone.blocks * SECONDS_PER_LAUNCH)

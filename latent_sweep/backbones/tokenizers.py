@@ -27,10 +27,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 
 
 def load_tokenizer(settings: BackboneSettings) -> Any:
-    """Return the transformers tokenizer of a backbone.
-
-    Raises ConfigError if there is none under this name, or it is not usable.
-    """
+    """Return the transformers tokenizer of a backbone. Raises ConfigError if it is missing or not usable."""
     spec = describe(settings)
     if settings.tokenizer is not None:
         return _from_pretrained(settings.tokenizer, settings.tokenizer_revision)
@@ -65,11 +62,7 @@ def _bytes_to_ids() -> Tokenizer:
 
 
 def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
-    """Return the tokenizer from local files, without transformers, to check a plan.
-
-    Returns:
-        None if its file is missing or unreadable; loading the backbone downloads it or reports the fault.
-    """
+    """Return the tokenizer from local files, without transformers; None if its file is missing or unreadable."""
     from tokenizers import Tokenizer
 
     path, spec = None, describe(settings)

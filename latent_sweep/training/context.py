@@ -47,11 +47,9 @@ class Context:
 
     Args:
         trial: any trial of the pack; all have the same backbone and tasks.
-        storage: holds snapshots, factors, embeddings and tokens of all sweeps.
         engine: None is plain torch in this process.
         halved: phases with half the rows per pass; learning has `training.micro_batch_size` instead.
         keep_answers: whether trials save the predictions of every stage or only of the last.
-        emit: receives activities as they start.
         keeps_features: whether methods store features of prompts.
     """
 
@@ -91,11 +89,7 @@ class Context:
 
     @cached_property
     def backbone(self) -> Backbone:
-        """The frozen model, loaded by every worker of the group at the same time.
-
-        Raises:
-            ConfigError: it differs from the planned one.
-        """
+        """The frozen model, loaded by all workers at the same time. Raises ConfigError if it is not as planned."""
         settings = self.trial.settings.backbone
         if (identity := backbone_identity(settings)) != self.trial.backbone:
             raise ConfigError(
@@ -118,7 +112,6 @@ class Context:
 
     @cached_property
     def bank(self) -> AdapterBank:
-        """Return the adapter bank of the backbone."""
         return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
 
     def close(self) -> None:
@@ -132,13 +125,7 @@ class Context:
         self.engine.group.order(*order)
 
     def check(self, snapshots: Sequence[Snapshot]) -> None:
-        """Check that stored snapshots were learned on the loaded backbone.
-
-        Lineages only contain its name; a hub, a random generator or a conversion may give other weights elsewhere.
-
-        Raises:
-            ConfigError: a snapshot was learned on other weights, or with another tokenizer.
-        """
+        """Raise ConfigError if snapshots were learned on other weights: lineages only contain the backbone's name."""
         loaded = backbone_facts(self.backbone)
         for snapshot in snapshots:
             if (learned_on := snapshot.facts["backbone"]) != loaded:
@@ -149,15 +136,10 @@ class Context:
                 )
 
     def passes(self, phase: Phase) -> int:
-        """Return the number of passes that a batch is split into."""
         return 2 if phase in self.halved else 1
 
     def method(self, settings: MethodSettings, largest_rank: int) -> Method:
-        """Return a method with these settings, able to train and to answer.
-
-        Args:
-            largest_rank: of the sweep; factors computed for it also serve smaller ranks.
-        """
+        """Return a method with these settings; factors of the sweep's largest rank also serve smaller ones."""
         key = canonical_json([settings.identity(), largest_rank])
         if key not in self._methods:
             passes = self.passes("statistics")
@@ -170,12 +152,7 @@ class Context:
     def tokens(
         self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False
     ) -> TokenizedExamples:
-        """Return the tokenized rows of a trial's task.
-
-        Args:
-            carve: take validation rows out of the training rows (A31).
-            whole: do not truncate prompts (A19).
-        """
+        """Return the tokenized rows of a trial's task: with `carve`, without validation rows (A31); A19 for `whole`."""
         b, task = trial.settings.benchmark, trial.tasks[position]
         key = (b, task.name, split, carve, whole)
         if key not in self._tokens:
@@ -228,16 +205,12 @@ class Context:
             )
 
     def inputs(self, trial: Trial, position: int) -> list[str]:
-        """Return the inputs of a task's test rows as texts."""
         task = trial.tasks[position]
         source = trial.source(task, "test")
         return [row.input for row in load_examples(trial.spec, task, "test", trial.settings.benchmark, source=source)]
 
     def constant(self, trial: Trial, position: int) -> float | None:
-        """Return the test score of a trial's task if every answer is the most frequent training answer.
-
-        None if the rows are no longer on this machine; their tokens may be cached.
-        """
+        """Return a task's test score if every answer is the most frequent training answer; None without its rows."""
         b, task = trial.settings.benchmark, trial.tasks[position]
         key = b, task.name
         if key not in self._constants:
@@ -255,11 +228,7 @@ class Context:
         return self._constants[key]
 
     def combiner(self, trial: Trial, gates: Gates) -> Combiner:
-        """Return the combiner of a trial's snapshots.
-
-        Args:
-            gates: returns the weights for `combine: gates`.
-        """
+        """Return the combiner of a trial's snapshots; `gates` returns the weights for `combine: gates`."""
         router = trial.settings.router
         whole = router.combine in ROUTED and not router.pool.truncate
         pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)
@@ -268,12 +237,10 @@ class Context:
         return Combiner(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *shared)
 
     def recent(self, trial: Trial, position: int) -> Recent:
-        """Return a trial's answers of the previous stage to a task's test rows, which the evaluator updates."""
         return self._recent.setdefault((trial.trial_id, position), {})
 
 
 def backbone_facts(backbone: Backbone) -> dict[str, str]:
-    """Return the digests of the loaded backbone's weights and tokenizer."""
     return {"weights": backbone.weights_digest, "tokenizer": backbone.tokenizer_digest}
 
 
@@ -284,7 +251,6 @@ def computed_with(backbone: Backbone) -> dict[str, str]:
 
 
 def hardware(engine: Engine | None = None) -> dict[str, Any]:
-    """Describe the machine and the engine that trials run on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
     return facts | (engine.facts() if engine else {})

@@ -1,7 +1,6 @@
 """Engines own the backbone: plain torch here, DeepSpeed, which shards it, in `execution/deepspeed.py`.
 
-All engines share the training loop and give the same results to rounding. So an engine is not part of a training's
-identity, and one can resume another's checkpoints.
+All give the same results to rounding, so an engine is not part of a training's identity.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _OURS = __name__.partition(".")[0] + "."
 def _condition(model: Any) -> dict[str, tuple[int, ...]]:
     """Return a fingerprint of what a method could change in a frozen model: parameters, hooks and `forward`, by name.
 
-    torch counts the writes to a parameter. Hooks of this package are left out, as it removes them itself.
+    torch counts the writes to a parameter. Hooks of this package are left out.
     """
     condition: dict[str, tuple[int, ...]] = {
         name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()
@@ -53,12 +52,7 @@ def forget_backbone() -> None:
 
 
 class Engine:
-    """Plain torch: every worker of the group holds the whole backbone.
-
-    Args:
-        group: the workers that run the pack together.
-        backbone: a backbone that is already loaded.
-    """
+    """Plain torch: every worker of the group holds the whole backbone."""
 
     answers_apart = True
     """Whether workers can answer different batches at the same time."""
@@ -70,15 +64,11 @@ class Engine:
 
     @property
     def backbone(self) -> Backbone:
-        """Return the loaded backbone."""
         assert self._backbone is not None, "load it first"
         return self._backbone
 
     def load(self, settings: BackboneSettings) -> Backbone:
-        """Load a backbone; every worker of the group calls this at the same time.
-
-        The backbone of an earlier pack of this process is reused if its settings and files are the same.
-        """
+        """Load a backbone, or reuse that of an earlier pack; every worker of the group calls this at the same time."""
         key = canonical_json([settings.model_dump(mode="json"), backbone_identity(settings)])
         if key not in _kept:
             forget_backbone()  # before loading, as memory may not hold two
@@ -88,11 +78,7 @@ class Engine:
         return self._backbone
 
     def check_frozen(self) -> None:
-        """Check that no method has changed the backbone since it was loaded, which would change others' results.
-
-        Raises:
-            ConfigError: parameters were written to or replaced, or modules have hooks or another `forward`.
-        """
+        """Raise ConfigError if a method has changed the backbone since it was loaded, and with it others' results."""
         if self._condition is None or (now := _condition(self.backbone.model)) == self._condition:
             return
         before = self._condition
@@ -109,7 +95,6 @@ class Engine:
         return self._backbone
 
     def facts(self) -> dict[str, Any]:
-        """Return what a result records of its engine."""
         return {"engine": "torch", "workers": self.group.size}
 
     def begin_learning(self) -> None:

@@ -1,19 +1,16 @@
 """Scoring the tasks seen so far, one row of the score matrix, with a cache of generated answers.
 
-Greedy answers depend only on the prompt, the weighted snapshots, the method, the decoding, the backbone and, if two
-tokens are almost equally likely, on the device and the libraries. The generation cache is keyed by all of these. Its
-unit is a batch, so a score never depends on what was computed before.
+The cache is keyed by all that greedy answers depend on: prompt, weighted snapshots, method, decoding, backbone and, for
+near ties of two tokens, device and libraries. Its unit is a batch, so no score depends on what was computed before.
 
 A row's own weights decide how it is answered: `path_of` says whether its batch uses one merged adapter, and if so, the
-common beginning of the task's test prompts is read once, even for a small batch. Rows of different paths never share a
-batch. A row's neighbors only affect rounding, through batch size and padding, which in bfloat16 can decide a near tie
-of two tokens. If a row moves to another path as tasks are added, its neighbors are answered again. After an
-out-of-memory error, every batch is answered in halves; those answers are cached under other names, and the journal
-records it.
+common prefix of the task's test prompts is read once. A row's neighbors only affect rounding, through batch size and
+padding. After an out-of-memory error every batch is answered in halves, and cached under another name.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,11 +38,10 @@ class TaskScore:
     """The score of a trial on one task at one stage."""
 
     score: float
-    """Mean over rows, a fraction."""
+    """Mean over rows."""
     predictions: list[dict[str, Any]]
     """Per row: id, prediction, references, score, and nonzero weights by task position."""
     generated: int
-    """Rows whose answer was generated now, not cached."""
     rouge_1: float | None
     """Mean Rouge-1 in addition to a Rouge-L score; None for other metrics."""
 
@@ -59,12 +55,10 @@ class AnswerBatch:
     """Prompts to answer together, and everything that a worker needs for it."""
 
     lineages: Sequence[str]
-    """The snapshots that answer."""
     weights: Array
     """(rows, snapshots)."""
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
-    """Longest answer, in tokens."""
     stop: tuple[str, ...]
     """An answer ends where one of these strings appears."""
     passes: int = 1
@@ -74,28 +68,21 @@ class AnswerBatch:
 
     @property
     def merged(self) -> bool:
-        """Whether one merged adapter answers all rows."""
         return path_of(self.weights[0]) is not None
 
     def parts(self) -> Iterator[tuple[Array, Sequence[Sequence[int]]]]:
-        """Yield weights and prompts of each pass."""
         rows = -(-len(self.prompts) // self.passes)
         for start in range(0, len(self.prompts), rows):
             yield self.weights[start : start + rows], self.prompts[start : start + rows]
 
 
 class CombinedAdapters:
-    """The adaptations with which a method's snapshots answer, batch after batch.
-
-    Those of the previous batch are cached: reading snapshots takes time, and so does merging many of them.
-    """
+    """The adaptations with which a method's snapshots answer; those of the previous batch are cached."""
 
     def __init__(self, method: Method):
         self._method = method
         self._merged: tuple[Any, Adaptation] | None = None
-        """Key and adaptation of the newest batch with a merged adapter."""
         self._tensors: dict[str, CachedTensors] = {}
-        """Tensors of the newest batch with an adapter per row, by lineage."""
 
     def of(self, batch: AnswerBatch, weights: Array, snapshot: Callable[[str], Snapshot]) -> Adaptation:
         """Return the adaptation for some rows of a batch, with weights (rows, snapshots)."""
@@ -140,12 +127,7 @@ def answer(
     engine: Engine,
     bank: AdapterBank,
 ) -> list[list[str]]:
-    """Answer batches, each on one worker of the engine's group; all workers call this at the same time.
-
-    Args:
-        batches: at most one per worker; a single one if the engine cannot answer apart.
-        snapshot: returns the snapshot of a lineage.
-        adapters: of the snapshots' method.
+    """Answer batches, at most one per worker of the engine's group; all workers call this at the same time.
 
     Returns:
         The answers of every batch on the group's first worker; an empty list on the others.
@@ -171,19 +153,13 @@ class AnswerEnd(NamedTuple):
     """Where the answers of a task end."""
 
     max_new_tokens: int
-    """Longest answer, in tokens."""
     stop: tuple[str, ...]
-    """Strings at which an answer ends."""
 
 
 class Evaluator:
     """Answers test rows with weighted snapshots and scores them.
 
     Args:
-        method: the snapshots' method.
-        batch_size: maximum rows per batch; see `batched`.
-        max_new_tokens, stop: where an answer ends.
-        references: `single_first` or `max_over_refs`.
         cache: folder of the generation cache; None for none.
         order: sends batches to the other workers of the engine's group before they are answered.
         method_source: digest of the method's code as imported, if it is a plugin.
@@ -221,16 +197,13 @@ class Evaluator:
         recent: Recent | None = None,
         end: AnswerEnd | None = None,
     ) -> TaskScore:
-        """Score one task.
+        """Score the tokenized test rows of one task, answered with weights (rows, snapshots).
 
         Args:
-            history: the snapshots, oldest first.
-            weights: (rows, snapshots).
-            rows: tokenized test rows.
             definitions: number of wordings of the instruction that the prompts take in turn.
             inputs: the rows' inputs, for a metric that reads them.
             recent: answers of the previous stage, looked up before the cache; replaced by those of this stage.
-            end: where the task's answers end; default: where all answers of this evaluator end.
+            end: where the task's answers end, if not where all answers of this evaluator end.
         """
         answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent, end)
         answers = [trimmed(metric, text) for text in answers]
@@ -254,17 +227,7 @@ class Evaluator:
         recent: Recent | None = None,
         end: AnswerEnd | None = None,
     ) -> tuple[list[str], int]:
-        """Answer rows, each with its own weights of the snapshots.
-
-        Args:
-            history: the snapshots, oldest first.
-            weights: (rows, snapshots).
-            prompt_ids: token ids of each row's prompt.
-            definitions, recent, end: as in `score`.
-
-        Returns:
-            An answer for every row, and the number of rows generated now, not cached.
-        """
+        """Return an answer for every row, and the number of rows generated now, not cached; see `score`."""
         prompts = [self.method.prompt(ids) for ids in prompt_ids]
         end = end or AnswerEnd(self.max_new_tokens, self.stop)
         parts: list[list[int]] = []
@@ -293,7 +256,6 @@ class Evaluator:
     def _answers(
         self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot], recent: Recent | None
     ) -> tuple[Sequence[Sequence[str]], int]:
-        """Return the answers of every batch, and the number of rows generated now."""
         paths = [self._path(batch) for batch in batches]
         recent = {} if recent is None else recent
         answers = [None if path is None else recent.get(path) or read_checksummed_json(path) for path in paths]
@@ -321,31 +283,25 @@ class Evaluator:
 
 
 def path_of(weights: Array) -> tuple[int, ...] | None:
-    """Return the snapshots that answer a row whose weights (snapshots,) are all 0 or 1; None for other weights.
+    """Return the snapshots that answer a row whose weights (snapshots,) are all 0 or 1, by one merged adapter.
 
-    Rows of the same path share one merged adapter. Rows of other weights have an adapter each, even if two happen to
-    have the same.
+    None for other weights: such rows have an adapter each, even if two happen to have the same.
     """
     whole = np.flatnonzero(weights)
     return tuple(whole.tolist()) if (weights[whole] == 1).all() else None
 
 
 def batched(rows: Sequence[int], lengths: Sequence[int], weights: Array, batch_size: int) -> list[list[int]]:
-    """Split rows into batches: by length into chunks of `batch_size`, and each chunk by path.
+    """Split rows into batches: by prompt length into chunks of `batch_size`, and each chunk by path.
 
-    The chunks depend only on the prompts. So if a new task changes a row's path, only the answers of its own chunk are
-    generated again.
-
-    Args:
-        lengths: tokens of every prompt, by row.
-        weights: (all rows, snapshots).
+    The chunks depend only on the prompts: a row's new path changes the answers of its own chunk alone.
     """
     order = sorted(rows, key=lambda row: (lengths[row], row))
     batches: list[list[int]] = []
     for start in range(0, len(order), batch_size):
-        by_path: dict[tuple[int, ...] | None, list[int]] = {}
+        by_path = defaultdict[tuple[int, ...] | None, list[int]](list)
         for row in order[start : start + batch_size]:
-            by_path.setdefault(path_of(weights[row]), []).append(row)
+            by_path[path_of(weights[row])].append(row)
         batches += by_path.values()
     return batches
 

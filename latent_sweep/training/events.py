@@ -20,7 +20,6 @@ class Activity:
 
     doing: ActivityName
     position: int | None = None
-    """Task it concerns, 0-based; None if it concerns all of them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Step:
     """Steps done, from 1."""
     steps: int
     losses: Mapping[str, float]
-    """Terms of the loss; empty while scoring."""
     training_id: str
     """Of the run."""
 
@@ -46,7 +44,6 @@ class StageDone:
     tasks_seen: int
     tasks_left: int
     matrices: Sequence[ScoreMatrix]
-    """Score matrix so far, one per trial of the pack."""
 
     @property
     def average_performance(self) -> float:
@@ -59,7 +56,6 @@ class StageDone:
         return sum(matrix.forgetting() for matrix in self.matrices) / len(self.matrices)
 
     def measures(self) -> dict[str, float]:
-        """Return what a scheduler is given."""
         return {
             "tasks_seen": self.tasks_seen,
             "tasks_left": self.tasks_left,

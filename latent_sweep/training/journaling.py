@@ -19,11 +19,10 @@ from latent_sweep.training.context import Context, computed_with, hardware
 from latent_sweep.training.trainer import TrainingSummary
 
 BATCHES_ANSWERED: Mapping[int, str] = {1: "whole", 2: "in halves"}
-"""How batches were answered, by number of passes; in bfloat16 answers depend on it."""
+"""By number of passes; in bfloat16 answers depend on it."""
 
 
 def record_started(files: TrialFiles, trial: Trial, context: Context) -> None:
-    """Record that a worker has started the trial."""
     started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
     training = trial.settings.training
     started |= {"micro_batch_size": training.micro_batch_size, "halved": sorted(context.halved)}
@@ -46,13 +45,7 @@ def record_stage(
     scoring: Mapping[str, float],
     context: Context,
 ) -> None:
-    """Record the newest row.
-
-    Args:
-        snapshot: of the newest task.
-        summary: of learning it; None if that was done elsewhere or earlier.
-        scoring: timings and shares of scoring it.
-    """
+    """Record the newest row; the summary is None if its task was learned elsewhere or earlier."""
     facts = snapshot.facts
     metrics = files.matrix.measures() | dict(scoring) | facts["measures"]
     metrics |= {"train_loss" if name == "task" else name: loss for name, loss in facts["losses"].items()}

@@ -30,13 +30,12 @@ from latent_sweep.training.worker_group import WorkerGroup
 def train_pack(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> list[TrainingSummary | Exception]:
     """Run trainers side by side, with one forward pass of the shared backbone for all their batches.
 
-    Every worker of the engine's group calls this with the same trainers and computes its share of every batch. Each
-    trainer has its own data order, optimizer settings, clipping, checkpoint and number of steps. It ends as it would
-    alone, up to rounding: its batch is padded to the longest row of all trainers. If one fails, the others continue.
+    Every worker of the engine's group calls this with the same trainers and computes its share of every batch. A
+    trainer ends as it would alone, up to rounding: its batch is padded to the longest row of all trainers.
 
     Returns:
-        For each trainer a summary, or the error that stopped it: NonFiniteLoss for a loss or gradient that became NaN
-        or infinite, RuntimeError if its first step brings no gradient.
+        For each trainer a summary, or the error that stopped it, while the others continue: NonFiniteLoss for a loss or
+        gradient that became NaN or infinite, RuntimeError if its first step brings no gradient.
     """
     with _training_mode(engine, trainers[0].settings):  # all trainers of a pack agree on the settings read here
         for trainer in trainers:
@@ -108,7 +107,6 @@ def _shrink_optimizers(stepped: Sequence[Trainer], going: Sequence[Trainer]) -> 
 
 
 def _to_host(norms: Tensor, losses: Sequence[Mapping[str, Tensor]]) -> tuple[list[float], list[dict[str, float]]]:
-    """Copy gradient norms and loss terms to the host, all in one transfer."""
     terms = [term.float() for own in losses for term in own.values()]
     values = torch.cat([norms.float(), torch.stack(terms)]).tolist()
     rest = iter(values[len(norms) :])
@@ -116,10 +114,7 @@ def _to_host(norms: Tensor, losses: Sequence[Mapping[str, Tensor]]) -> tuple[lis
 
 
 def _seed(seed: int) -> None:
-    """Seed all generators. Unlike `torch.manual_seed`, format no traceback for each unused kind of device.
-
-    This package draws nothing from Python's and NumPy's generators, but a plugin may.
-    """
+    """Seed all generators: those of Python and NumPy for plugins. `torch.manual_seed` would format a traceback."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -129,7 +124,6 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def _training_mode(engine: Engine, settings: TrainingSettings) -> Iterator[None]:
-    """Apply the backbone's dropout and recomputation settings within the block."""
     engine.begin_learning()
     model, rate = engine.backbone.model, settings.backbone_dropout
     model.train(rate > 0)
@@ -142,11 +136,7 @@ def _training_mode(engine: Engine, settings: TrainingSettings) -> Iterator[None]
 
 @contextmanager
 def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None]:
-    """Recompute activations in backward passes within the block, if `gradient_checkpointing` is set.
-
-    Raises:
-        ConfigError: the model does not support it.
-    """
+    """Recompute activations in backward passes within the block, if `gradient_checkpointing` is set."""
     if settings.gradient_checkpointing == "auto":
         raise ValueError("gradient_checkpointing: auto is decided before a pack is run; see `memory.decided`")
     if not settings.gradient_checkpointing:
@@ -169,11 +159,7 @@ def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None
 
 
 class _Batches:
-    """The batches of one step of several trainers, one per forward pass, on the device.
-
-    Args:
-        ahead: how many steps after the trainers' current one.
-    """
+    """The batches of one step of several trainers, `ahead` of the current one, one per forward pass, on the device."""
 
     def __init__(self, trainers: Sequence[Trainer], engine: Engine, ahead: int = 0):
         self.trainers = list(trainers)
@@ -242,9 +228,7 @@ def _forward_and_back(
 ) -> None:
     """Run one forward and backward pass of a step; a function, so that its tensors are freed before the next one.
 
-    Args:
-        add: adds up the trainers' loss terms and runs the backward pass.
-        watch: whether to record which trainers a gradient reaches.
+    `add` adds up the trainers' loss terms and runs the backward pass; with `watch`, trainers record arriving gradients.
     """
     trainers, parts = batches.trainers, batches.passes[index]
     running = [(t, part) for t, part in zip(trainers, parts, strict=True) if part.rows]
@@ -273,7 +257,6 @@ class MicroBatch:
     """False for filler rows: a worker with no rows left computes them while others still have a pass."""
 
     def counted(self, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Multiply the terms of filler rows by zero."""
         return terms if self.counts else {name: 0.0 * term for name, term in terms.items()}
 
 
@@ -286,7 +269,6 @@ def micro_batches(rows: Sequence[Example], size: int | None, group: WorkerGroup)
 
 
 def _add_up(trainers: Sequence[Trainer], losses: Sequence[dict[str, Tensor]], group: WorkerGroup) -> None:
-    """Sum gradients and losses over all workers."""
     if group.size == 1:
         return
     parameters = [p for trainer in trainers for p in trainer.parameters.values()]

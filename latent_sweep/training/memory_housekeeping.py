@@ -14,8 +14,7 @@ from typing import Any
 def give_back_memory() -> None:
     """Return free memory of the C heap to the OS, if the C library is glibc.
 
-    glibc keeps free pieces that lie below memory in use, and batches of many lengths leave such pieces behind: a worker
-    that used 1.6 GiB held 11 GiB after an hour, until the host ran out of memory.
+    glibc keeps free pieces below memory in use: a worker that used 1.6 GiB held 11 GiB after an hour.
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)
@@ -30,9 +29,8 @@ def _malloc_trim() -> Any:
 def loading_modules() -> Iterator[None]:
     """Pause garbage collection while torch and transformers are imported, and exempt their objects from it afterward.
 
-    Imports create hundreds of thousands of permanent objects, and collections during them take a fifth of the time.
-    Only for processes that this project starts. If transformers is loaded already, nothing is exempted, as the objects
-    might be garbage.
+    Collections take a fifth of that time. If transformers is loaded already, nothing is exempted, as the objects might
+    be garbage.
     """
     first = "transformers" not in sys.modules
     gc.disable()

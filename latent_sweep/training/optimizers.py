@@ -1,8 +1,7 @@
 """Optimizers that clip and step the parameters of all trainers of a pack at once.
 
-AdamW is elementwise, so the parameters of all trainers are rows of one matrix. A step is a dozen operations on it,
-however many trainers there are, and never waits for the device. Adafactor's moments belong to whole matrices, so it
-steps one trainer at a time.
+AdamW is elementwise, so it steps all trainers by a dozen operations on one matrix, without waiting for the device.
+Adafactor's moments belong to whole matrices, so it steps one trainer at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8
 
 
 def optimizer_of(trainers: Sequence[Trainer]) -> Optimizer:
-    """Make the optimizer of trainers that all have the same kind."""
     (kind,) = {trainer.settings.optimizer for trainer in trainers}
     return AdamW(trainers) if kind == "adamw" else Adafactor(trainers)
 
@@ -46,13 +44,11 @@ class AdamW:
 
     @torch.no_grad()
     def _matrix(self, tensors: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Concatenate each trainer's tensors to a row, (P, N)."""
         rows = zip(tensors, self._padding, strict=True)
         return torch.cat([part.flatten() for own, pad in rows for part in (*own, pad)]).view(-1, self._longest)
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Clip and step all trainers; return their gradient norms before clipping, (P,)."""
         gradient = self._matrix([[_gradient(p) for p in t.parameters.values()] for t in self._trainers])
         norms = torch.linalg.vector_norm(gradient, dim=1)
         decay, size, root, epsilon, limit = self._scalars(gradient.device)
@@ -87,7 +83,6 @@ class AdamW:
         return scalars.unsqueeze(-1).unbind(0)
 
     def state(self, index: int) -> dict[str, Tensor]:
-        """Return both moments of each parameter."""
         return {
             f"{name}.{key}": view
             for key, moments in self._moments()
@@ -96,7 +91,6 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Restore both moments of each parameter."""
         for key, moments in self._moments():
             for name, view in self._named(moments[index], index):
                 view.copy_(state[f"{name}.{key}"])
@@ -136,7 +130,6 @@ class Adafactor:
         ]
 
     def step(self) -> Tensor:
-        """Clip and step every trainer; return their gradient norms before clipping, (P,)."""
         norms = []
         for trainer, optimizer in zip(self._trainers, self._optimizers, strict=True):
             limit = trainer.settings.gradient_clip or math.inf
@@ -147,7 +140,6 @@ class Adafactor:
         return torch.stack(norms)
 
     def state(self, index: int) -> dict[str, Tensor]:
-        """Return the moments and step count of each parameter."""
         return {
             f"{name}.{key}": torch.as_tensor(value)
             for name, parameter in self._trainers[index].parameters.items()
@@ -155,7 +147,6 @@ class Adafactor:
         }
 
     def load_state(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Restore the moments and step count of each parameter."""
         for name, parameter in self._trainers[index].parameters.items():
             moments = {key.removeprefix(f"{name}."): v for key, v in state.items() if key.startswith(f"{name}.")}
             self._optimizers[index].state[parameter] = {

@@ -40,16 +40,15 @@ def run_pack(
     as all workers see it alike; any other error ends the pack.
 
     Args:
-        sweep: the trials' sweep.
         emit: receives each activity, optimizer step and finished stage.
         threads: CPU threads; None is torch's default.
         engine: None is plain torch in this process. Every worker of its group calls this function with the same pack.
         keep_answers: whether trials save the predictions of every stage or only of the last.
 
     Raises:
-        Exception: the error of the first run that failed, once the others have ended and the journals of its unfinished
-            trials have a `failed` event. If a worker of a group fails or is lost, or this process has lost its device,
-            the error is raised at once, and the caller writes the journals.
+        Exception: the error of the first run that failed, once the others have ended and journals have `failed` events.
+            If a worker of a group fails, or this process has lost its device, it is raised at once, and the caller
+            writes the journals.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -78,7 +77,6 @@ def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
 
 
 def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
-    """Run the pack as the first worker."""
     context = runs.context
     trials = [active for run in runs.all for active in run.trials]
     for active in trials:
@@ -103,7 +101,6 @@ def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
 
 
 def _learn_and_score(runs: ActiveRuns, emit: Emit) -> None:
-    """Learn and score each task in turn."""
     n_tasks = len(runs.context.tasks)
     for position in range(n_tasks):
         learned = learn_missing(runs, position, emit)

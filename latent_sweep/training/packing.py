@@ -47,9 +47,6 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
     """Time a few steps of the pack's first task in packs of 1, 2, 4 and 8, until a larger one is slower.
 
     The timings are stored by hardware, method, backbone and batch; nothing else is.
-
-    Args:
-        threads: CPU threads, as the pack will have; None is torch's default.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -92,7 +89,6 @@ def split(pack: Pack, size: int, slots: int) -> list[Pack]:
 
 
 def _time(pack: Pack, context: Context, size: int) -> PackTiming:
-    """Time steps of the first task, with the pack's runs repeated to make `size`."""
     moments: list[float] = []
     cuda = context.backbone.device.type == "cuda"
     if cuda:
@@ -111,7 +107,6 @@ def _time(pack: Pack, context: Context, size: int) -> PackTiming:
 
 
 def _first_steps(run: ActiveRun, on_step: Progress) -> Trainer:
-    """Return a trainer of the first task's first steps, without validation and checkpoints."""
     settings = run.settings.training.model_copy(
         update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
     )

@@ -1,8 +1,7 @@
 """Tries what may fail before anything is learned, so that hours of training do not end in a wrong setting.
 
-The first worker of a group reads the rows of every task, scores one of each, fits the router of every stage, which
-reads only frozen embeddings, and checks the storage. All workers generate an answer and let the method try its tasks.
-Rows, embeddings and router records are cached for the stages.
+The first worker of a group reads and scores rows of every task, fits the router of every stage and checks the storage.
+All workers generate an answer and let the method try its tasks. What is computed is cached for the stages.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ Stages = Sequence[tuple[str, Sequence[int]]]
 
 
 def try_everything(runs: ActiveRuns) -> None:
-    """Try what the runs' trials will do; trials that fail leave their run, and the others continue.
-
-    Raises:
-        StorageError: the storage cannot be written, or is too small.
-        Exception: the backbone cannot answer; or, in a group of workers, a method cannot learn one of its tasks.
-    """
+    """Try what the runs' trials will do; trials that fail leave their run, and the others continue."""
     context, began = runs.context, time.monotonic()
     going = [run for run in runs.all if any(map(_lacks_rows, run.trials))]
     if not going:
@@ -75,11 +69,7 @@ def try_everything(runs: ActiveRuns) -> None:
 
 
 def try_backbone(runs: ActiveRuns, prompt: Sequence[int], stages: Stages) -> None:
-    """Generate two tokens, and let methods try the tasks they will learn; every worker of a group calls this.
-
-    Raises:
-        Exception: the backbone cannot answer; or, in a group of workers, a method cannot learn one of its tasks.
-    """
+    """Generate two tokens, and let methods try the tasks they will learn; every worker of a group calls this."""
     context = runs.context
     trial, engine = context.trial, context.engine
     engine.begin_answering()
@@ -124,12 +114,7 @@ def _leaving(run: ActiveRun, active: ActiveTrial) -> Iterator[None]:
 def _try_storage(parameters: Mapping[str, int], runs: int, context: Context) -> None:
     """Write to the folders of snapshots and checkpoints, and compare their future sizes with the free space.
 
-    Args:
-        parameters: trainable parameters of each snapshot to learn, by lineage.
-        runs: that learn at the same time, each with a checkpoint.
-
-    Raises:
-        StorageError: a folder cannot be written, or too little is free.
+    `parameters` counts those of each snapshot to learn, by lineage; each run has a checkpoint.
     """
     folder = context.storage.folder
     for path in (context.store.folder, folder / "checkpoints", folder / "predictions"):
@@ -154,12 +139,7 @@ def _parameter_count(run: ActiveRun) -> int:
 
 
 def _try_trial(run: ActiveRun, active: ActiveTrial, positions: Sequence[int], tried: set[str]) -> None:
-    """Read the rows that a trial needs, score one of each task, and fit its routers.
-
-    Args:
-        positions: of the tasks to learn.
-        tried: names of checks done for other trials of the pack; extended.
-    """
+    """Read the rows that a trial needs, score one of each task, and fit its routers, unless others have tried it."""
     context, trial, method = run.context, active.trial, run.method_of(active.trial)
     carve = trial.settings.training.select == "best_validation"
     n_tasks = len(trial.tasks)
@@ -178,7 +158,6 @@ def _try_trial(run: ActiveRun, active: ActiveTrial, positions: Sequence[int], tr
 
 
 def _try_metric(context: Context, trial: Trial, position: int) -> None:
-    """Score a right and an empty answer to a test row of a task."""
     b, task = trial.settings.benchmark, trial.tasks[position]
     metric = scoring_metric(b, task)
     references = context.tokens(trial, position, "test")["references"][0]
@@ -187,7 +166,6 @@ def _try_metric(context: Context, trial: Trial, position: int) -> None:
 
 
 def _try_router(context: Context, active: ActiveTrial, tried: set[str]) -> None:
-    """Pool the test rows, and fit the router of every stage to score."""
     combiner = context.combiner(active.trial, _no_gates)
     wanted, tasks = active.files.wanted, active.trial.tasks
     for position in range(wanted):

@@ -42,11 +42,7 @@ class ActiveTrial:
 
 
 class ActiveRun:
-    """One run in progress: its method, its snapshots so far, and its trials.
-
-    Args:
-        trials: those that lack results; none on a worker with rank > 0, or for a measurement.
-    """
+    """One run in progress: its method, its snapshots so far, and its trials that lack results."""
 
     def __init__(self, planned: Run, trials: Sequence[ActiveTrial], context: Context):
         self.planned, self.trials, self.context = planned, trials, context
@@ -54,37 +50,26 @@ class ActiveRun:
         self.settings, self.tasks, self.contents = first.settings, first.tasks, first.stage_contents()
         self.lineages = tuple(map(content_hash, self.contents))
         self.wanted = max((active.files.wanted for active in trials), default=len(self.tasks))
-        """Number of tasks to learn."""
         self.snapshots: list[Snapshot] = []
-        """Oldest first."""
         self.failure: Exception | None = None
         self.step: int | None = None
-        self._dropped: list[Exception] = []
-        """Errors of trials that have left the run."""
-        self._checked: set[str] = set()
-        """Plugins whose code matches the plan."""
+        self._dropped: list[Exception] = []  # errors of trials that have left the run
+        self._checked: set[str] = set()  # plugins whose code matches the plan
 
     @property
     def training_id(self) -> str:
-        """Return the id of its training."""
         return self.planned.training_id
 
     @property
     def method(self) -> Method:
-        """Return the method with this run's settings, able to train."""
         return self.method_of(self.planned.trials[0])
 
     def method_of(self, trial: Trial) -> Method:
-        """Return the method with the settings of one of this run's trials, able to answer.
-
-        Raises:
-            ConfigError: the code of a plugin differs from the planned one.
-        """
+        """Return the method with a trial's settings. Raises ConfigError if a plugin's code differs from the plan."""
         self._check_code(trial)
         return self.context.method(trial.settings.method, self.planned.largest_rank)
 
     def _check_code(self, trial: Trial) -> None:
-        """Compare the code of plugins with the plan, once, as imported code does not change."""
         name = trial.settings.method.name
         plugins: list[tuple[str, str, str | None, Callable[[str], str | None]]]
         plugins = [("method.name", name, trial.method_source, source_of)]
@@ -99,7 +84,6 @@ class ActiveRun:
             self._checked.add(name)
 
     def has_recorded(self, position: int) -> bool:
-        """Whether all its trials have recorded their rows of the task at this position."""
         return bool(self.trials) and all(position < len(active.files.rows) for active in self.trials)
 
     def _seed_parts(self, position: int) -> tuple[int, str]:
@@ -112,7 +96,6 @@ class ActiveRun:
         return [row for i in positions for row in self.context.tokens(first, i, split, carve)]
 
     def task_data(self, position: int) -> TaskData:
-        """Return the task at this position as its method sees it."""
         seed_parts = self._seed_parts(position)
 
         def generator(purpose: str) -> torch.Generator:
@@ -123,7 +106,6 @@ class ActiveRun:
         return TaskData(self.tasks[position].name, position, len(self.tasks), rows, generator, at_once)
 
     def trainer(self, position: int, on_step: Progress) -> Trainer:
-        """Return a trainer of the task at this position."""
         s, context, method = self.settings, self.context, self.method
         data = self.task_data(position)
         snapshots = self.snapshots if method.reads_history(position) else []
@@ -147,12 +129,7 @@ class ActiveRun:
         )
 
     def snapshot(self, position: int, trainer: Trainer, summary: TrainingSummary) -> Snapshot:
-        """Return the snapshot of the task at this position.
-
-        Raises:
-            ConfigError: the method returns an invalid snapshot or invalid facts.
-            NonFiniteLoss: the snapshot is not finite.
-        """
+        """Return the snapshot of a task. Raises ConfigError or NonFiniteLoss if the method returns an invalid one."""
         task, learner = self.tasks[position], trainer.learner
         task_loss = summary.first_losses.get("task", 0.0)  # the last one may be close to zero
         for name in learner.penalty():
@@ -223,7 +200,7 @@ class ActiveRun:
 
 
 class ActiveRuns:
-    """The runs of a pack that are in progress."""
+    """The runs of a pack."""
 
     def __init__(self, runs: Sequence[ActiveRun], context: Context):
         self.all, self.context = runs, context
@@ -234,13 +211,9 @@ class ActiveRuns:
 
     @contextmanager
     def leaving(self, runs: Sequence[ActiveRun], position: int | None) -> Iterator[None]:
-        """Turn an error within the block into the failure of these runs, not of the pack.
+        """Turn an error within the block into the failure of these runs; `position` is None before the first task.
 
-        In a group of workers only a non-finite loss is handled so, as all workers see it alike. A lost device ends the
-        pack.
-
-        Args:
-            position: of the task at hand; None before the first one.
+        A lost device ends the pack, and so does any error of a group of workers but a non-finite loss, which all see.
         """
         try:
             yield
@@ -257,7 +230,6 @@ class ActiveRuns:
 
 
 def unfinished(pack: Pack, sweep: SweepFolder, context: Context) -> ActiveRuns:
-    """Return the runs of a pack with their incomplete trials."""
     runs = []
     for run in pack.runs:
         trials = [ActiveTrial(trial, trial.files(sweep)) for trial in run.trials]

@@ -56,7 +56,6 @@ def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> Learned:
 
 
 def _lacking(runs: ActiveRuns, position: int) -> list[ActiveRun]:
-    """Return the runs in progress that lack the snapshot of this task."""
     return [run for run in runs.going(position) if len(run.snapshots) == position]
 
 
@@ -79,11 +78,7 @@ def _recall(runs: ActiveRuns, position: int) -> None:
 def learn_together(
     runs: ActiveRuns, position: int, lineages: Sequence[str], emit: Emit
 ) -> dict[str, tuple[Snapshot, TrainingSummary]]:
-    """Learn these snapshots side by side; all workers of a group call this at the same time.
-
-    Returns:
-        Snapshot and summary by lineage, without the lineages that failed.
-    """
+    """Learn snapshots side by side, without those that fail; all workers of a group call this at the same time."""
     going = runs.going(position)
     sharers = {lineage: [run for run in going if run.lineages[position] == lineage] for lineage in lineages}
     trainers: dict[str, Trainer] = {}
@@ -107,7 +102,6 @@ def learn_together(
 
 
 def _outcomes(context: Context, trainers: Mapping[str, Trainer]) -> dict[str, TrainingSummary | Exception]:
-    """Train those that have examples; the others get an empty summary."""
     with_rows = {lineage: trainer for lineage, trainer in trainers.items() if trainer.examples}
     outcomes = train_pack(list(with_rows.values()), context.engine, context.bank) if with_rows else []
     untrained = dict.fromkeys(trainers, TrainingSummary(0, {}, {}, 0.0, 0))

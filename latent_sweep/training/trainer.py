@@ -63,15 +63,11 @@ class Optimizer(Protocol):
 
     def step(self) -> Tensor:
         """Clip and step; return the gradient norms before clipping, (P,). The clipped gradients stay."""
-        ...
 
     def state(self, index: int) -> dict[str, Tensor]:
         """Return one trainer's moments as named tensors."""
-        ...
 
-    def load_state(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Restore one trainer's moments."""
-        ...
+    def load_state(self, index: int, state: Mapping[str, Tensor]) -> None: ...
 
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -114,15 +110,12 @@ class Trainer:
         self.step = 0
         self.steps = self.settings.step_count(len(self.rows), self.tasks)
         self.steps_per_epoch = math.ceil(len(self.rows) / self.settings.batch_size)
-        self.optimizer: tuple[Optimizer, int]
-        """The optimizer of this trainer, and its index there."""
+        self.optimizer: tuple[Optimizer, int]  # and this trainer's index there
         self.selection = BestOnValidation(self, engine.backbone, bank) if self.validation else None
         self.history = History()
         self.seconds, self.tokens = 0.0, 0
-        self.reached = False
-        """Whether a gradient has arrived at the first adapted projection."""
-        self.uniform = True
-        """Whether the last adaptation was the same for all rows."""
+        self.reached = False  # whether a gradient has arrived at the first adapted projection
+        self.uniform = True  # whether the last adaptation was the same for all rows
         self._lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
         self._epochs: dict[int, list[list[int]]] = {}
 
@@ -166,17 +159,14 @@ class Trainer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether steps remain and nothing has failed."""
         return self.failure is None and self.step < self.steps
 
     @property
     def rate(self) -> float:
-        """Return the learning rate of the next step."""
         return learning_rate(self.settings, self.step, self.steps)
 
     @property
     def step_seed(self) -> int:
-        """Return the seed of the next step."""
         rank = (self.group.rank,) if self.group.rank else ()  # workers have different rows and draw different masks
         return derived_seed(*self.seed_parts, "step", self.step, *rank)
 
@@ -187,7 +177,6 @@ class Trainer:
         return self.reached and any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
     def batch(self, step: int) -> list[int]:
-        """Return the indices of the rows of a step (0-based)."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch not in self._epochs:
             shuffle = torch.Generator().manual_seed(derived_seed(*self.seed_parts, "batches", epoch))
@@ -229,7 +218,6 @@ class Trainer:
         del self.optimizer
 
     def outcome(self) -> TrainingSummary | Exception:
-        """Return a summary, or the error that stopped this trainer."""
         if self.failure is not None:
             if self.group.leads:
                 self.checkpoint.remove()  # a later attempt may retry it
@@ -251,11 +239,7 @@ class History:
         self.rows: list[list[float]] = []
 
     def append(self, losses: Mapping[str, float]) -> None:
-        """Add a step.
-
-        Raises:
-            RuntimeError: the terms differ from those of earlier steps.
-        """
+        """Add a step. Raises RuntimeError if its terms differ from those of earlier steps."""
         self.names = self.names or list(losses)
         if losses.keys() != set(self.names):
             raise RuntimeError(
@@ -285,7 +269,6 @@ class BestOnValidation:
 
     @torch.no_grad()
     def consider(self) -> None:
-        """Keep the current parameters if their validation loss is the lowest so far."""
         loss = 0.0
         for rows in self._batches:
             outputs = forward(self._backbone, self._bank, rows, self._learner.adaptation(rows), self._targets)
@@ -296,11 +279,6 @@ class BestOnValidation:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the best parameters back to the learner.
-
-        Raises:
-            NonFiniteLoss: no epoch had a finite validation loss.
-        """
         if not self.parameters:
             raise NonFiniteLoss("the validation loss is not finite after any epoch; lower training.learning_rate")
         for name, parameter in self._learner.parameters().items():

@@ -17,11 +17,7 @@ from latent_sweep.training.stage import learn_together
 
 
 def run_worker(pack: Pack, context: Context) -> None:
-    """Execute the first worker's orders until the last one.
-
-    Raises:
-        StorageError: this worker does not see a snapshot that the first one has.
-    """
+    """Execute the first worker's orders until the last one. Raises StorageError if a snapshot is not found here."""
     by_id = {run.training_id: ActiveRun(run, [], context) for run in pack.runs}
     runs = ActiveRuns(list(by_id.values()), context)
     snapshots: dict[str, Snapshot] = {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOST_PEER_MINUTES = 30
-"""How long a worker waits during a computation for another that is alive but silent."""
+"""How long a worker waits for another that is alive but silent."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class WorkerGroup:
     rank: int = 0
     size: int = 1
     channel: Any = None
-    """Process group for orders and answers. It has no timeout, as the first worker may wait for another trial's
-    training; a worker that dies closes the connection."""
+    """Process group for orders and answers. It has no timeout: the first worker may wait for another training."""
 
     @property
     def leads(self) -> bool:
@@ -42,7 +41,6 @@ class WorkerGroup:
             self._broadcast([order])
 
     def next_order(self) -> tuple[Any, ...]:
-        """Wait for the first worker's next order."""
         return self._broadcast([None])[0]
 
     def _broadcast(self, box: list[Any]) -> list[Any]:
@@ -53,7 +51,6 @@ class WorkerGroup:
         return box
 
     def first(self, make: Callable[[], T]) -> T:
-        """Call `make` on the first worker and return its value on every worker."""
         if self.size == 1:
             return make()
         return self._broadcast([make() if self.leads else None])[0]
@@ -74,7 +71,6 @@ class WorkerGroup:
         return rows[begin:end]
 
     def largest_share(self, rows: int) -> int:
-        """Return the number of rows in the largest part of a batch."""
         return -(-rows // self.size)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -104,15 +100,7 @@ def listen(host: str) -> socket.socket:
 
 
 def join(rank: int, size: int, host: str, port: int, listening: socket.socket | None = None) -> WorkerGroup:
-    """Connect to the other workers of a group; return when all have joined.
-
-    Args:
-        host, port: address of the first worker.
-        listening: its socket, on the first worker.
-
-    Raises:
-        torch.distributed.DistError: the others do not join within LOST_PEER_MINUTES.
-    """
+    """Connect to the other workers of a group, the first of which listens; return when all have joined."""
     import os
 
     import torch
