@@ -1,7 +1,7 @@
 """The built-in benchmark: eight small tasks, generated identically on every machine, without files.
 
-The tasks suit short runs of a small model. Inputs are one sentence and answers a few tokens. Answer words and formats
-cannot be guessed, so scores start low, rise within a few steps, and fall when adapters of different tasks are summed.
+Answer words and formats cannot be guessed, so scores start low, rise within a few steps, and fall when adapters of
+different tasks are summed.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ VERBS = {
 
 
 def generate(task: str, split: Literal["train", "test"]) -> list[tuple[str, str]]:
-    """Return the examples of a built-in task as (input, answer); inputs are unique across both splits.
-
-    Raises KeyError if there is no built-in task of that name.
-    """
+    """Return the examples of a built-in task as (input, answer); inputs are unique across both splits."""
     rows = _all_rows(task)
     return list(rows[:TRAIN_ROWS] if split == "train" else rows[TRAIN_ROWS:])
 
@@ -136,12 +133,5 @@ def _cart(rng: Random) -> tuple[str, str]:
 
 
 GENERATORS: dict[str, Callable[[Random], tuple[str, str]]] = {
-    "mood": _mood,
-    "topic": _topic,
-    "ticket": _ticket,
-    "arrival": _arrival,
-    "crew": _crew,
-    "date": _date,
-    "past": _past,
-    "cart": _cart,
+    make.__name__[1:]: make for make in (_mood, _topic, _ticket, _arrival, _crew, _date, _past, _cart)
 }

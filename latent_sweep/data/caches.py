@@ -27,11 +27,7 @@ DIGESTS = "sha256.json"
 def write_folder(
     target: Path, schema: pyarrow.Schema, tables: Iterable[pyarrow.Table], texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write tables as one Arrow stream, text files next to it, and the digests of all; the final rename commits.
-
-    Args:
-        texts: content of further files by name.
-    """
+    """Write tables as one Arrow stream, `texts` as files by name, and the digests of all; the final rename commits."""
     import pyarrow
 
     partial = target.with_suffix(".partial")
@@ -48,7 +44,6 @@ def write_folder(
 
 
 def is_complete(target: Path) -> bool:
-    """Return whether a folder exists, is complete and matches its digests."""
     try:
         digests = json.loads((target / DIGESTS).read_text(encoding="utf-8"))
         return bool(digests) and {name: file_digest(target / name) for name in digests} == digests
@@ -78,7 +73,6 @@ def file_digest(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -24,20 +24,16 @@ _MESSAGE, _ANSWER = "THE-MESSAGE", "THE-ANSWER"
 
 @dataclass(frozen=True)
 class Chat:
-    """The texts around a user's message, and the token that ends an answer."""
+    """The texts before a user's message and between it and the answer, and the token that ends an answer."""
 
     before: str
-    """Text before the message, including the template's own system prompt."""
     after: str
-    """Text between the message and the answer."""
     end: int
-    """The token that ends the assistant's turn."""
     strips: bool
     """Whether the template strips white space from both ends of a message."""
 
     @property
     def digest(self) -> str:
-        """Content hash of everything that affects prompts and targets."""
         return content_hash([self.before, self.after, self.end, self.strips])
 
 
@@ -60,9 +56,12 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
             "backbone.tokenizer"
         )
     before, after = _split_at(_rendered(tokenizer, _MESSAGE), _MESSAGE, tokenizer)
+    _, after_answer = _split_at(_rendered(tokenizer, _MESSAGE, _ANSWER), _ANSWER, tokenizer)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    ids = tokenizer(after_answer, add_special_tokens=False, verbose=False)["input_ids"]
+    end = next((token for token in ids if token in special), tokenizer.eos_token_id)
     padded = f"\t\n{_MESSAGE}\n\t"
-    strips = padded not in _rendered(tokenizer, padded)
-    return Chat(before, after, _end(tokenizer), strips)
+    return Chat(before, after, end, strips=padded not in _rendered(tokenizer, padded))
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, message: str, answer: str | None = None) -> str:
@@ -93,11 +92,3 @@ def _split_at(text: str, message: str, tokenizer: PreTrainedTokenizerBase) -> tu
         )
     before, _, after = text.partition(message)
     return before, after
-
-
-def _end(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the first special token after an answer, or EOS if there is none."""
-    _, after = _split_at(_rendered(tokenizer, _MESSAGE, _ANSWER), _ANSWER, tokenizer)
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    ids = tokenizer(after, add_special_tokens=False, verbose=False)["input_ids"]
-    return next((token for token in ids if token in special), tokenizer.eos_token_id)

@@ -1,8 +1,7 @@
-"""Draft a benchmark file from the data below a folder: tasks, metrics, labels and lengths.
+"""Draft a benchmark file from the data below a folder: tasks, metrics, labels and lengths, with guesses marked.
 
 Recognized are folders with `train` and `test` files (SAPT, GainLoRA and CL_Benchmark, TRACE, a user's own), task files
-of Super-NaturalInstructions, saved data sets, and pairs of files whose names differ only in `train` and `test`. The
-draft marks guesses and what they are based on, for the reader to correct.
+of Super-NaturalInstructions, saved data sets, and pairs of files whose names differ only in `train` and `test`.
 """
 
 from __future__ import annotations
@@ -17,40 +16,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.data.examples import ID_COLUMN, Example, to_example
+from latent_sweep.data.examples import ID_COLUMN, to_example
+from latent_sweep.data.loaders import source_examples
 from latent_sweep.data.mapping import SUPERNI_TEST, RecordReader, SourceSpec
 from latent_sweep.data.records import SUFFIXES, read_json, read_records
-from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSpec
+from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSettings, BenchmarkSpec, Split, located
 from latent_sweep.data.shapes import MESSAGES, read_chat, shape_of
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import first_equivalent, rouge_coverage
 from latent_sweep.settings import parse_yaml, yaml_text
 
-MOST_LABELS = 20
-"""Most distinct answers of a classification task."""
-LABEL_WORDS = 4
-"""Most words of a label."""
-SHARE = 0.95
-"""Share of a task's targets that `max_target_length` fits."""
-MARGIN = 8
-"""Tokens added to it: for EOS, and because numbers and rare words have more tokens than estimated."""
+MOST_LABELS, LABEL_WORDS = 20, 4
+"""Most distinct answers of a classification task, and most words of one."""
+SHARE, MARGIN = 0.95, 8
+"""Share of a task's targets that `max_target_length` fits, and tokens added for EOS and for words that have more tokens
+than estimated."""
 MOST_FILES = 2000
-"""Maximum number of files to scan before rejecting the folder."""
 
 TRACE_METRICS: Mapping[str, str] = {"MeetingBank": "rouge_l", "Py150": "edit_similarity", "20Minuten": "sari"}
 """TRACE's metrics for tasks whose answers do not reveal it."""
 
 ANSWERS = (
-    "output",
-    "answer",
-    "answers",
-    "label",
-    "labels",
-    "target",
-    "completion",
-    "response",
-    "summary",
-    "highlights",
+    *("output", "answer", "answers", "label", "labels"),
+    *("target", "completion", "response", "summary", "highlights"),
 )
 """Names of answer columns, the most reliable first."""
 INPUTS = (
@@ -65,6 +53,7 @@ INPUTS = (
 )
 """Names of input columns, the most reliable first."""
 
+SPLITS: tuple[Split, ...] = ("train", "test")
 _TRAIN = re.compile(r"(?i)(?<![a-z])train(ing)?(?![a-z])")
 _OTHERS = ("test", "validation", "valid", "dev", "eval")
 _NUMBER = re.compile(r"(?:.*#### *)?[-+$]?[\d,.]*\d%?\.?", re.DOTALL)
@@ -73,36 +62,29 @@ _CODE = re.compile(r"[{};]\s*$|\b(def|return|import|self)\b|[=!]=|\w\(.*\)|<EOL>
 
 @dataclass
 class _Draft:
-    """A task to describe in the file."""
+    """A task to describe in the file; `remarks` are comments for the reader."""
 
     name: str
-    folder: Path | None
-    """Folder with `train` and `test`, if the task needs no source."""
-    source: dict[str, Any] | None
+    location: dict[str, Any]
+    """Its `source`, or the `folder` with `train` and `test`."""
     instruction: str = ""
     remarks: list[str] = field(default_factory=list)
-    """Comments for the reader."""
 
 
 @dataclass(frozen=True)
 class _Statistics:
+    """Examples by split, words of every input, estimated tokens of every target, whether any has a line break."""
+
     counts: Mapping[str, int]
-    """Examples by split."""
     labels: list[str] | None
     metric: str
     words: list[int]
-    """Words of every input."""
     tokens: list[int]
-    """Estimated tokens of every target."""
     line_breaks: bool
-    """Whether any target has one."""
 
 
 def draft_benchmark(folder: Path, output: Path) -> str:
-    """Return the text of a benchmark file for the data below a folder.
-
-    Args:
-        output: path of the file; paths in the text are relative to it.
+    """Return the text of a benchmark file for the data below a folder, with paths relative to the file's (`output`).
 
     Raises:
         ConfigError: there is no data, or no recognizable task.
@@ -118,7 +100,7 @@ def draft_benchmark(folder: Path, output: Path) -> str:
             f"{folder}: found no task; expected folders with train.json and test.json, task files of "
             f"Super-NaturalInstructions, or files such as nli_train.csv and nli_test.csv ({', '.join(SUFFIXES)})"
         )
-    text = _text(tasks, [_statistics(task, home) for task in tasks], home)
+    text = _text(tasks, list(_statistics(tasks, home)), home)
     if left_over:
         named = ", ".join(_relative(path, home) for path in left_over[:5])
         text += f"# Not used, because the matching train or test file is missing: {_one_line(named)}\n"
@@ -166,7 +148,6 @@ def _split_of(path: Path) -> tuple[str, str] | None:
 
 
 def _superni(path: Path) -> dict[str, Any] | None:
-    """Return the content of a task file of Super-NaturalInstructions; None for any other file."""
     if path.stem.lower() in ("train", *_OTHERS):
         return None
     content = read_json(path)
@@ -178,11 +159,10 @@ def _task_file(path: Path, content: Mapping[str, Any], home: Path) -> _Draft:
     instances = len(content["Instances"])
     if instances < 2:
         raise DataError(f"{path}: found {instances} instances; expected two or more, for training and for test rows.")
-    task = _Draft(path.stem, None, {"superni": _relative(path, home), "test": SUPERNI_TEST}, _definition(content))
-    if instances < 2 * SUPERNI_TEST:
-        task.source = {"superni": _relative(path, home), "test": max(1, instances // 5)}
-        task.remarks.append(f"a fifth of {instances} instances are test rows; the first {SUPERNI_TEST} are usual")
-    return task
+    few = instances < 2 * SUPERNI_TEST
+    source = {"superni": _relative(path, home), "test": max(1, instances // 5) if few else SUPERNI_TEST}
+    remark = f"a fifth of {instances} instances are test rows; the first {SUPERNI_TEST} are usual"
+    return _Draft(path.stem, {"source": source}, _definition(content), [remark] if few else [])
 
 
 def _definition(content: Mapping[str, Any]) -> str:
@@ -191,32 +171,29 @@ def _definition(content: Mapping[str, Any]) -> str:
 
 
 def _pair(parent: Path, name: str, splits: Mapping[str, list[Path]], home: Path) -> _Draft:
-    """Draft the task of a pair of files or shards; no source is needed for the folder layout's own names."""
     train = splits["train"]
     records = read_records(train[0])
     location, record = next(records.located, ("", None))
     if not isinstance(record, dict):
         raise DataError(f"{train[0]}, {location or 'row 1'}: expected a row with columns.")
     mapping, remarks = _guessed(train[0], record, records.classes)
-    task = _Draft(name, None, None, remarks=remarks)
     others = [split for split in _OTHERS if split in splits]
     other = next((split for split in others if _has_answers(splits[split][0], mapping)), others[0])
     test = splits[other]
     if other != "test":
         why = "those of `test` have no answers" if "test" in others else "no file is called test"
-        task.remarks.append(f"test rows are those of `{other}`: {why}")
+        remarks = [*remarks, f"test rows are those of `{other}`: {why}"]
     own_names = {f"{split}{suffix}" for split in ("train", "test") for suffix in SUFFIXES[:2]}
     if len(train) == len(test) == 1 and {train[0].name, test[0].name} <= own_names and not mapping:
-        task.folder = parent
+        where: dict[str, Any] = {"folder": _relative(parent, home)}
     else:
-        task.source = {"train": _relatives(train, home), "test": _relatives(test, home), **mapping}
-    if train[0].suffix == ".json" and isinstance(content := read_json(train[0]), dict):
-        task.instruction = _definition(content)
-    return task
+        where = {"source": {"train": _relatives(train, home), "test": _relatives(test, home), **mapping}}
+    content = read_json(train[0]) if train[0].suffix == ".json" else None
+    return _Draft(name, where, _definition(content) if isinstance(content, dict) else "", remarks)
 
 
 def _has_answers(path: Path, mapping: Mapping[str, str]) -> bool:
-    """Return whether the first record of a file is complete: the test rows of many data sets have no answers."""
+    """Return whether the first record has an answer: the test rows of many data sets have none."""
     records = read_records(path)
     reader = RecordReader(SourceSpec.model_validate({"train": "train", "test": "test", **mapping}), records.classes)
     location, record = next(records.located, ("", None))
@@ -297,68 +274,44 @@ def _relatives(paths: Sequence[Path], home: Path) -> str | list[str]:
 # --- reading examples ------------------------------------------------------------------------------------------------
 
 
-def _statistics(task: _Draft, home: Path) -> _Statistics:
-    answers: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    words, tokens, numbers, codes, unread, breaks = [], [], 0, 0, 0, False
-    for split, example in _examples(task, home):
-        counts[split] += 1
-        words.append(len(example.input.split()))
-        target = example.target
-        if len(answers) <= MOST_LABELS:
-            answers.update(example.references)
-        tokens.append(tokens_about(target))
-        numbers += bool(_NUMBER.fullmatch(target.strip()))
-        codes += bool(_CODE.search(target))
-        unread += rouge_coverage(target) < 0.5
-        breaks |= "\n" in target.strip()
-    if missing := [split for split in ("train", "test") if not counts[split]]:
-        raise DataError(f"Task {task.name!r}: found no {missing[0]} rows; expected at least one.")
-    count = counts.total()
-    labels = sorted(answers) if _are_labels(answers, count) else None
-    alike = first_equivalent(labels or ()) is not None
-    if labels is not None and not alike:
-        metric = "accuracy"
-    elif numbers >= SHARE * count:
-        metric = "number_match"
-    elif 2 * codes > count:
-        metric = "edit_similarity"
-    else:
-        metric = ("rouge_l_char" if 2 * unread > count else "rouge_l") if labels is None else "accuracy"
-    labels = None if alike else labels  # the file must not list labels that accuracy cannot tell apart
-    return _Statistics(dict(counts), labels, TRACE_METRICS.get(task.name, metric), words, tokens, breaks)
+def _statistics(tasks: Sequence[_Draft], home: Path) -> Iterator[_Statistics]:
+    described = [{"name": task.name, "metric": "rouge_l", **task.location} for task in tasks]
+    spec = located(BenchmarkSpec.model_validate({"name": "draft", "tasks": described}), home)
+    settings = BenchmarkSettings(name="draft", max_source_length=8, max_target_length=1)
+    for task in spec.tasks:
+        answers: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        words, tokens, numbers, codes, unread, breaks = [], [], 0, 0, 0, False
+        for split in SPLITS:
+            for example in source_examples(spec, task, split, settings):
+                counts[split] += 1
+                words.append(len(example.input.split()))
+                target = example.target
+                if len(answers) <= MOST_LABELS:
+                    answers.update(example.references)
+                tokens.append(tokens_about(target))
+                numbers += bool(_NUMBER.fullmatch(target.strip()))
+                codes += bool(_CODE.search(target))
+                unread += rouge_coverage(target) < 0.5
+                breaks |= "\n" in target.strip()
+        count = counts.total()
+        labels = sorted(answers) if _are_labels(answers, count) else None
+        alike = first_equivalent(labels or ()) is not None
+        if labels is not None and not alike:
+            metric = "accuracy"
+        elif numbers >= SHARE * count:
+            metric = "number_match"
+        elif 2 * codes > count:
+            metric = "edit_similarity"
+        else:
+            metric = ("rouge_l_char" if 2 * unread > count else "rouge_l") if labels is None else "accuracy"
+        labels = None if alike else labels  # the file must not list labels that accuracy cannot tell apart
+        yield _Statistics(counts, labels, TRACE_METRICS.get(task.name, metric), words, tokens, breaks)
 
 
 def _are_labels(answers: Counter[str], count: int) -> bool:
     short = all(0 < len(answer.split()) <= LABEL_WORDS and "\n" not in answer for answer in answers)
     return short and len(answers) <= min(MOST_LABELS, max(2, count // 4))
-
-
-def _examples(task: _Draft, home: Path) -> Iterator[tuple[str, Example]]:
-    source = None if task.source is None else SourceSpec.model_validate(task.source)
-    for split, path in _files(task, home):
-        records = read_records(path)
-        reader = None if source is None else RecordReader(source, records.classes)
-        for position, (location, record) in enumerate(records.located):
-            example = to_example(f"{path}, {location}", record, f"{position}", reader)
-            if example is not None:
-                is_test = source is not None and source.kind == "superni" and position < source.test_instances
-                yield "test" if is_test else split, example
-
-
-def _files(task: _Draft, home: Path) -> Iterator[tuple[str, Path]]:
-    if task.folder is not None:
-        for split in ("train", "test"):
-            paths = (task.folder / f"{split}{kind}" for kind in SUFFIXES[:2])
-            yield split, next(path for path in paths if path.is_file())
-        return
-    source = SourceSpec.model_validate(task.source)
-    if source.superni is not None:
-        yield "train", home / source.superni
-        return
-    for split, names in (("train", source.train), ("test", source.test)):
-        assert not isinstance(names, int), "only a `superni` source has a count"
-        yield from ((split, home / name) for name in names)
 
 
 def tokens_about(text: str) -> int:
@@ -378,7 +331,7 @@ def _text(tasks: Sequence[_Draft], statistics: Sequence[_Statistics], home: Path
     ]
     if (name := _safe(home.name) or "benchmark") != home.name:
         lines.append(f"name: {yaml_text(name, one_line=True)}  # the folder's name has characters unsafe in file names")
-    if all(task.source and "superni" in task.source for task in tasks):
+    if all("superni" in task.location.get("source", ()) for task in tasks):
         lines.append("prompt: superni  # Definition: ..., Now complete the following example -, Input: ..., Output:")
     if broken:
         named = f"{', '.join(broken[:3])}{' and others' if len(broken) > 3 else ''}"
@@ -392,14 +345,14 @@ def _text(tasks: Sequence[_Draft], statistics: Sequence[_Statistics], home: Path
         "tasks:",
     ]
     for task, of_task in zip(tasks, statistics, strict=True):
-        lines += _task_lines(task, of_task, home)
+        lines += _task_lines(task, of_task)
     return "\n".join(lines) + "\n"
 
 
-def _task_lines(task: _Draft, statistics: _Statistics, home: Path) -> Iterator[str]:
+def _task_lines(task: _Draft, statistics: _Statistics) -> Iterator[str]:
     words, counts, metric = sorted(statistics.words), statistics.counts, statistics.metric
     spread = f"{words[len(words) // 2]:,} / {_share(words):,} / {words[-1]:,}"
-    rows = f"{counts.get('train', 0):,} training and {counts.get('test', 0):,} test rows"
+    rows = f"{counts['train']:,} training and {counts['test']:,} test rows"
     yield f"  # {rows}; inputs of {spread} words (median / 95 % / longest)"
     yield from (f"  # {_one_line(remark)}" for remark in task.remarks)
     yield f"  - name: {yaml_text(task.name, one_line=True)}"
@@ -411,10 +364,7 @@ def _task_lines(task: _Draft, statistics: _Statistics, home: Path) -> Iterator[s
         yield f"    instruction: {yaml_text(task.instruction, one_line=True)}"
     else:
         yield '    instruction: ""  # add one if the inputs do not contain the question'
-    if task.source is not None:
-        yield f"    source: {yaml_text(task.source, one_line=True)}"
-    elif task.folder is not None:
-        yield f"    folder: {yaml_text(_relative(task.folder, home), one_line=True)}"
+    yield from (f"    {key}: {yaml_text(value, one_line=True)}" for key, value in task.location.items())
 
 
 def _one_line(text: str) -> str:

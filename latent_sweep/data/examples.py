@@ -44,9 +44,6 @@ def to_example(where: str, record: Any, default_id: str, reader: RecordReader | 
         where: location of the record, for errors.
         default_id: id of an example whose record has none.
         reader: applies the task's `source`; None if it has none.
-
-    Raises:
-        DataError: the record is malformed.
     """
     if isinstance(record, DuplicateKeys):
         raise DataError(f"{where}: {record.fault}")
@@ -96,13 +93,8 @@ ID_COLUMN = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
 
 def _unread(record: Mapping[str, Any], read: tuple[str, ...]) -> tuple[str, ...]:
     """Return the columns with text, or containers of text, that are neither read nor ids."""
-    return _without_ids(
-        tuple(
-            name
-            for name, value in record.items()
-            if name not in read and value and isinstance(value, (str, list, dict))
-        )
-    )
+    texts = (name for name, value in record.items() if value and isinstance(value, (str, list, dict)))
+    return _without_ids(tuple(name for name in texts if name not in read))
 
 
 @lru_cache(maxsize=256)  # one tuple for all examples of a file
@@ -123,14 +115,11 @@ def _encodable(where: str, example: Example) -> Example:
 
 def is_labelled(example: Example) -> bool:
     """Return whether any reference holds a letter or a digit."""
-    return any(character.isalnum() for reference in example.references for character in reference)
+    return any(map(str.isalnum, "".join(example.references)))
 
 
 def check_labels(where: str, example: Example, labels: tuple[str, ...]) -> None:
-    """Check the references of a labelled example against its task's labels.
-
-    Raises DataError if a reference is not a label.
-    """
+    """Raise DataError if a reference of a labelled example is not one of its task's labels."""
     unknown = [reference for reference in example.references if reference not in labels]
     if unknown and is_labelled(example):
         raise DataError(

@@ -17,16 +17,15 @@ TRUTH = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "fal
 """Common spellings of truth values, and how YAML writes them."""
 
 Elsewhere = Callable[[str], str]
-"""Returns where a setting of this name belongs, for keys in the wrong group; empty if unknown."""
+"""Returns where a setting of this name belongs; empty if unknown."""
 
 
 def validation_faults(
     error: ValidationError, model: type[BaseModel], group: str = "", elsewhere: Elsewhere = lambda name: ""
 ) -> list[str]:
-    """Return one line per faulty setting: its dotted path, what was found, what is expected, and what to do.
+    """Return one line per faulty setting of `model`: its dotted path, what was found, what is expected, what to do.
 
     Args:
-        model: the class that rejected the values.
         group: the trial's group that `model` represents, e.g. `training`, if its values can be searched.
         elsewhere: called for keys that `model` does not have.
     """
@@ -41,7 +40,6 @@ def validation_faults(
 
 
 def unknown_name(name: str, known: Collection[str], kind: str) -> str:
-    """Return that a name is unknown, and suggest the closest one."""
     close = close_name(name, known)
     return f"unknown {kind} {name!r}" + (f" (did you mean {close!r}?)" if close else "")
 
@@ -68,20 +66,15 @@ KEY = "[key]"
 
 
 class _Setting(NamedTuple):
+    """The class of its group, its type (None if the group has no such setting), and constraints on its values."""
+
     model: type[BaseModel]
-    """The class of its group."""
     annotation: Any
-    """Its type; None if the group has no such setting."""
     metadata: Sequence[Any]
-    """Constraints on its values."""
 
 
 def _setting(model: type[BaseModel], location: Location) -> tuple[Location, _Setting]:
-    """Resolve a location as far as it names settings.
-
-    Returns:
-        The path, without pydantic's names for the alternatives of a union, and the setting.
-    """
+    """Resolve a location to the setting and its path, without pydantic's names for the alternatives of a union."""
     annotation: Any = model
     metadata: Sequence[Any] = ()
     path: list[int | str] = []
@@ -116,10 +109,8 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    for alternative in _alternatives(annotation):
-        if isinstance(alternative, type) and issubclass(alternative, BaseModel):
-            return alternative
-    return None
+    kinds = (kind for kind in _alternatives(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return next(kinds, None)
 
 
 def _entry(annotation: Any, part: int | str) -> Any:
@@ -174,7 +165,6 @@ def _explain(fault: Any, setting: _Setting, axis: str, elsewhere: Elsewhere) -> 
 
 
 def _inside(name: str, model: type[BaseModel]) -> str:
-    """Return in which subgroup a setting of this name is."""
     groups = {field: _inner_model(info.annotation) for field, info in model.model_fields.items()}
     paths = [f"{field}.{name}" for field, group in groups.items() if group is not None and name in group.model_fields]
     return f"did you mean {_joined(paths)}?" if paths else ""
@@ -195,13 +185,7 @@ def shown(value: Any) -> str:
 
 # --- expected values -------------------------------------------------------------------------------------------------
 
-WORDS: Mapping[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    Any: "a value",
-}
+WORDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 SEVERAL: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -254,7 +238,6 @@ def _at_least(metadata: Sequence[Any]) -> str:
 
 
 def _advice(value: Any, annotation: Any, axis: str) -> str:
-    """Return what to write instead, if the value looks like a common mistake."""
     types = [_plain(each, ())[0] for each in _alternatives(annotation)]
     lists = [each for each in types if _kind(each) == "list"]
     if (group := _inner_model(annotation)) is not None:

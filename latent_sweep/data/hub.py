@@ -30,10 +30,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def pinned(source: SourceSpec) -> SourceSpec:
-    """Replace a branch, a tag or no revision by its commit, if that can be resolved.
-
-    A commit resolved once on this machine stays: a branch is not followed.
-    """
+    """Replace a branch, a tag or no revision by its commit as first resolved on this machine, if possible."""
     if source.hub is None:
         return source
     return source.model_copy(update={"revision": _commit(source.hub, source.revision)})
@@ -42,7 +39,7 @@ def pinned(source: SourceSpec) -> SourceSpec:
 def hub_split(source: SourceSpec, name: str) -> Path:
     """Return the Arrow file of a split, downloading it on first use.
 
-    Raises MissingData if the split is not cached and cannot be downloaded; StorageError if the cache cannot be written.
+    Raises MissingData if the split is not cached and cannot be downloaded.
     """
     key = [source.hub, source.config, source.revision, name]
     target = cache_folder() / "hub_data" / content_hash(key, length=32)
@@ -59,7 +56,6 @@ def hub_split(source: SourceSpec, name: str) -> Path:
 
 
 def values_digest(file: Path) -> str:
-    """Return the digest of all values of a split, given its Arrow file."""
     return (file.parent / VALUES).read_text(encoding="utf-8")
 
 

@@ -1,9 +1,8 @@
 """Load a task's examples: read, check, take a subset, identify by a digest, and tokenize once for all trials.
 
 Data has the layout of the public continual-learning repositories, `<folder>/<task>/train.json` and `test.json`: an
-object with `Instances`, or a plain list, of `{input, output}` or `{sentence, label}`; or one such object per line in
-`train.jsonl` and `test.jsonl`. Their `dev.json` is a copy of `test.json` and never read: validation examples are held
-out of the training data. Other data is described by the task's `source` (`mapping.py`, `records.py`, `hub.py`).
+object with `Instances`, or a plain list, of records (`shapes.py`); or one record per line in `train.jsonl` and
+`test.jsonl`. Their `dev.json` is a copy of `test.json` and never read. Other data has a `source` (`mapping.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import hashlib
 import heapq
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from latent_sweep.data import builtin
 from latent_sweep.data.caches import complete_or_quarantined, is_complete, locked
@@ -51,7 +51,7 @@ DATA_VARIABLE = "LATENT_SWEEP_DATA"
 
 MAX_VALIDATION_ROWS = 500
 KEPT_BYTES = 1 << 25
-"""Examples of files up to this size stay in memory within a `memo_scope`; larger data may not fit."""
+"""Examples of files up to this size stay in memory within a `memo_scope`."""
 
 WHOLE_PROMPT = 1 << 20
 """A limit in tokens that no prompt reaches."""
@@ -72,20 +72,15 @@ def load_examples(
     A subset is the first n examples of one fixed permutation, so smaller subsets are contained in larger ones.
     Validation examples are a share of the training subset; `carve_validation` removes them from `train`. With
     `settings.score_on: validation`, here and in all functions of this module, `test` returns the validation examples
-    and `train` never contains them.
-
-    Args:
-        source: the expected `source_digest`; None accepts the current data.
-
-    Raises:
-        DataError: the data is missing, malformed, empty, or differs from `source`; the message names file and row.
+    and `train` never contains them. Raises DataError if the data is missing, malformed, empty, or differs from
+    `source`, the expected `source_digest`; the message names file and row.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
     total = 0
 
     def ranked() -> Iterator[tuple[bytes, int, Example]]:
         nonlocal total
-        for total, example in enumerate(_source_examples(spec, task, split, settings, source), start=1):
+        for total, example in enumerate(source_examples(spec, task, split, settings, source), start=1):
             yield hashlib.sha256(f"{settings.subset_seed}/{example.id}".encode()).digest(), total, example
 
     limit = _limit(split, settings)  # data may exceed memory: hold no more than the subset
@@ -99,7 +94,7 @@ def count_examples(
 ) -> int:
     """Count the examples that `load_examples` returns; without the data, from the published size.
 
-    Raises DataError if the data is malformed; MissingData if there is neither data nor a published size.
+    Raises MissingData if there is neither data nor a published size.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
     selection = _selection(_source_count(spec, task, split, settings), task, split, settings, carve_validation)
@@ -107,10 +102,7 @@ def count_examples(
 
 
 def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> str | None:
-    """Return the digest of everything a split's examples are taken from; None if the data is missing.
-
-    Planning records it, and every later read is compared with it.
-    """
+    """Return the digest of everything a split's examples are taken from; None if the data is missing."""
     scored, _ = _scored(split, settings)
 
     def compute() -> str | None:
@@ -132,11 +124,7 @@ def data_digest(
 ) -> str:
     """Return a digest that identifies the examples of `load_examples` and the prompts of `split_prompts`.
 
-    Args:
-        source: the split's `source_digest`, if it is known.
-
-    Raises:
-        MissingData: the data is missing.
+    Raises MissingData if the data is missing and its `source_digest` is not given as `source`.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
     source = source or source_digest(spec, task, split, settings)
@@ -144,7 +132,7 @@ def data_digest(
         raise MissingData(_missing_message(spec, task, split, settings))
     limit = _limit(split, settings)
     carved = split == "validation" or (split == "train" and carve_validation)
-    content = {
+    content: dict[str, Any] = {
         "source": source,
         "version": spec.version,
         "task": task.name,
@@ -181,7 +169,7 @@ def tokenized(
     carve_validation: bool = False,
     source: str | None = None,
 ) -> TokenizedExamples:
-    """Return the examples of `load_examples` as token ids, memory-mapped from a cache.
+    """Return the examples of `load_examples` as token ids, memory-mapped from a cache below `folder`.
 
     Columns: `id`, `prompt_ids` (whole prompt), `input_ids` (the part of it that is the example's input), `target_ids`
     and `references` (texts). The cache is keyed by everything it depends on. One process builds it while others wait;
@@ -190,11 +178,9 @@ def tokenized(
     Args:
         tokenizer_name: identifies the tokenizer and its revision; part of the cache key.
         max_source_length: longest prompt, in tokens.
-        folder: contains the caches of all tasks.
-        source: the expected `source_digest`; None accepts the current data.
 
     Raises:
-        DataError: the data is missing or malformed, or differs from `source`.
+        DataError: as `load_examples`.
         ConfigError: `settings.chat` is set and the tokenizer has no usable chat template.
         StorageError: the cache cannot be written.
     """
@@ -221,12 +207,11 @@ def tokenized(
             parts = split_prompts(spec, task, split, settings, (example.input for example in examples))
             prompts = [encode(part) for part in parts]
             may_shrink = settings.truncation == "official"  # retokenizing a cut prompt can leave fewer tokens
-            candidates = [
-                part
+            cut = sum(
+                (may_shrink or sum(map(len, ids)) == max_source_length)
+                and is_cut(part, tokenizer, family, max_source_length, settings.bos, chat)
                 for part, ids in zip(parts, prompts, strict=True)
-                if may_shrink or sum(map(len, ids)) == max_source_length
-            ]
-            cut = sum(is_cut(part, tokenizer, family, max_source_length, settings.bos, chat) for part in candidates)
+            )
             if cut:
                 log.warning(
                     "Benchmark %s, task %s: %s of %s %s prompts exceed benchmark.max_source_length = %s tokens and "
@@ -234,27 +219,21 @@ def tokenized(
                     *(spec.name, task.name, f"{cut:,}", f"{len(examples):,}", split),
                     *(f"{max_source_length:,}", LOST[settings.truncation]),
                 )
-            write_tokenized(
-                {
-                    "id": [example.id for example in examples],
-                    "prompt_ids": [ids.head + ids.input + ids.cue for ids in prompts],
-                    "input_ids": [ids.input for ids in prompts],
-                    "target_ids": [
-                        encode_target(example.target, tokenizer, family, max_target_length, chat)
-                        for example in examples
-                    ],
-                    "references": [list(example.references) for example in examples],
-                },
-                target,
-            )
+            columns: dict[str, list[Any]] = {
+                "id": [example.id for example in examples],
+                "prompt_ids": [ids.head + ids.input + ids.cue for ids in prompts],
+                "input_ids": [ids.input for ids in prompts],
+                "target_ids": [
+                    encode_target(example.target, tokenizer, family, max_target_length, chat) for example in examples
+                ],
+                "references": [list(example.references) for example in examples],
+            }
+            write_tokenized(columns, target)
     return TokenizedExamples(target)
 
 
 def truncation_identity(settings: BenchmarkSettings) -> str:
-    """Return what identifies a truncation: `official` has a version of its own."""
-    if settings.truncation == "official":
-        return f"official {versions.OFFICIAL_TRUNCATION}"
-    return settings.truncation
+    return f"official {versions.OFFICIAL_TRUNCATION}" if settings.truncation == "official" else settings.truncation
 
 
 def token_cache_name(
@@ -266,11 +245,7 @@ def token_cache_name(
     max_target_length: int,
     chat: Chat | None,
 ) -> str:
-    """Return the name of a token cache: a hash of everything that determines the ids.
-
-    Args:
-        data: the `data_digest` of the examples.
-    """
+    """Return the name of a token cache: a hash of everything that determines the ids (`data`: the `data_digest`)."""
     content = {
         "format": versions.TOKENS,
         "data": data,
@@ -311,12 +286,11 @@ def _find_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Benc
     candidates = stem.with_suffix(".json"), stem.with_suffix(".jsonl")
     files = [path for path in candidates if path.exists() and not path.is_dir()]  # reading rejects special files
     if len(files) == 2:
-        raise DataError(f"{files[0]}: {files[1].name} lies beside it; expected only one of them. Remove the other one.")
+        raise DataError(f"{files[0]}: {files[1].name} is there too; expected only one of them. Remove the other one.")
     return files[0] if files else None
 
 
 def _find_files(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> list[Path] | None:
-    """Return the files and folders that hold a split, or None if one is missing."""
     if task.source is None:
         path = _find_file(spec, task, split, settings)
         return None if path is None else [path]
@@ -361,10 +335,10 @@ def _scored(split: Split, settings: BenchmarkSettings, carve_validation: bool = 
     return ("train", True) if split == "train" else ("validation", False)
 
 
-def _source_examples(
+def source_examples(
     spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, source: str | None = None
 ) -> Iterator[Example]:
-    """Yield all examples that a split may take, in the order of the data."""
+    """Yield all examples that a split may take, in the order of the data; see `load_examples`."""
     if spec.layout == "builtin":
         pairs = _generated(task, split)
         _check_source(f"built-in task {task.name!r}, {split}", content_hash(pairs), source)
@@ -378,7 +352,7 @@ def _source_examples(
 
 
 def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> int:
-    """Count the examples of `_source_examples`, or return the published number if the data is missing."""
+    """Count the examples of `source_examples`, or return the published number if the data is missing."""
     drops = _drops_unlabelled(task, split, settings)
 
     def compute() -> int:
@@ -386,8 +360,7 @@ def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
             return len(_generated(task, split))
         paths = _find_files(spec, task, split, settings)
         if paths is not None:
-            counts = _count(tuple(paths), files_state(paths), task, split, _own_labels(spec, task))
-            return counts.labelled if drops else counts.all
+            return _counts(tuple(paths), files_state(paths), task, split, _own_labels(spec, task))[drops]
         published = task.test_rows if split == "test" else task.train_rows
         if published is None:
             raise MissingData(_missing_message(spec, task, split, settings))
@@ -401,7 +374,6 @@ def _limit(split: Split, settings: BenchmarkSettings) -> int | None:
 
 
 def _check_source(where: str, digest: str, planned: str | None) -> None:
-    """Check the data against the plan: a stage's identity was computed from the planned data."""
     if planned is not None and digest != planned:
         raise DataError(
             f"{where}: is not what the sweep was planned with: its digest is {digest}, expected {planned}. Nothing was "
@@ -443,11 +415,6 @@ def _default_id(task: TaskSpec, split: Split, position: int) -> str:
 # --- reading files ---------------------------------------------------------------------------------------------------
 
 
-class _Counts(NamedTuple):
-    all: int
-    labelled: int
-
-
 @cache
 def _cached_digest(paths: tuple[Path, ...], state: tuple[tuple[str, int, int], ...], source: SourceSpec | None) -> str:
     return _digest(paths, source)
@@ -462,17 +429,16 @@ def _digest(paths: Iterable[Path], source: SourceSpec | None) -> str:
 
 
 @cache
-def _count(
+def _counts(
     paths: tuple[Path, ...],
     state: tuple[tuple[str, int, int], ...],
     task: TaskSpec,
     split: Split,
     labels: tuple[str, ...] | None,
-) -> _Counts:
-    count = labelled = 0
-    for example in _examples(paths, task, split, labels):
-        count, labelled = count + 1, labelled + is_labelled(example)
-    return _Counts(count, labelled)
+) -> tuple[int, int]:
+    """Count the examples, and those that are labelled."""
+    kinds = Counter(map(is_labelled, _examples(paths, task, split, labels)))
+    return kinds.total(), kinds[True]
 
 
 def _examples(
@@ -496,7 +462,7 @@ def _read_examples(
     if planned is not None:
         _check_source(names, _digest(paths, task.source), planned)
     locations: dict[str, str] = {}
-    count = 0
+    example = None
     for path, location, example, has_own_id in _located_examples(paths, task, split):
         if labels is not None:
             check_labels(f"{path}, {location}", example, labels)
@@ -507,9 +473,8 @@ def _read_examples(
                     "ids."
                 )
             locations[example.id] = location if len(paths) == 1 else f"{path}, {location}"
-        count += 1
         yield example
-    if not count:
+    if example is None:
         raise DataError(_empty_message(names, task, split))
     if files_state(paths) != state:
         raise DataError(f"{names}: changed while it was read. Run the same command again.")
@@ -541,14 +506,11 @@ def _located_examples(paths: Iterable[Path], task: TaskSpec, split: Split) -> It
 
 def _empty_message(names: str, task: TaskSpec, split: Split) -> str:
     message = f"{names}: found no rows; expected at least one row for split {split!r}."
-    if task.source is None:
-        return message
-    if task.source.where:
+    source = task.source
+    if source is not None and source.where:
         return f"{message} Check whether any row passes `where` of task {task.name!r}."
-    if task.source.kind == "superni":
-        return (
-            f"{message} The first {task.source.test_instances} instances are test rows, and the others training rows."
-        )
+    if source is not None and source.kind == "superni":
+        return f"{message} The first {source.test_instances} instances are test rows, and the others training rows."
     return message
 
 

@@ -28,16 +28,15 @@ def _paths(value: Any) -> Any:
 
 
 def _paths_or_count(value: Any) -> Any:
-    if type(value) is int:
-        return value
     paths = _paths(value)
     if isinstance(paths, (list, tuple)) and all(isinstance(path, str) for path in paths):
         return tuple(paths)
+    if type(value) is int:
+        return value
     raise ValueError(f"found {quoted(value)}; expected a path, a list of paths or, with `superni`, a number of rows")
 
 
 def _texts(value: Any) -> Any:
-    """Convert a value, or a list of values, to the texts that `where` compares."""
     values = value if isinstance(value, (list, tuple)) else [value]
     if not values or not all(isinstance(entry, (str, int, float, bool)) for entry in values):
         raise ValueError(f"found {quoted(value)}; expected a value, or a list of values")
@@ -50,8 +49,7 @@ def _check_hub_name(name: str) -> str:
     return name
 
 
-_TEXT_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv")
-"""Suffixes of files in which numbers are text."""
+_TEXT_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv")  # of files in which numbers are text
 
 Paths = Annotated[tuple[PathText, ...], BeforeValidator(_paths), Field(strict=False)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
@@ -70,8 +68,7 @@ class SourceSpec(Settings):
     """Where a task's rows come from, and how columns become inputs and answers; paths are relative to the file."""
 
     train: Paths = Field((), json_schema_extra=NOT_IDENTITY)
-    """Files with the training rows, one or a list: .json, .jsonl, .csv, .tsv, .parquet, .arrow, or a folder written by
-    `Dataset.save_to_disk`."""
+    """Files with the training rows: .json, .jsonl, .csv, .tsv, .parquet, .arrow, or a folder of `save_to_disk`."""
     test: Annotated[tuple[str, ...] | int, BeforeValidator(_paths_or_count)] = Field((), json_schema_extra=NOT_IDENTITY)
     """Files with the test rows; with `superni`, the number of instances, from the first, that are test rows (100)."""
     superni: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
@@ -112,9 +109,8 @@ class SourceSpec(Settings):
             raise ValueError("with `superni`, `test` is a number of rows, 1 or more")
         if (self.input is None) != (self.output is None):
             raise ValueError("`input` and `output` go together; add the other one")
-        for template in (self.input, self.output):
-            if template is not None:
-                _fields(template)
+        for template in filter(None, (self.input, self.output)):
+            template_fields(template)
         read = self.columns()
         if read is not None and (unread := sorted(self.names.keys() - read)):
             raise ValueError(
@@ -124,17 +120,14 @@ class SourceSpec(Settings):
         return self
 
     def __hash__(self) -> int:
-        """Hash the content, since the fields with mappings are not hashable."""
         return hash(canonical_json(self.model_dump(mode="json")))
 
     @property
     def kind(self) -> Literal["files", "hub", "superni"]:
-        """The kind of source."""
         return "hub" if self.hub is not None else "superni" if self.superni is not None else "files"
 
     @property
     def test_instances(self) -> int:
-        """The number of instances in a `superni` file that are test rows."""
         return self.test if isinstance(self.test, int) else SUPERNI_TEST
 
     def decides(self) -> dict[str, Any]:
@@ -151,7 +144,9 @@ class SourceSpec(Settings):
         """Return the columns that templates and `where` read; None if columns are recognized by name."""
         if self.input is None or self.output is None:
             return None
-        read = {column for template in (self.input, self.output) for _, column, _ in _fields(template) if column}
+        read = {
+            column for template in (self.input, self.output) for _, column, _ in template_fields(template) if column
+        }
         return frozenset(read | set(self.where))
 
 
@@ -174,17 +169,13 @@ class RecordReader:
     def with_class_names(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Replace class numbers by their names.
 
-        Raises DataError if a class has no name, or `names` lists a column that does not exist.
+        Raises DataError if a class has no name or `names` lists an unknown column; `where` locates the record.
         """
         for column in self.source.names:
             self._value(where, record, column, ())
         return {c: self._class_name(where, c, value) if c in self.classes else value for c, value in record.items()}
 
     def matches(self, where: str, record: Mapping[str, Any]) -> bool:
-        """Return whether a record passes the `where` filter.
-
-        Raises DataError if `where` lists a column that does not exist.
-        """
         return all(
             text_of(self._value(where, record, column, ())) in wanted for column, wanted in self.source.where.items()
         )
@@ -192,11 +183,11 @@ class RecordReader:
     def apply_templates(self, where: str, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
         """Return input and references of a record; None if the source has no templates.
 
-        Raises DataError if a template names a column that does not exist or does not hold text.
+        Raises DataError if a template names an unknown column or one without text.
         """
         if self.source.input is None or self.source.output is None:
             return None
-        fields = _fields(self.source.output)
+        fields = template_fields(self.source.output)
         if len(fields) == 1 and not fields[0][0] and fields[0][1] is not None:
             value = self._value(where, record, fields[0][1], fields[0][2])
             if isinstance(value, list):
@@ -210,7 +201,7 @@ class RecordReader:
     def _filled(self, where: str, record: Mapping[str, Any], template: str) -> str:
         return "".join(
             text + ("" if column is None else self._text(where, record, column, path))
-            for text, column, path in _fields(template)
+            for text, column, path in template_fields(template)
         )
 
     def _text(self, where: str, record: Mapping[str, Any], column: str, path: tuple[str, ...]) -> str:
@@ -260,7 +251,7 @@ class RecordReader:
 
 
 def text_of(value: Any) -> str:
-    """Convert a value to text: truth values as in JSON, numbers as Python writes them."""
+    """Convert a value to text: truth values as in JSON, others as Python writes them."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -268,7 +259,7 @@ _PART = re.compile(r"\[([^\[\]]+)\]")
 
 
 @lru_cache(maxsize=256)
-def _fields(template: str) -> list[tuple[str, str | None, tuple[str, ...]]]:
+def template_fields(template: str) -> list[tuple[str, str | None, tuple[str, ...]]]:
     """Split a template into (literal text, column or None, keys into the column).
 
     Raises ValueError if the template is malformed.

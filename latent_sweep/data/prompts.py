@@ -13,10 +13,8 @@ strings of the SAPT and GainLoRA code, the same for T5 and Llama, and end in a s
 benchmark and users' benchmarks.
 
 The default truncation, `keep_cue`, differs from the released code only in keeping the cue: that code cuts from the
-right, so a long prompt loses the words that ask for the answer. If a task asks its question after a passage, `keep_cue`
-loses the question or its end: with T5's 512 tokens in 68 of the 100 test examples of Quoref (task002) and 185 of 1,000
-of MultiRC. `keep_ends` keeps it, but departs further from the published protocol: it changes 3,372 training examples of
-the two benchmarks, 2,024 of them in tasks without a question. docs/data.md has counts by task.
+right. If a task asks its question after a passage, `keep_cue` loses the question; `keep_ends` keeps it, but departs
+further from the published protocol. docs/data.md has counts by task.
 """
 
 from __future__ import annotations
@@ -44,16 +42,19 @@ CUE = "\nOutput: "
 
 @dataclass(frozen=True)
 class Frame:
-    """How a family's released code surrounds and truncates token ids."""
+    """How a family's released code surrounds and truncates token ids.
+
+    Args:
+        ends: whether prompts end with EOS.
+        keeps_eos: whether a truncated target keeps its EOS.
+        one_space: whether tokenizers turn a line break into a space.
+        read_again: whether the text of a cut prompt's tokens is tokenized again.
+    """
 
     ends: bool
-    """Whether prompts end with EOS."""
     keeps_eos: bool
-    """Whether a truncated target keeps its EOS."""
     one_space: bool
-    """Whether tokenizers turn a line break into a space."""
     read_again: bool
-    """Whether the text of a cut prompt's tokens is tokenized again."""
 
 
 FRAMES: Mapping[Family, Frame] = {
@@ -124,7 +125,7 @@ def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str
 
 
 def bare_prompt(spec: BenchmarkSpec, text: str) -> PromptParts:
-    """Return the prompt for a text that contains its own instruction, or none: only the benchmark's cue is added."""
+    """Return the prompt for a text with its own instruction, or none: only the benchmark's cue is added."""
     return PromptParts("", text, cue_of(spec))
 
 
@@ -169,16 +170,14 @@ def encode_parts(
 ) -> PromptIds:
     """Return the token ids of a prompt by part, at most `max_source_length` in all.
 
-    The whole prompt is tokenized at once, so a prompt that fits is exactly the tokenized string. A longer one loses
-    tokens: the last ones of the input (`keep_cue`), its middle (`keep_ends`: equal parts of both ends stay, or one more
-    at the start), or the last ones of the prompt (`official`). Under `official` the remaining text of a T5 prompt is
-    tokenized again, as in the released code, and the parts keep their numbers of tokens. A token that spans head and
-    input belongs to the input, one that spans input and cue to the cue.
+    A prompt that fits is exactly the tokenized string. A longer one loses the last tokens of the input (`keep_cue`),
+    its middle (`keep_ends`: equal parts of both ends stay, or one more at the start), or the last tokens of the prompt
+    (`official`: the remaining text of a T5 prompt is tokenized again and the parts keep their numbers of tokens).
+    A token that spans head and input belongs to the input, one that spans input and cue to the cue.
 
-    Prompts start with BOS if the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts
-    end with EOS, Llama prompts do not. In a chat template they have only the template's special tokens. Text that
-    spells a special token stays text (`text_tokens.py`). Raises DataError if head and cue leave no room for the input
-    (not under `official`).
+    Prompts start with BOS if the tokenizer itself adds one and `bos` is `auto`. T5 prompts end with EOS, Llama prompts
+    do not. In a chat template they have only the template's special tokens. Raises DataError if head and cue leave no
+    room for the input (not under `official`).
     """
     parts, (ids, offsets) = _tokenized(parts, tokenizer, chat)
     input_start, input_end = len(parts.head), len(parts.head) + len(parts.input)
@@ -200,11 +199,7 @@ def encode_parts(
 
 
 def _retokenized(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Decode and tokenize again, as the released collator does with a cut T5 prompt.
-
-    This loses special tokens, the unknown token among them, and blanks before punctuation, which transformers 4 cleans
-    up when it decodes.
-    """
+    """Decode and tokenize again, as the released collator does; transformers 4 drops blanks before punctuation."""
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for spaced in CLEANED_UP:
         text = text.replace(spaced, spaced.strip())
@@ -212,8 +207,7 @@ def _retokenized(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int
     return retokenized
 
 
-CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-"""Strings that lose their surrounding blanks, in this order."""
+CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # they lose their blanks in order
 
 
 def is_cut(
@@ -224,7 +218,6 @@ def is_cut(
     bos: Literal["auto", "off"] = "auto",
     chat: Chat | None = None,
 ) -> bool:
-    """Return whether a prompt has more than `max_source_length` tokens, so that `encode_parts` truncates it."""
     return len(encode_prompt(parts, tokenizer, family, sys.maxsize, bos=bos, chat=chat)) > max_source_length
 
 
@@ -248,7 +241,6 @@ def encode_target(
 def _tokenized(
     parts: PromptParts, tokenizer: PreTrainedTokenizerBase, chat: Chat | None
 ) -> tuple[PromptParts, TextIds]:
-    """Return a prompt's texts, in the chat template if there is one, and their token ids."""
     if chat is None:
         return parts, tokenize(tokenizer, "".join(parts))
     whole = in_chat(parts, chat)

@@ -1,8 +1,7 @@
 """Read records from data files: JSON, JSON lines, CSV, Parquet, Arrow, and folders written by `Dataset.save_to_disk`.
 
 JSON lines and CSV are streamed, columnar files are read in batches; only a JSON list is loaded whole. CSV cells stay
-text: `01` is not a number and `NA` is not null. CSV is read by Python's own `csv`: pyarrow's reader accepts an unclosed
-quote and reports no line numbers, and `datasets` takes a second to import, which planning would notice.
+text. Python's `csv` reads them: pyarrow accepts an unclosed quote, and `datasets` takes over a second to import.
 """
 
 from __future__ import annotations
@@ -21,19 +20,15 @@ from latent_sweep.errors import DataError, MissingData, clause
 from latent_sweep.settings import content_hash, read_regular
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
-
-BATCH = 1000
-"""Records of a columnar file held in memory at a time."""
+BATCH = 1000  # records of a columnar file held in memory at a time
 
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a file, to be read once."""
+    """The records of a file, each with its location (`line 3`, `[2]` or `row 3`), and label columns' class names."""
 
     located: Iterator[tuple[str, Any]]
-    """Each record with its location: `line 3`, `[2]` or `row 3`."""
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Class names of label columns, by column."""
 
 
 class DuplicateKeys(dict[str, Any]):
@@ -43,13 +38,9 @@ class DuplicateKeys(dict[str, Any]):
 
 
 def read_records(path: Path, columns: Collection[str] | None = None) -> Records:
-    """Open a data file or a saved data set.
+    """Open a data file or a saved data set; of a columnar file, only these columns are read.
 
-    Args:
-        columns: columns to read of a columnar file; None reads all.
-
-    Raises:
-        DataError: the file is unreadable or does not match its suffix; also raised while records are iterated.
+    Raises DataError, also while records are iterated, if the file is unreadable or does not match its suffix.
     """
     try:
         if path.is_dir():
@@ -71,10 +62,7 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Records:
 
 
 def files_state(paths: Collection[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and modification time of every data file, to detect rewrites.
-
-    Raises MissingData if a file is missing.
-    """
+    """Return name, size and modification time of every data file, to detect rewrites."""
     try:
         files = [file for path in paths for file in _data_files(path)]
         return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
@@ -83,10 +71,7 @@ def files_state(paths: Collection[Path]) -> tuple[tuple[str, int, int], ...]:
 
 
 def files_digest(paths: Collection[Path]) -> str:
-    """Return the SHA-256 of a file, or a hash over the digests of several files or of a folder's files.
-
-    Raises DataError if a file cannot be read.
-    """
+    """Return the SHA-256 of a file, or a hash over the digests of several files or of a folder's files."""
     digests = [_digest(path) for path in paths]
     return digests[0] if len(digests) == 1 else content_hash(digests, length=64)
 
@@ -103,7 +88,7 @@ def _digest(path: Path) -> str:
 
 
 def _data_files(path: Path) -> list[Path]:
-    """List a file itself, or the files of a saved data set; filtering one leaves caches in its folder."""
+    """List a file itself, or those of a saved data set: filtering one leaves caches in its folder."""
     if not path.is_dir():
         return [path]
     try:
@@ -146,10 +131,7 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; objects that repeat a key come back as `DuplicateKeys`.
-
-    Raises DataError if the file is unreadable or not JSON; the message has line and column.
-    """
+    """Read a JSON file; objects that repeat a key come back as `DuplicateKeys`."""
     try:
         content = read_regular(path)
     except OSError as error:
@@ -178,7 +160,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_type(value: Any) -> str:
-    """Name the JSON type of a value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -214,7 +195,6 @@ def _separated(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _saved_shards(folder: Path) -> list[Path]:
-    """List the Arrow files of a folder written by `Dataset.save_to_disk`."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(str(path.parent) for path in folder.glob("*/dataset_info.json")))
         raise DataError(f"{folder}: holds several splits; name one of them: {splits}.")
@@ -225,7 +205,6 @@ def _saved_shards(folder: Path) -> list[Path]:
 
 
 def _read_columns(path: Path, files: Collection[Path], columns: Collection[str] | None) -> Records:
-    """Open a file, or the shards of a saved data set; Arrow files are memory-mapped."""
     import pyarrow as pa
 
     try:

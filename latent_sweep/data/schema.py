@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,15 +47,27 @@ Allowance = Literal[
     "unknown_characters",
     "same_prompts",
 ]
-"""Problems that would silently spoil scores but may be intended: targets that contain a stop string or are too long to
-be answered, empty answers, test inputs that are also training inputs, answers that the metric cannot distinguish or
-that no model can write, test answers that no training row has, characters unknown to the tokenizer, and training
-prompts shared with another task."""
+"""Problems that would silently spoil scores but may be intended; docs/data.md explains each."""
 
 Truncation = Literal["keep_cue", "keep_ends", "official"]
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A tuple of strings that a YAML list may fill."""
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+
+
+def _checked_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in stop:
+        raise ValueError("found an empty string, which would end every answer at once; leave it out")
+    if repeated := _repeated(stop):
+        raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each string once")
+    return stop
+
+
+Stop = Annotated[Strings, AfterValidator(_checked_stop)]
 
 
 def _check_name(name: str) -> str:
@@ -101,7 +114,7 @@ class TaskSpec(Settings):
     """Where the rows come from, if not from `folder`: files of any supported kind, or a data set of the hub."""
     cue: str | None = None
     """Text between input and answer; defaults to the benchmark's."""
-    stop: Strings | None = None
+    stop: Stop | None = None
     """Strings at which this task's answers end; defaults to the benchmark's."""
     max_target_length: int | None = Field(None, ge=1)
     """Longest target and answer of this task in tokens, at most the benchmark's; the sweep's limit also applies."""
@@ -117,23 +130,14 @@ class TaskSpec(Settings):
             return content
         return {"title": content["name"], "folder": content["name"]} | content
 
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return stop and _checked_stop(stop)
-
     @model_validator(mode="after")
-    def _check_labels(self) -> TaskSpec:
+    def _check(self) -> TaskSpec:
         if self.metric == "accuracy" and (alike := first_equivalent(self.labels or ())):
             raise ValueError(
                 f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
                 f"{' and '.join(map(quoted, alike))} would count as equal; leave `labels` out if that is intended, "
                 "name numbers by `names` in a source, or use a metric of characters, such as edit_similarity"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_paraphrases(self) -> TaskSpec:
         texts = [text.strip() for text in self.paraphrases]
         if texts and not self.instruction.strip():
             raise ValueError(f"task {self.name!r} has `paraphrases` but no `instruction`; add one, or leave them out")
@@ -162,7 +166,7 @@ class BenchmarkSpec(Settings):
     """Where rows come from: the data folder, the package's generator, or the folder of the benchmark's file."""
     folder: PathText = Field(".", json_schema_extra=NOT_IDENTITY)
     """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
-    stop: Strings = ()
+    stop: Stop = ()
     """Strings at which generation ends, after some text; targets should not contain any."""
     cue: str | None = None
     """Text between input and answer; defaults to `"\\nOutput: "`, and `""` means none."""
@@ -176,12 +180,11 @@ class BenchmarkSpec(Settings):
     _rows_version: int | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        """Record how the user's own data is read; a copy with another task keeps it."""
         self._rows_version = versions.OWN_ROWS if self.layout == "folder" else None
 
     @property
     def rows_version(self) -> int | None:
-        """Version of how the user's own data becomes examples; None for published data."""
+        """Version of how the user's own data becomes examples, also of a copy; None for published data."""
         return self._rows_version
 
     @model_validator(mode="before")
@@ -193,11 +196,6 @@ class BenchmarkSpec(Settings):
         if isinstance(filled.get("orders"), dict):  # YAML reads the key 1 as a number
             filled["orders"] = {str(key) if type(key) is int else key: seq for key, seq in filled["orders"].items()}
         return filled
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        return _checked_stop(stop)
 
     @model_validator(mode="after")
     def _check_names(self) -> BenchmarkSpec:
@@ -222,14 +220,6 @@ class BenchmarkSpec(Settings):
         if faults:
             raise ValueError("; ".join(faults))
         return self
-
-
-def _checked_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
-    if "" in stop:
-        raise ValueError("found an empty string, which would end every answer at once; leave it out")
-    if repeated := _repeated(stop):
-        raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each string once")
-    return stop
 
 
 class PromptSettings(Settings):
@@ -295,26 +285,24 @@ class BenchmarkSettings(Settings):
 
 
 def load_benchmark(name: str) -> BenchmarkSpec:
-    """Return a packaged benchmark, or that of a user's folder or YAML file; cached until the file changes.
-
-    Raises ConfigError if there is no such benchmark, or its file is invalid; all faults are listed.
-    """
+    """Return a packaged benchmark, or that of a user's folder or YAML file; cached until the file changes."""
     path = _benchmark_file(name)
     return _loaded(path, state_of(path))
 
 
 @lru_cache
 def _loaded(path: Path, state: FileState) -> BenchmarkSpec:
-    """Load a benchmark; the file's state is part of the cache key."""
     spec = _parse(path)
-    if spec.layout == "folder":
-        tasks = tuple(_located(task, path.parent) for task in spec.tasks)
-        spec = spec.model_copy(update={"folder": str((path.parent / spec.folder).resolve()), "tasks": tasks})
-    return spec
+    return located(spec, path.parent) if spec.layout == "folder" else spec
+
+
+def located(spec: BenchmarkSpec, folder: Path) -> BenchmarkSpec:
+    """Return a benchmark with absolute paths, given the folder of its file."""
+    tasks = tuple(_located(task, folder) for task in spec.tasks)
+    return spec.model_copy(update={"folder": str((folder / spec.folder).resolve()), "tasks": tasks})
 
 
 def _located(task: TaskSpec, folder: Path) -> TaskSpec:
-    """Return a task with absolute paths in its source, and with the commit of a hub data set."""
     source = task.source
     if source is None:
         return task
@@ -331,10 +319,7 @@ def _located(task: TaskSpec, folder: Path) -> TaskSpec:
 
 
 def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:
-    """Return the key of the order that `settings` names by key, by `<first task>_first`, or by default.
-
-    Raises ConfigError if the benchmark has no such order, or several start with that task.
-    """
+    """Return the key of the order that `settings` names by key, by `<first task>_first`, or by default."""
     if settings.order is None:
         return next(iter(spec.orders))
     wanted = str(settings.order)
@@ -347,10 +332,7 @@ def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:
 
 
 def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[TaskSpec, ...]:
-    """Return the tasks that a trial learns, in sequence: the order of `settings`, cut to its subset of tasks.
-
-    Raises ConfigError if the benchmark lacks what `benchmark.order` or `benchmark.tasks` names.
-    """
+    """Return the tasks that a trial learns, in sequence: the order of `settings`, cut to its subset of tasks."""
     key = order_key(settings, spec)
     sequence = spec.orders[key]
     wanted = sequence if settings.tasks is None else settings.tasks
@@ -362,17 +344,15 @@ def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[Tas
 
 
 def scoring_metric(settings: BenchmarkSettings, task: TaskSpec) -> Metric:
-    """Return the metric that scores `task`: its own, or `benchmark.classification_metric` for an accuracy task."""
     return settings.classification_metric if task.metric == "accuracy" else task.metric
 
 
 def stop_of(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...]:
-    """Return the strings at which answers of `task` end: its own, or the benchmark's."""
     return spec.stop if task.stop is None else task.stop
 
 
 def target_length(settings: BenchmarkSettings, task: TaskSpec) -> int:
-    """Return the longest target and answer of `task` in tokens: the smaller of its own limit and the sweep's."""
+    """Return the longest target and answer of `task` in tokens."""
     return min(settings.max_target_length, task.max_target_length or settings.max_target_length)
 
 
@@ -408,7 +388,3 @@ def _parse(path: Path) -> BenchmarkSpec:
     except ValidationError as error:
         lines = "\n".join(f"  {line}" for line in validation_faults(error, BenchmarkSpec))
         raise ConfigError(f"{path}: not a valid benchmark file:\n{lines}") from error
-
-
-def _repeated(names: Any) -> list[str]:
-    return [name for name in dict.fromkeys(names) if list(names).count(name) > 1]

@@ -26,7 +26,6 @@ class Shape:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that the shape reads."""
         return (*self.inputs, self.answer)
 
     def input_of(self, record: Mapping[str, Any]) -> Any:
@@ -52,7 +51,6 @@ SHAPES = (
 
 
 def shape_of(record: Mapping[str, Any]) -> Shape | None:
-    """Return the first shape whose columns a record has."""
     return next((shape for shape in SHAPES if all(column in record for column in shape.columns)), None)
 
 

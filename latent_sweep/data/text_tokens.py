@@ -1,10 +1,8 @@
 """Tokenize text so that spelling a special token's name in an input, instruction or label never produces that token.
 
-Tokenizers turn `</s>` or `<|im_end|>` inside a text into that token. An answer with it could never be right, because
-decoding drops special tokens, and a prompt could end in the middle. `split_special_tokens` of transformers does not
-help: a Unigram vocabulary (T5) has the names of its special tokens as pieces, and normalization makes `</s>` from
-full-width characters. Text without such a name takes the tokenizer's own path, so its ids are exactly the tokenizer's.
-Other text is tokenized by a copy whose special tokens have names that no text contains.
+`split_special_tokens` of transformers does not suffice: a Unigram vocabulary (T5) has the names of its special tokens
+as pieces, and normalization makes `</s>` from full-width characters. Text without such a name has the tokenizer's own
+ids. Other text is tokenized by a copy whose special tokens have names that no text contains.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from typing import Any, NamedTuple
 
 from latent_sweep.errors import ConfigError
 
-MARK = "\U0010fffe"
-"""A Unicode noncharacter that prefixes the names of the copy's special tokens."""
+MARK = "\U0010fffe"  # a noncharacter that prefixes the names of the copy's special tokens
 
 
 class TextIds(NamedTuple):
@@ -61,7 +58,6 @@ class SpecialTokens:
         return next((name for name in self.names.values() if name in text), None)
 
     def in_ids(self, ids: Iterable[int]) -> list[int]:
-        """Return the special tokens among these ids, in order, without the unknown token."""
         return [token for token in ids if token in self.written]
 
     def holds_unknown_name(self, text: str) -> bool:
@@ -134,13 +130,9 @@ def unknown_id(backend: Any) -> int | None:
 
 
 def tokenize(tokenizer: Any, text: str, template: tuple[str, str] = ("", "")) -> TextIds:
-    """Tokenize a text between the texts of a chat template, in which special tokens stay special.
+    """Tokenize a text between the two texts of a chat template, in which special tokens stay special.
 
-    Offsets count from the start of the template's text.
-
-    Args:
-        tokenizer: a transformers tokenizer, or an object with its `backend_tokenizer` and call.
-        template: text before and after.
+    Offsets count from the start of the template's text. The tokenizer is transformers' or has its `backend_tokenizer`.
     """
     before, after = template
     specials = special_tokens(tokenizer)
@@ -154,7 +146,6 @@ def tokenize(tokenizer: Any, text: str, template: tuple[str, str] = ("", "")) ->
     begins, ends = len(marked[0]), len(marked[0]) + len(text)
 
     def unmarked(position: int) -> int:
-        """Map a position in the marked text to one in the text without marks."""
         if position <= begins:
             return min(position, len(before))
         return len(before) + min(position, ends) - begins + max(0, position - ends)

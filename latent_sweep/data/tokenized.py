@@ -10,7 +10,6 @@ from latent_sweep.data.caches import ROWS, write_folder
 
 
 def write_tokenized(columns: dict[str, list[Any]], target: Path) -> None:
-    """Write the columns of tokenized examples as a cache folder."""
     import pyarrow as pa
 
     ids = pa.list_(pa.int32())
@@ -29,12 +28,10 @@ class TokenizedExamples:
         self._table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / ROWS))).read_all()
 
     def __getitem__(self, column: str) -> list[Any]:
-        """Return the values of a column."""
         values: list[Any] = self._table.column(column).to_pylist()
         return values
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield every example as values by column."""
         for batch in self._table.to_batches():
             yield from batch.to_pylist()
 
@@ -61,6 +58,5 @@ class TokenizedExamples:
         return None if index < 0 else index
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         count: int = self._table.num_rows
         return count
