@@ -69,8 +69,8 @@ def check_first_step(subject: Subject, device: str) -> Iterator[Finding]:
         message = f"the sweep asks for {resources.gpus:g} GPU, but only the CPU was checked"
         yield warning("first step", message, advice="run doctor on a machine with such a GPU")
     forecast, free = predict(trial, subject.sweep.run), free_ram()
-    if device == "cpu" and forecast is not None and free is not None and forecast.learning + forecast.besides > free:
-        needed = _gib(forecast.learning + forecast.besides)
+    if device == "cpu" and forecast is not None and free is not None and forecast.learning + forecast.overhead > free:
+        needed = _gib(forecast.learning + forecast.overhead)
         message = f"not taken: {name} is forecast to need {needed}, and {_gib(free)} of RAM are free"
         yield warning("first step", message, advice="run doctor on a machine with enough memory")
         return

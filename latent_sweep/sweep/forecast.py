@@ -168,7 +168,7 @@ def _parameter_count(trial: Trial) -> int:
 
     def count() -> int:
         shape = shape_of(trial.settings.backbone)
-        return 0 if shape is None else trial.method().parameter_count(shape.targets, shape.width)
+        return 0 if shape is None else trial.method().parameter_count(shape.targets, shape["width"])
 
     return memoized("parameters", (trial.settings.method, trial.settings.backbone), count)
 

@@ -28,10 +28,10 @@ trained in float32, so that it keeps 4 instead of b. The backward pass of an MLP
 twice as many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the
 above.
 
-The longest batch that the settings allow is assumed: prompts and targets at their limits. Not included: the device's
-context and the allocator's unused memory (see `RESERVE`, and `Memory.besides` for a CPU), allocations between steps or
-tasks (a gate, the SVD, loading), and LwF's teacher. Blocks of other families differ only in their norms, each of which
-keeps 4 (k + 1) for the k numbers that it reads; families without a table are not predicted.
+Prompts and targets are assumed to be at their limits. Not included: the device's context and the allocator's unused
+memory (see `RESERVE`, and `Memory.overhead` for a CPU), allocations between steps or tasks (a gate, the SVD, loading),
+and LwF's teacher. Blocks of other families differ only in their norms, each of which keeps 4 (k + 1) for the k numbers
+that it reads; families without a table are not predicted.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from latent_sweep.adapters.inputs import input_of
 from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
@@ -89,7 +90,7 @@ ZERO_DEFAULTS: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one worker on its device at the peak of a training step or of an evaluation."""
+    """Bytes of one worker on its device at the peak of a training step or of an evaluation; see the legend above."""
 
     weights: int
     """Of the backbone, always resident."""
@@ -97,52 +98,47 @@ class Memory:
     """Of the backbone, fetched from other workers or the host for the blocks that compute."""
     gathered_to_answer: int
     """The same, during evaluation."""
+    host: int
+    """Of the backbone, in host memory."""
     factors: int
-    """Of latent adapters."""
     history: int
-    """Adapters of earlier tasks."""
     activations: int
-    """Kept for the backward pass."""
     working: int
     """Of one block in the backward pass, with recomputed activations."""
     logits: int
-    """With the intermediates of the cross-entropy."""
     adapter: int
-    """Trainable parameters and their gradients."""
     optimizer: int
-    """The optimizer's moments."""
     moments: int
-    """Second moments of inputs before and after a task, for methods that read them, with the measuring pass."""
     fisher: int
-    """The pass that measures gradients of single examples after a task, as in EWC."""
     cache: int
     """Keys and values during generation."""
     reading: int
     """Activations during generation."""
-    host: int
-    """Weights in host memory."""
+
+    @property
+    def _resident(self) -> int:
+        return self.weights + self.factors + self.history
 
     @property
     def learning(self) -> int:
         """Peak of training."""
         passed = self.activations + self.working + self.logits
-        return self.weights + self.gathered + self.factors + self.history + passed + self.adapter + self.optimizer
+        return self._resident + self.gathered + passed + self.adapter + self.optimizer
 
     @property
     def answering(self) -> int:
         """Peak of evaluation."""
-        read = self.cache + self.reading
-        return self.weights + self.gathered_to_answer + self.factors + self.history + read
+        return self._resident + self.gathered_to_answer + self.cache + self.reading
 
     @property
     def measuring(self) -> int:
         """Peak of measuring second moments or Fisher information; 0 without either."""
-        resident, measured = self.weights + self.gathered + self.factors + self.history, max(self.moments, self.fisher)
-        return resident + self.adapter // 2 + measured if measured else 0
+        measured = max(self.moments, self.fisher)
+        return self._resident + self.gathered + self.adapter // 2 + measured if measured else 0
 
     @property
-    def besides(self) -> int:
-        """Overhead of a process on a CPU; see `LIBRARIES`."""
+    def overhead(self) -> int:
+        """Of a process on a CPU; see `LIBRARIES`."""
         passed = max(self.activations + self.working + self.logits, self.fisher)
         return max(HOST_RESERVE, LIBRARIES + int(HEAP_SHARE * passed))
 
@@ -151,44 +147,43 @@ class Memory:
         return max(self.learning, self.measuring, self.answering)
 
 
-def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
-    """Predict the memory of a worker of `trial`'s pack; None if no table describes the backbone, or only the hub knows
-    its shapes.
+def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
+    """Predict the memory of a worker; None if no table describes the backbone, or only the hub knows its shapes.
 
     `gradient_checkpointing: auto` counts as off.
 
     Args:
-        members: runs of the pack, all like this trial.
+        runs: of the pack, all like this trial.
     """
     s, method = trial.settings, trial.method()
     shape = shape_of(s.backbone)
     if shape is None:
         return None
-    trained = members * method.parameter_count(shape.targets, shape.width)
-    tasks = len(trial.tasks)
+    of_run = method.parameter_count(shape.targets, shape["width"])
+    trained, tasks = runs * of_run, len(trial.tasks)
     learns = any(method.learns_from(position, tasks) for position in range(tasks))
-    rows = trial.settings.training.rows_in_a_pass(run.resources.workers)
-    adapters = _adapters(trial, shape, trained, members)
-    step = _step(trial, shape, adapters, run.resources, members * rows) if learns else _Moment(0, 0, 0)
-    answer = _answer(trial, shape)
-    weights = _weights(shape, run)
+    rows = s.training.rows_in_a_pass(run.resources.workers)
+    kept = _adapters(trial, shape, trained, runs)
+    activations, working, logits = _step(trial, shape, kept, run.resources, runs * rows) if learns else (0, 0, 0)
+    weights, gathered, gathered_to_answer, host = _weights(shape, run)
+    cache, reading = _answer(trial, shape)
     sides = sum(m + n for m, n in shape.targets.values())
     return Memory(
-        weights=weights.held,
-        gathered=weights.gathered,
-        gathered_to_answer=weights.gathered_to_answer,
-        factors=members * shape.bytes * method.rank() * sides if adapters.latent else 0,
+        weights=weights,
+        gathered=gathered,
+        gathered_to_answer=gathered_to_answer,
+        host=host,
+        factors=runs * shape.bytes * method.rank() * sides if method.factored else 0,
         history=tasks * trained * (4 + shape.bytes) if "sum" in method.combinations else 0,
-        activations=step.activations,
-        working=step.working,
-        logits=step.logits,
+        activations=activations,
+        working=working,
+        logits=logits,
         adapter=8 * trained,
-        optimizer=_moments(trial, trained),
+        optimizer=8 * trained if s.training.optimizer == "adamw" else 0,  # Adafactor's are rows and columns
         moments=_second_moments(trial, shape),
-        fisher=_fisher(trial, shape, trained // members, run.resources, rows) if learns else 0,
-        cache=answer.cache,
-        reading=answer.reading,
-        host=weights.waiting,
+        fisher=_fisher(trial, shape, of_run, run.resources, rows) if learns else 0,
+        cache=cache,
+        reading=reading,
     )
 
 
@@ -208,11 +203,11 @@ def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], flo
     trials = [trial for trial in pack.trials if trial.settings.training.gradient_checkpointing == "auto"]
     if not trials:
         return pack
-    found = [predict(with_checkpointing(member.trials[0], False), run, len(pack.runs)) for member in pack.runs]
+    predictions = [predict(with_checkpointing(each.trials[0], False), run, len(pack.runs)) for each in pack.runs]
     room = free(trials[0].settings.backbone)
-    on = any(memory is not None and memory.learning + RESERVE > room for memory in found)
-    members = [replace(m, trials=tuple(with_checkpointing(trial, on) for trial in m.trials)) for m in pack.runs]
-    return replace(pack, runs=tuple(members))
+    on = any(memory is not None and memory.learning + RESERVE > room for memory in predictions)
+    runs = [replace(each, trials=tuple(with_checkpointing(trial, on) for trial in each.trials)) for each in pack.runs]
+    return replace(pack, runs=tuple(runs))
 
 
 def cards(resources: ResourceSettings) -> dict[int, float]:
@@ -226,7 +221,7 @@ def cards(resources: ResourceSettings) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a backbone that memory depends on; see the legend above."""
+    """Sizes of a backbone that memory depends on, by the names of `Sizes`."""
 
     family: Family
     bytes: int
@@ -236,35 +231,8 @@ class Shape:
     targets: Mapping[str, tuple[int, int]]
     """Adapted projections, (out, in)."""
 
-    @property
-    def vocabulary(self) -> int:
-        return self.sizes["vocabulary"]
-
-    @property
-    def width(self) -> int:
-        return self.sizes["width"]
-
-    @property
-    def heads(self) -> int:
-        return self.sizes["heads"]
-
-    @property
-    def attention(self) -> int:
-        """Width of all heads together."""
-        return self.sizes["queries"]
-
-    @property
-    def keys(self) -> int:
-        return self.sizes["keys"]
-
-    @property
-    def inner(self) -> int:
-        """Inner width of the MLP."""
-        return self.sizes["inner"]
-
-    @property
-    def gated(self) -> bool:
-        return self.sizes.gated
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
 
     @property
     def parameter_count(self) -> int:
@@ -278,65 +246,49 @@ class Shape:
     @property
     def attentions(self) -> int:
         """Number of attentions; a decoder block after an encoder has two."""
-        return self.sizes["blocks"] + 2 * self.sizes["decoder_blocks"]
+        return self["blocks"] + 2 * self["decoder_blocks"]
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Numbers of the inner width that an MLP computes with."""
+        return (3 if self.sizes.gated else 2) * self["inner"]
 
 
 def shape_of(settings: BackboneSettings) -> Shape | None:
     """Return the sizes of a backbone; None as in `predict`."""
-    known = describe(settings)
-    if known is None or not known.traits.stacks:
+    described = describe(settings)
+    if described is None or not described.traits.stacks:
         return None
-    family, found = known.traits, sizes(known.traits, known.config)
+    family, of_config = described.traits, sizes(described.traits, described.config)
     return Shape(
         family=family,
         bytes={"bfloat16": 2, "float32": 4}[settings.dtype],
-        sizes=found,
-        parameters=tensor_sizes(family, known.config, found.tied or settings.name == EMBEDDED),
-        targets=known.adapted(settings),
+        sizes=of_config,
+        parameters=tensor_sizes(family, described.config, of_config.tied or settings.name == EMBEDDED),
+        targets=described.adapted(settings),
     )
 
 
-# --- what the engine shards ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """Bytes of the backbone's weights by place; see `Memory`."""
-
-    held: int
-    gathered: int = 0
-    gathered_to_answer: int = 0
-    waiting: int = 0
-    """In host memory."""
-
-
-def _weights(shape: Shape, run: RunSettings) -> _Weights:
-    """Return the bytes of the weights, whole in every worker or, at ZeRO stage 3, sharded.
+def _weights(shape: Shape, run: RunSettings) -> tuple[int, int, int, int]:
+    """Return `Memory`'s weights, gathered, gathered_to_answer and host: whole, or sharded at ZeRO stage 3.
 
     A sharded weight stays gathered if it is used again within DeepSpeed's reuse distance, which at the turn from the
     forward to the backward pass covers half of it; the next weights are prefetched.
     """
     b, engine, workers = shape.bytes, run.engine, run.resources.workers
-    whole = b * shape.parameter_count
-    if engine.name == "torch" or engine.zero_stage < 3:
-        return _Weights(whole)
-    offloaded = engine.offload == "cpu"
-    if workers == 1 and not offloaded:  # the only share is everything
-        return _Weights(whole)
+    whole, offloaded = b * shape.parameter_count, engine.offload == "cpu"
+    if engine.name == "torch" or engine.zero_stage < 3 or (workers == 1 and not offloaded):
+        return whole, 0, 0, 0
     config = engine.config.get("zero_optimization", {})
     persistent, reuse, prefetch = (int(config.get(name, default)) for name, default in ZERO_DEFAULTS.items())
     small = b * sum(size * count for size, count in shape.parameters.items() if size <= persistent)
     large = whole - small
     gathered = min(large, b * (max(reuse // 2, *shape.parameters) + prefetch))
     share = _share(large, workers)
-    held, waiting = (small, share) if offloaded else (small + share, 0)
+    held, host = (small, share) if offloaded else (small + share, 0)
     room = max(cards(run.resources).values(), default=math.inf)
     fits = engine.gather == "always" or (engine.gather == "auto" and held + GATHER_ROOM * large + RESERVE <= room)
-    return _Weights(held, gathered, large if fits else gathered, waiting)
-
-
-def _moments(trial: Trial, trained: int) -> int:
-    return 8 * trained if trial.settings.training.optimizer == "adamw" else 0  # Adafactor's are rows and columns
+    return held, gathered, large if fits else gathered, host
 
 
 def _share(total: int, workers: int) -> int:
@@ -346,41 +298,37 @@ def _share(total: int, workers: int) -> int:
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Adapters:
+class _Adapters(NamedTuple):
     """Bytes that autograd keeps for adapters."""
 
-    latent: bool
-    input: int
+    inputs: int = 0
     """Of the inputs of an attention block, per token."""
-    inner: int
+    inner: int = 0
     """Of the products inside all adapters of a block, per token."""
-    one: int
+    one: int = 0
     """Of the product inside one adapter, per token."""
-    products: int
+    products: int = 0
     """Of products of the matrices, independent of the batch."""
 
 
-def _adapters(trial: Trial, shape: Shape, trained: int, members: int) -> _Adapters:
+def _adapters(trial: Trial, shape: Shape, trained: int, runs: int) -> _Adapters:
     method, b = trial.method(), shape.bytes
-    latent = method.factored
     if not trained or not method.rank():  # nothing to learn, or a soft prompt
-        return _Adapters(latent, 0, 0, 0, 0)
-    read = 0 if latent else b
+        return _Adapters()
+    read = 0 if method.factored else b
     if not method.packable:  # with dropout both projections have their own input, and a mask
         read = 2 * (read + 1)
-    if latent:
+    if method.factored:
         out = method.rank() * sum(m for m, _ in shape.targets.values())
-        products = members * (b + (4 if b < 4 else 0)) * out
+        products = runs * (b + (4 if b < 4 else 0)) * out
     else:
         products = b * trained if b < 4 else 0
-    one, inputs = b * method.rank(), sum(shape.inputs.values())
-    inner = _share(one * len(shape.targets), shape.attentions)
-    return _Adapters(latent, _share(read * inputs, shape.attentions), inner, one, products)
+    one = b * method.rank()
+    inputs = _share(read * sum(shape.inputs.values()), shape.attentions)
+    return _Adapters(inputs, _share(one * len(shape.targets), shape.attentions), one, products)
 
 
-@dataclass(frozen=True)
-class _Stack:
+class _Stack(NamedTuple):
     """A sequence of equal blocks, in bytes of one."""
 
     blocks: int
@@ -396,22 +344,15 @@ class _Stack:
     """The mask of all blocks together."""
 
 
-def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, besides: int = 0, shared: int = 0) -> _Stack:
-    """Return a stack.
-
-    Args:
-        per_token: bytes kept per token, without the MLP.
-        besides: bytes kept for the whole batch.
-        shared: bytes of the mask of all blocks.
-    """
-    b, h, f = shape.bytes, shape.width, shape.inner
-    mlp = b * f * shape.sizes.kept
-    in_mlp = b * f * (3 if shape.gated else 2)
+def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, per_batch: int = 0, shared: int = 0) -> _Stack:
+    """Return a stack whose blocks keep these bytes, without the MLP."""
+    b, h = shape.bytes, shape["width"]
+    mlp = b * shape["inner"] * shape.sizes.kept
     in_norm = 4 * 4 * h - mlp  # in float32, after the MLP's activations are freed
     return _Stack(
         blocks=blocks,
-        kept=tokens * (per_token + mlp) + besides,
-        working=tokens * (max(in_mlp, in_norm) + 2 * b * h),
+        kept=tokens * (per_token + mlp) + per_batch,
+        working=tokens * (max(b * shape.mlp_inputs, in_norm) + 2 * b * h),
         input=tokens * b * h,
         norm=tokens * _norm(shape),
         shared=shared,
@@ -427,91 +368,65 @@ def _stacks(
         noise: bytes of one number of the backbone's dropout noise; 0 without dropout.
         on_cpu: attention is computed in float32, and keeps its probabilities with dropout.
     """
-    b, a, norm = shape.bytes, shape.attention, _norm(shape)
-    keys, of_attention = shape.keys, 4 if on_cpu else b
-    attention = of_attention * (2 * a + 2 * keys) + 4 * shape.heads + adapters.input + adapters.inner
+    a, heads, norm, width = shape["queries"], shape["heads"], _norm(shape), shape["width"]
+    of_attention = 4 if on_cpu else shape.bytes
+    attention = of_attention * 2 * (a + shape["keys"]) + 4 * heads + adapters.inputs + adapters.inner
     if not shape.family.encoder_decoder:
         (stack,) = shape.family.stacks
-        return [_stack(shape, shape.sizes["blocks"], rows * (prompt + target), _norms(shape, stack) + attention)]
-    read, written, heads = rows * prompt, rows * target, of_attention * rows * shape.heads
-    mask_of_encoder, mask_across = heads * prompt**2, heads * prompt * target
-    across = read * (2 * of_attention * a + adapters.one)
-    of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if noise and on_cpu else 0
-    across += drawn * target * (prompt + target)
+        return [_stack(shape, shape["blocks"], rows * (prompt + target), _norms(shape, stack) + attention)]
+    read, mask = rows * prompt, of_attention * rows * heads
+    mask_of_encoder, mask_across = mask * prompt**2, mask * prompt * target
+    of_mlp, drawn = noise * shape["inner"], 2 * 4 * rows * heads if noise and on_cpu else 0
     of_encoder = drawn * prompt**2
+    across = read * (2 * of_attention * a + adapters.one) + drawn * target * (prompt + target)
     if not shape.family.shared_bias:  # every block keeps its own mask
-        of_encoder, across = of_encoder + mask_of_encoder, across + mask_across + heads * target**2
+        of_encoder, across = of_encoder + mask_of_encoder, across + mask_across + mask * target**2
         mask_of_encoder = mask_across = 0
+    encoder = 2 * norm + attention + 2 * noise * width + of_mlp
+    decoder = 3 * norm + 2 * attention + 3 * noise * width + of_mlp
     return [
-        _stack(
-            shape,
-            shape.sizes["blocks"],
-            read,
-            2 * norm + attention + 2 * noise * shape.width + of_block,
-            of_encoder,
-            mask_of_encoder,
-        ),
-        _stack(
-            shape,
-            shape.sizes["decoder_blocks"],
-            written,
-            3 * norm + 2 * attention + 3 * noise * shape.width + of_block,
-            across,
-            mask_across,
-        ),
+        _stack(shape, shape["blocks"], read, encoder, of_encoder, mask_of_encoder),
+        _stack(shape, shape["decoder_blocks"], rows * target, decoder, across, mask_across),
     ]
 
 
 def _norm(shape: Shape) -> int:
     """Bytes per token of a norm: its float32 input and inverse root; T5 also keeps the input in its type."""
     also = shape.bytes if shape.family.keeps_input and shape.bytes < 4 else 0
-    return (4 + also) * shape.width + 4
+    return (4 + also) * shape["width"] + 4
 
 
 def _norms(shape: Shape, stack: Stack) -> int:
     """Bytes per token of all norms of a causal block; norms per head keep an inverse root for each head."""
-    heads = {"query_heads": ("queries", "heads"), "key_heads": ("keys", "kv_heads")}
-    found = 0
-    for norm in stack.norms:
-        wide, roots = heads.get(norm, (norm, ""))
-        found += 4 * shape.sizes[wide] + 4 * (shape.sizes[roots] if roots else 1)
-    return found
+    of_heads = {"query_heads": ("queries", "heads"), "key_heads": ("keys", "kv_heads")}
+    pairs = (of_heads.get(norm, (norm, "")) for norm in stack.norms)
+    return sum(4 * shape[wide] + 4 * (shape[roots] if roots else 1) for wide, roots in pairs)
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """Bytes at one moment of a step; see `Memory`."""
+def _step(
+    trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, rows: int
+) -> tuple[int, int, int]:
+    """Return `Memory`'s activations, working and logits at the peak of a step.
 
-    activations: int
-    working: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.working + self.logits
-
-
-def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, rows: int) -> _Moment:
-    """Return the peak: in the cross-entropy, or in the backward pass of a stack's last block."""
+    That is in the cross-entropy, or in the backward pass of a stack's last block.
+    """
     training = trial.settings.training
     prompt, target = _longest(trial)
     on_cpu = not resources.gpus
     noise = (shape.bytes if on_cpu else 1) if training.backbone_dropout else 0
     stacks = _stacks(shape, adapters, rows, prompt, target, noise, on_cpu)
-    logits = shape.bytes * shape.vocabulary * rows * target
-    in_loss = logits + 12 * shape.vocabulary * rows * target
+    logits = shape.bytes * shape["vocabulary"] * rows * target
+    in_loss = logits + 12 * shape["vocabulary"] * rows * target
     masks = adapters.products + sum(stack.shared for stack in stacks)
     if training.gradient_checkpointing is True:
         inputs = masks + sum(stack.blocks * stack.input for stack in stacks)
         fullest = max(stack.kept + stack.working for stack in stacks)
-        moments = [_Moment(inputs + sum(s.norm for s in stacks), 0, in_loss), _Moment(inputs, fullest, logits)]
-        return max(moments, key=lambda moment: moment.total)
+        return max((inputs + sum(s.norm for s in stacks), 0, in_loss), (inputs, fullest, logits), key=sum)
     # the first norm of a stack keeps nothing, as nothing below it is trained; the norm after the stack makes up for it
     kept = list(itertools.accumulate(stack.blocks * stack.kept for stack in stacks))
-    moments = [_Moment(kept[-1] + masks, 0, in_loss)]
-    for below, stack in zip(kept, stacks, strict=True):  # later stacks have finished their backward pass
-        moments.append(_Moment(below + masks, stack.working, logits))
-    return max(moments, key=lambda moment: moment.total)
+    # later stacks have finished their backward pass
+    backward = [(below + masks, stack.working, logits) for below, stack in zip(kept, stacks, strict=True)]
+    return max((kept[-1] + masks, 0, in_loss), *backward, key=sum)
 
 
 def _longest(trial: Trial) -> tuple[int, int]:
@@ -520,23 +435,20 @@ def _longest(trial: Trial) -> tuple[int, int]:
     return limits.max_source_length + len(trial.method().prompt(())), limits.max_target_length
 
 
-# --- between steps ---------------------------------------------------------------------------------------------------
-
-
 def _fisher(trial: Trial, shape: Shape, trained: int, resources: ResourceSettings, rows: int) -> int:
     """Return bytes of the pass that measures gradients of single examples, each with its own adapter."""
     rows = min(trial.method().gradient_rows, rows)
     if not rows:
         return 0
     adapters = _adapters(trial, shape, rows * trained, 1)
-    return _step(trial, shape, adapters, resources, rows).total + 8 * rows * trained
+    return sum(_step(trial, shape, adapters, resources, rows)) + 8 * rows * trained
 
 
 def _second_moments(trial: Trial, shape: Shape) -> int:
     """Return bytes of the second moments of inputs, with a batch that is read or an eigenproblem.
 
-    A batch has two float64 copies of an input, one times its counts, besides the pass itself. The number of n x n
-    matrices of the eigenproblem was counted on small models.
+    A batch has two float64 copies of an input, one times its counts, in addition to the pass itself. The number of
+    n x n matrices of the eigenproblem was counted on small models.
     """
     gpm = getattr(trial.settings.method, "gpm", None)
     if gpm is None:
@@ -545,47 +457,27 @@ def _second_moments(trial: Trial, shape: Shape) -> int:
     tokens = gpm.batch_size * (prompt if shape.family.encoder_decoder else prompt + target)
     widths = [n // gpm.chunks for n in shape.inputs.values()]
     if shape.family.encoder_decoder and gpm.cross_attention_v == "own_input":
-        widths.append(shape.width // gpm.chunks)  # the encoder's output, read by all blocks
+        widths.append(shape["width"] // gpm.chunks)  # the encoder's output, read by all blocks
     width, moments = max(widths), 8 * gpm.chunks * sum(width**2 for width in widths)
-    reading = tokens * (2 * 8 * width + shape.bytes * (2 * shape.attention + 2 * shape.width))
+    reading = tokens * (2 * 8 * width + shape.bytes * (2 * shape["queries"] + 2 * shape["width"]))
     return moments + max(reading, 8 * 8 * width**2)
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """Bytes at the peak of generating a batch; see `Memory`."""
-
-    cache: int
-    reading: int
-
-
-def _answer(trial: Trial, shape: Shape) -> _Answer:
-    """Return the peak of generation: reading prompts, or at the end of the longest answers."""
+def _answer(trial: Trial, shape: Shape) -> tuple[int, int]:
+    """Return `Memory`'s cache and reading at the peak: reading prompts, or at the end of the longest answers."""
     rows, (prompt, target) = trial.settings.evaluation.batch_size, _longest(trial)
-    b, a, h, tokens = shape.bytes, shape.attention, shape.width, rows * prompt
-    in_mlp = tokens * b * ((3 if shape.gated else 2) * shape.inner + 4 * h)
+    b, a, h, heads, tokens = shape.bytes, shape["queries"], shape["width"], shape["heads"], rows * prompt
+    in_mlp = tokens * b * (shape.mlp_inputs + 4 * h)
     later = target - 1  # nothing reads the last token
     if not shape.family.encoder_decoder:
-        of_token = 2 * b * shape.keys * rows  # keys and values of one block
-        in_attention, mask = tokens * b * (8 * a + 3 * h), b * rows * prompt**2
-        at_first = prompt + min(later, GENERATION_ROOM)
-        moments = [
-            _Answer(shape.sizes["blocks"] * of_token * at_first, max(in_mlp, in_attention) + mask),
-            _Answer(
-                shape.sizes["blocks"] * of_token * (prompt + later), of_token * (prompt + later)
-            ),  # with a copy of one block's
-        ]
+        of_token = 2 * b * shape["keys"] * rows  # keys and values of one block
+        first, whole = shape["blocks"] * of_token * (prompt + min(later, GENERATION_ROOM)), of_token * (prompt + later)
+        at_first = first, max(in_mlp, tokens * b * (8 * a + 3 * h)) + b * rows * prompt**2
+        at_last = shape["blocks"] * whole, whole  # with a copy of one block's
     else:
         of_token = 2 * b * a * rows
-        in_attention = tokens * b * (3 * a + 3 * h) + 2 * b * rows * shape.heads * prompt**2
-        cache = shape.sizes["decoder_blocks"] * of_token * (prompt + target)
-        moments = [
-            _Answer(0, max(in_mlp, in_attention) + b * shape.heads * prompt**2),
-            _Answer(
-                cache, tokens * b * h + of_token * max(prompt, target)
-            ),  # the encoder's output, and a copy of one block's
-        ]
-    return max(moments, key=lambda moment: moment.cache + moment.reading)
+        in_attention = tokens * b * (3 * a + 3 * h) + 2 * b * rows * heads * prompt**2
+        at_first = 0, max(in_mlp, in_attention) + b * heads * prompt**2
+        cache = shape["decoder_blocks"] * of_token * (prompt + target)
+        at_last = cache, tokens * b * h + of_token * max(prompt, target)  # the encoder's output, and the copy
+    return max(at_first, at_last, key=sum)

@@ -144,7 +144,7 @@ def _memory_summary(memory: Mapping[str, tuple[Memory, int]], run: RunSettings) 
     if not memory:
         return ""
     needed = max((needed for needed, _ in memory.values()), key=lambda needed: needed.peak)
-    process = "" if run.resources.gpus else f", plus {_gib(needed.besides)} for the process"
+    process = "" if run.resources.gpus else f", plus {_gib(needed.overhead)} for the process"
     return f"; about {_gib(needed.learning)} GiB to train, {_gib(needed.answering)} to evaluate{process}"
 
 

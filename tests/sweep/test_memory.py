@@ -405,9 +405,9 @@ def test_the_overhead_of_a_process_on_a_cpu(method, rows, prompt, resident):
     """GiB of a process that took a step of SmolLM2, most of it in a C heap; a small step takes the libraries' alone."""
     trial = trial_of("smollm2-135m", "float32", method, prompt, 50, trial__training__batch_size=rows)
     found = predict(trial, RunSettings())
-    assert found.besides == 1.5 * GIB if not resident else found.besides > 3 * GIB
+    assert found.overhead == 1.5 * GIB if not resident else found.overhead > 3 * GIB
     if resident:
-        assert (found.learning + found.besides) / GIB == pytest.approx(resident, rel=0.03)
+        assert (found.learning + found.overhead) / GIB == pytest.approx(resident, rel=0.03)
 
 
 def test_what_measures_nothing_counts_nothing():
