@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import dropout, pad
 
 from latent_sweep.errors import ConfigError
 
@@ -21,8 +22,7 @@ from latent_sweep.errors import ConfigError
 class Delta(Protocol):
     """A change to one projection's output.
 
-    A delta that is the same for every row of any batch may set `uniform = True`: a prefix that all rows of a batch
-    share is then computed once.
+    One that is the same for every row of any batch may set `uniform = True`: a shared prefix is then computed once.
     """
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
@@ -32,6 +32,33 @@ class Delta(Protocol):
     def select(self, rows: Tensor) -> Delta:
         """Return the delta for these rows of the batch (indices, (kept,))."""
         ...
+
+
+class LazyDeltas(Sequence[Any]):
+    """One delta per projection, made together at the first access to one."""
+
+    @cached_property
+    def _deltas(self) -> Sequence[Delta]:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._deltas[index]
+
+
+class Sum:
+    """The sum of several deltas of one projection, with one dropout mask; some stop the gradient to their input."""
+
+    def __init__(self, parts: Sequence[Delta], rate: float, detach: Sequence[bool]):
+        self.parts, self.rate, self.detach = parts, rate, detach
+
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
+        h = dropout(h, self.rate) if self.rate else h
+        for part, cut in zip(self.parts, self.detach, strict=True):
+            output = part(h.detach() if cut else h, output)
+        return output
+
+    def select(self, rows: Tensor) -> Sum:
+        return Sum([part.select(rows) for part in self.parts], self.rate, self.detach)
 
 
 def cast(deltas: Sequence[Delta], dtype: torch.dtype) -> Sequence[Delta]:
@@ -87,13 +114,9 @@ def by_rows(name: str, h: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 class AdapterBank:
-    """Adds the active deltas to the outputs of the target projections.
+    """Adds the active deltas to the outputs of the target projections, and soft prompts to the input embedding.
 
-    Deltas and soft prompts enter through forward hooks, so the backbone's modules, names and weights are unchanged.
-
-    Args:
-        targets: the adapted projections by name.
-        embedding: the input embedding, for soft prompts.
+    Both enter through forward hooks, so the backbone's modules, names and weights are unchanged.
     """
 
     def __init__(self, targets: Mapping[str, nn.Linear], embedding: nn.Module | None = None):
@@ -165,11 +188,8 @@ class AdapterBank:
     def watching(self, closely: bool = True) -> Iterator[list[Tensor]]:
         """Record which rows gradients reach: the backward pass of the block's forward pass adds to the list.
 
-        An entry says for each row of the batch, (rows,), whether the gradient of the first projection's output, or of
-        the soft prompt, is nonzero. Without any gradient there is no entry.
-
-        Args:
-            closely: False records nothing; recording makes the host wait for the device.
+        An entry says for each row, (rows,), whether the gradient of the first projection's output, or of the soft
+        prompt, is nonzero. `closely=False` records nothing; recording makes the host wait for the device.
         """
         arrived: list[Tensor] = []
         self._watching = arrived if closely else None

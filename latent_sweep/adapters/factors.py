@@ -120,15 +120,11 @@ def _svd_by_gram(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     V = eigenvectors.flip(1)
     S = eigenvalues[-rank:].flip(0).clamp_min(0).sqrt()
     if S[-1] <= RESOLVED * S[0]:
-        return _svd_in_full(W, rank)
+        U, S, Vh = torch.linalg.svd(W, full_matrices=False)
+        return U[:, :rank], S[:rank], Vh[:rank].T
     # multiply all columns, so that a smaller rank is a bitwise prefix of a larger one
     U, V = (A @ V)[:, :rank] / S, V[:, :rank]
     return (V, S, U) if wide else (U, S, V)
-
-
-def _svd_in_full(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    U, S, Vh = torch.linalg.svd(W, full_matrices=False)
-    return U[:, :rank], S[:rank], Vh[:rank].T
 
 
 def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,14 +175,9 @@ def load_factors(
 ) -> dict[str, Factors]:
     """Return the factors of every projection at `rank`, from the cache in `folder`, computing them if necessary.
 
-    Args:
-        projections: each weight is read once and released before the next.
-        weights_digest: identity of the weights; part of the file's name.
-        compute_rank: rank to compute if no cached file covers `rank`, usually the largest of the sweep.
-
-    Raises:
-        ConfigError: the rank exceeds the smallest side of a projection.
-        StorageError: the factors cannot be written.
+    Each weight is read once and released before the next. `compute_rank`, usually the largest of the sweep, is computed
+    if no cached file covers `rank`. ConfigError if the rank exceeds the smallest side of a projection, StorageError if
+    the factors cannot be written.
     """
     largest = min(min(p.out_features, p.in_features) for p in projections.values())
     if rank > largest:

@@ -56,27 +56,20 @@ def layers(p0_Bd: Tensor, G1: Tensor, G2: Tensor, form: Form) -> tuple[Tensor, T
     return p0_Bd, p1, silu(p1 @ G2.T)
 
 
-def pooled(table: Tensor, prompts: Sequence[Sequence[int]], padded: bool = False) -> Tensor:
-    """Return p0 of each prompt, (B, d) float32: the mean of its tokens' embeddings.
-
-    Args:
-        table: the frozen embedding table, (vocabulary, d).
-        padded: divide by the length of the longest of PADDED_TOGETHER prompts instead of each prompt's own, as code
-            that pools padded batches does; p0 then depends on the other prompts.
-    """
-    return Pooled(table, padded)(prompts)
-
-
 class Pooled:
-    """`pooled` with a cache: otherwise every step would copy rows and lengths to the GPU, and the host would wait."""
+    """Pools prompts to p0, (B, d) float32: the mean of their tokens' embeddings.
 
-    def __init__(self, table: Tensor, padded: bool):
+    With `padded`, sums are divided by the length of the longest prompt of a batch, as in code that pools padded
+    batches. Sums and lengths are cached: otherwise every step would copy rows to the GPU, and the host would wait.
+    """
+
+    def __init__(self, table: Tensor, padded: bool = False):
         self._table, self._padded = table, padded
         self._sums: dict[tuple[int, ...], Tensor] = {}
         self._lengths: dict[int, Tensor] = {}
 
     def __call__(self, prompts: Sequence[Sequence[int]], together: int = PADDED_TOGETHER) -> Tensor:
-        """Return p0 of each prompt, (B, d) float32; `together` prompts form one padded batch."""
+        """Return p0 of each prompt; each batch has `together` of them."""
         lengths = [len(prompt) for prompt in prompts]
         if self._padded:
             batches = [lengths[i : i + together] for i in range(0, len(lengths), together)]
@@ -100,32 +93,21 @@ def new_key(
 ) -> Tensor:
     """Return a key (d,) outside its memory, with the mean length of a random key with entries from U(-1, 1).
 
-    `svd`: the leading direction of the key's input p2 outside the memory, in each chunk of dimensions;
+    `svd`: the leading direction of the key's input p2 outside the memory M (k, columns) of each chunk of dimensions;
     `random_project`: such a random key, projected out of the memory; `random_direction`: a uniform direction outside.
-
-    Args:
-        memory: M (k, columns) for each chunk of the key's d dimensions. At least one must leave a direction.
     """
     lengths = [len(M) for M in memory]
     if design == "svd":
-        parts = [_leading(p2, M, energy) for p2, M in zip(p2_Bd.split(lengths, -1), memory, strict=True)]
+        inputs = zip(p2_Bd.split(lengths, -1), memory, strict=True)
+        leading = [leading_directions(second_moment(p2), M, energy)[0][:, :1] for p2, M in inputs]
+        parts = [direction.sum(1) for direction in leading]  # zero if none is left
     else:
         d = sum(lengths)
         uniform = design == "random_project"
         key = torch.rand(d, generator=generator) * 2 - 1 if uniform else torch.randn(d, generator=generator)
-        parts = [_outside(part, M) for part, M in zip(key.split(lengths), memory, strict=True)]
+        parts = [Q @ (Q.T @ part.to(Q)) for part, Q in zip(key.split(lengths), map(complement, memory), strict=True)]
     key = torch.cat(parts)
     return (key * ((len(key) / 3) ** 0.5 / key.norm())).float()
-
-
-def _leading(p2: Tensor, M: Tensor, energy: Energy) -> Tensor:
-    directions, _ = leading_directions(second_moment(p2), M, energy)
-    return directions[:, :1].sum(1)
-
-
-def _outside(key: Tensor, M: Tensor) -> Tensor:
-    Q = complement(M)
-    return Q @ (Q.T @ key.to(Q))
 
 
 def new_maps(d: int, w: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

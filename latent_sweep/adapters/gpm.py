@@ -49,12 +49,9 @@ def leading_directions(C: Tensor, M: Tensor, energy: Energy = "sigma4") -> tuple
     """Return the directions outside M by decreasing energy, and their shares of the total energy (inside M or not).
 
     `sigma4`: left singular vectors of (I - M M^T) C, weighted by its squared singular values, as in the released code
-    (the inputs' singular values to the fourth power). `sigma2`: singular vectors of the inputs' part outside M,
-    weighted by its squared singular values, as in the GPM paper.
-
-    Returns:
-        (k, k - columns) directions, orthonormal and orthogonal to M, whose entry of largest magnitude is positive, so
-        that rounding cannot flip signs; and (k - columns,) shares; float64.
+    (the inputs' singular values to the fourth power). `sigma2`: singular vectors of the inputs' part outside M, as in
+    the GPM paper. The (k, k - columns) directions are orthonormal and orthogonal to M; each has a positive entry of
+    largest magnitude, so that rounding cannot flip signs.
     """
     C, Q = C.double(), complement(M.to(C.device))
     CQ = C @ Q
@@ -107,9 +104,6 @@ def input_blocks(
     Query and value of a self-attention share an input (`input_of`). In T5's cross-attention the query reads the
     decoder's state, and the values of all blocks read the encoder's output; with `cross_reads_encoder=False`, value is
     treated as if it read the query's input. ValueError if a width is not divisible by `chunks`.
-
-    Args:
-        width: dimensions of all inputs, or of each projection's.
     """
     widths = [width] * len(names) if isinstance(width, int) else list(width)
     for odd in [width for width in widths if width % chunks][:1]:
@@ -139,22 +133,23 @@ def adding_second_moments(
 ) -> Iterator[None]:
     """Add `sum_tokens h h^T` of every input block to `sums`, by name, during forward passes in this context.
 
-    Sums are float64 on every device, because small differences in energy decide a memory's number of columns.
-
-    Args:
-        source, decoder: counts (sequences, tokens) of the tokens that each token represents, on the prompt's side and
-            in T5's decoder; None counts every token once, padding included.
-
-    Raises:
-        ConfigError: it is unknown which tokens of a projection's input are padding, or projections of one block read
-            different tensors.
+    Sums are float64 on every device, because small differences in energy decide a memory's number of columns. `source`
+    and `decoder` count (sequences, tokens) the tokens that each token represents, on the prompt's side and in T5's
+    decoder; None counts every token once, padding included. ConfigError if it is unknown which tokens are padding, or
+    if projections of one block read different tensors.
     """
     named = list(projections.items())
 
     def reader(block: InputBlock, name: str, counts: Tensor | None) -> Any:
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if counts is not None:
-                _check_tokens(by_rows(name, inputs[0], *counts.shape), name, counts)
+                read = by_rows(name, inputs[0], *counts.shape)
+                if read.shape[:2] != counts.shape:
+                    raise ConfigError(
+                        f"method.gpm.mask_padding: {name} reads {read.shape[1]} tokens per row, expected the "
+                        f"{counts.shape[1]} of the batch; the model adds padding or tokens that cannot be identified. "
+                        f"Set mask_padding: false, which counts all tokens, or leave {name} out of backbone.targets"
+                    )
             h = inputs[0][..., block.dimensions].detach().flatten(0, -2).double()
             counted = h if counts is None else h * counts.flatten().to(h.dtype).unsqueeze(1)
             sums[block.name] = sums[block.name].addmm_(counted.T, h) if block.name in sums else counted.T @ h
@@ -172,15 +167,6 @@ def adding_second_moments(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _check_tokens(h: Tensor, name: str, counts: Tensor) -> None:
-    if h.shape[:2] != counts.shape:
-        raise ConfigError(
-            f"method.gpm.mask_padding: {name} reads {h.shape[1]} tokens per row, expected the {counts.shape[1]} of the "
-            "batch; the model adds padding or tokens that cannot be identified. Set mask_padding: false, which counts "
-            f"all tokens, or leave {name} out of backbone.targets"
-        )
 
 
 def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Module]]) -> list[RemovableHandle]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
 
-from latent_sweep.adapters.bank import Delta
+from latent_sweep.adapters.bank import Delta, LazyDeltas, Sum
 from latent_sweep.adapters.factors import Factors
 from latent_sweep.adapters.low_rank import LowRank, common_scale, widened
 
@@ -38,28 +37,12 @@ class LatentDelta:
         return LatentDelta(self.right, self.left, self.R[rows])
 
 
-class _DroppedOut:
-    """A delta with dropout on its inputs."""
-
-    def __init__(self, delta: Delta, rate: float):
-        self.delta, self.rate = delta, rate
-
-    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        return self.delta(dropout(h, self.rate), output)
-
-    def select(self, rows: Tensor) -> _DroppedOut:
-        return _DroppedOut(self.delta.select(rows), self.rate)
-
-
 class LatentSpace:
     """The frozen part that all latent adapters of a backbone share: factors that include Sigma.
 
-    Args:
-        factors: truncated SVD per projection, all of one rank.
-        scale: s, the factor of every delta (A1).
-        sigma_side: side of Sigma (A2): `out` as in the paper's equation, `in` as in LoRA-XS's code, or none.
-        kind: the algorithm's name, plus the rank if the algorithm gives every rank its own space. Spaces of one kind
-            are prefixes of each other.
+    `scale` is s, the factor of every delta (A1); `sigma_side` is `out` as in the paper's equation, `in` as in LoRA-XS's
+    code, or none (A2); `kind` names the algorithm, and the rank if every rank has its own space. Spaces of one kind are
+    prefixes of each other.
     """
 
     def __init__(
@@ -91,8 +74,7 @@ class LatentSpace:
     def lefts_times(self, R: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Compute `left R` for each projection in float32, batched by width, and round it to the type.
 
-        Args:
-            R: (M, r, r), which gives (m, r) each; or for P runs (M, P, r, r), which gives (P, m, r).
+        R (M, r, r) gives (m, r) each, and that of P runs, (M, P, r, r), gives (P, m, r).
         """
         return _in_order(self._stacks, [stack.times(R).to(dtype) for stack in self._stacks])
 
@@ -127,12 +109,11 @@ def _in_order(stacks: Sequence[_Stack], stacked: Sequence[Tensor]) -> list[Tenso
     return [tensors[index] for index in sorted(tensors)]
 
 
-class LatentDeltas(Sequence[Delta]):
+class LatentDeltas(LazyDeltas):
     """The deltas of all projections.
 
-    Args:
-        R: (M, r, r) for all rows, (M, B, r, r) for each row, or (M, P, r, r) for the runs of a pack.
-        counts: number of rows of the batch for each run.
+    R is (M, r, r) for all rows, (M, B, r, r) for each row, or (M, P, r, r) for the runs of a pack with `counts` rows
+    each.
     """
 
     def __init__(
@@ -153,13 +134,6 @@ class LatentDeltas(Sequence[Delta]):
     def __len__(self) -> int:
         return len(self.R)
 
-    @overload
-    def __getitem__(self, index: int) -> Delta: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Delta]: ...
-    def __getitem__(self, index: int | slice) -> Delta | Sequence[Delta]:
-        return self._deltas[index]
-
     @cached_property
     def _deltas(self) -> Sequence[Delta]:
         space, R = self.space, self.scaled_R
@@ -170,7 +144,7 @@ class LatentDeltas(Sequence[Delta]):
         else:
             lefts = space.lefts_times(R, self._dtype)
             deltas = [LowRank(right, left, self.counts) for right, left in zip(space.rights, lefts, strict=True)]
-        return [_DroppedOut(delta, self.dropout) for delta in deltas] if self.dropout else deltas
+        return [Sum([delta], self.dropout, [False]) for delta in deltas] if self.dropout else deltas
 
     @staticmethod
     def joined(runs: Sequence[LatentDeltas], counts: Sequence[int]) -> LatentDeltas | None:
@@ -201,12 +175,7 @@ class OrthoPenalty:
     interference kernel is `S R_i^T R_t S`, and `G = sum_i R_i S^2 R_i^T`. The spectral norm has no trace form and keeps
     all R~_i.
 
-    Args:
-        earlier: adapters of at least one earlier task, each (M, r, r).
-        reduce: over projections (A4).
-        norm: squared Frobenius norm as in both equations, or squared spectral norm as in the bound (A6).
-        normalise: `spectral` divides each projection's singular values by the largest (A4b).
-        scale: factor of every R~: s if it is part of R~ (A3), else 1.
+    See `OrthoSettings` for the options; `scale` is s if it is part of R~ (A3), else 1.
     """
 
     def __init__(

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
 
-from latent_sweep.adapters.bank import Adaptation, Delta, cast, side_by_side
+from latent_sweep.adapters.bank import Adaptation, Delta, LazyDeltas, Sum, cast, side_by_side
 from latent_sweep.adapters.low_rank import LowRank, common_scale, widened
 
 LoraPair = tuple[Tensor, Tensor]
@@ -57,15 +56,11 @@ class LoraDelta:
         return LoraDelta(self.A, self.B, self.w[rows])
 
 
-class LoraDeltas(Sequence[Delta]):
+class LoraDeltas(LazyDeltas):
     """The deltas of all projections for one pair (or several, concatenated along the rank).
 
-    Args:
-        A, B: the pair, (M, r, n) and (O, r); in a pack (M, P, r, n) and (O, P, r).
-        outputs: m of every projection.
-        scale: s = alpha / r.
-        w: weights of the ranks in each row, (B, r).
-        counts: number of rows of the batch for each run of a pack.
+    In a pack A is (M, P, r, n) and B (O, P, r), with `counts` rows for each run; w weights the ranks in each row, (B,
+    r).
     """
 
     def __init__(
@@ -93,13 +88,6 @@ class LoraDeltas(Sequence[Delta]):
 
     def __len__(self) -> int:
         return len(self.outputs)
-
-    @overload
-    def __getitem__(self, index: int) -> Delta: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Delta]: ...
-    def __getitem__(self, index: int | slice) -> Delta | Sequence[Delta]:
-        return self._deltas[index]
 
     @cached_property
     def _deltas(self) -> Sequence[Delta]:
@@ -166,13 +154,10 @@ def merged(
     return LoraDeltas(A, B, outputs, scale, w=torch.repeat_interleave(weights, ranks, dim=1))
 
 
-class DeltaSum(Sequence["_Sum"]):
-    """The sum of several deltas per projection.
+class DeltaSum(LazyDeltas):
+    """The sum of several deltas per projection; empty terms are dropped, but one must remain.
 
-    Args:
-        terms: sequences of one delta per projection; empty ones are dropped, but at least one must remain.
-        rate: dropout rate on the input, with one mask for all terms.
-        detach: for each term, whether to stop its gradient to the input.
+    Dropout of the input has one mask for all terms. `detach` says of each term whether its gradient to the input stops.
     """
 
     def __init__(self, terms: Sequence[Sequence[Delta]], rate: float = 0.0, detach: Sequence[bool] | None = None):
@@ -188,18 +173,11 @@ class DeltaSum(Sequence["_Sum"]):
         return DeltaSum([cast(term, dtype) for term in self.terms], self.rate, self.detach)
 
     @cached_property
-    def _deltas(self) -> Sequence[_Sum]:
-        return [_Sum(parts, self.rate, self.detach) for parts in zip(*self.terms, strict=True)]
+    def _deltas(self) -> Sequence[Delta]:
+        return [Sum(parts, self.rate, self.detach) for parts in zip(*self.terms, strict=True)]
 
     def __len__(self) -> int:
         return len(self.terms[0])
-
-    @overload
-    def __getitem__(self, index: int) -> _Sum: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[_Sum]: ...
-    def __getitem__(self, index: int | slice) -> _Sum | Sequence[_Sum]:
-        return self._deltas[index]
 
     @staticmethod
     def joined(runs: Sequence[DeltaSum], counts: Sequence[int]) -> DeltaSum | None:
@@ -210,19 +188,3 @@ class DeltaSum(Sequence["_Sum"]):
         terms = zip(*(run.terms for run in runs), strict=True)
         joined = [side_by_side([Adaptation(term) for term in of_runs], counts).deltas for of_runs in terms]
         return DeltaSum(joined, detach=detach)
-
-
-class _Sum:
-    """The sum of several deltas of one projection."""
-
-    def __init__(self, parts: Sequence[Delta], rate: float, detach: Sequence[bool]):
-        self.parts, self.rate, self.detach = parts, rate, detach
-
-    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
-        h = dropout(h, self.rate) if self.rate else h
-        for part, cut in zip(self.parts, self.detach, strict=True):
-            output = part(h.detach() if cut else h, output)
-        return output
-
-    def select(self, rows: Tensor) -> _Sum:
-        return _Sum([part.select(rows) for part in self.parts], self.rate, self.detach)

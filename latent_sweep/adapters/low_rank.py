@@ -15,12 +15,9 @@ from torch.nn.functional import pad
 
 
 class LowRank:
-    """A low-rank delta of one projection.
+    """A low-rank delta of one projection: frozen right (n, r) and left (m, r), or (P, n, r) and (P, m, r) in a pack.
 
-    Args:
-        right: frozen, (n, r) for all rows, or (P, n, r) if `left` also has one per run. Surplus rows are ignored.
-        left: (m, r) for all rows, or (P, m, r).
-        counts: number of rows of the batch for each run of a pack.
+    `counts` are the rows of each run. Surplus rows of `right` are ignored.
     """
 
     uniform = True

@@ -97,17 +97,10 @@ def gate_chunks(d: int, w: int, chunks: int) -> list[Chunk]:
     return split
 
 
-def _key_design(settings: GateSettings, position: int) -> KeyDesign:
-    if settings.key_design == "svd_then_random":
-        return "random_direction" if position else "svd"
-    return settings.key_design
-
-
 def gate_identity(settings: Mapping[str, Any], position: int) -> dict[str, Any]:
     """Return the gate's settings that learning the task at this position reads.
 
-    Rows are rescaled and keys drawn only from the second task on. `padded` is a version, raised when memories began to
-    pool the batches that inputs are read in.
+    `padded` is a version, raised when memories began to pool the batches that inputs are read in.
     """
     identity = without(settings, *(() if position else ("rescale_rows",)))
     if position == 0 and identity["key_design"] == "svd_then_random":
@@ -125,14 +118,8 @@ def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torc
 class NewGate:
     """The gate of the task that is being learned: the previous gate's maps, or random ones, and a new key.
 
-    Args:
-        table: the frozen embedding table, (vocabulary, d).
-        history: snapshots of the earlier tasks, with the columns that each added to the memories.
-
-    Raises:
-        DataError: the task has no training examples.
-        LatentSweepError: the key's memory leaves no direction.
-        ConfigError: the embeddings cannot be split into `chunks` equal chunks.
+    `history` has the columns that each task added to the memories. DataError if the task has no training examples,
+    LatentSweepError if the key's memory leaves no direction, ConfigError if `chunks` does not divide the embeddings.
     """
 
     def __init__(self, settings: GateSettings, gpm: GpmSettings, table: Tensor, task: TaskData, history: Snapshots):
@@ -156,7 +143,12 @@ class NewGate:
         else:
             G1, G2 = (G.to(device) for G in new_maps(d, w, task.generator("gate")))
         *_, p2 = layers(self._pooled_for_memory(), G1, G2, settings.form)
-        key = new_key(p2, key_memory, _key_design(settings, task.position), gpm.energy, task.generator("key"))
+        design: KeyDesign = "random_direction"
+        if settings.key_design != "svd_then_random":
+            design = settings.key_design
+        elif not task.position:
+            design = "svd"
+        key = new_key(p2, key_memory, design, gpm.energy, task.generator("key"))
         G1, G2, key = (part.clone().requires_grad_(True) for part in (G1, G2, key))
         self.gate = Gate(G1, G2, key, settings.form)
         self.begin_step()

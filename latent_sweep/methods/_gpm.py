@@ -112,10 +112,8 @@ def added_columns(
 def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> None:
     """Read the inputs of two examples of the first task, as training does after each task.
 
-    Raises:
-        ConfigError: the inputs cannot be split into `chunks`, projections that should read one input read two, or the
-            model pads rows by itself.
-        DataError: the task has no training examples.
+    ConfigError if they cannot be split into `chunks`, if projections that should read one input read two, or if the
+    model pads rows by itself.
     """
     import torch
 
@@ -153,12 +151,7 @@ def check_case(task: TaskData) -> None:
 
 
 class InputMemory:
-    """The input directions that earlier tasks use at every adapted projection; designs a new A that avoids them.
-
-    Raises:
-        ConfigError: the inputs cannot be split into `chunks`.
-        DataError: the task has no training examples.
-    """
+    """The input directions that earlier tasks use at every adapted projection; designs a new A that avoids them."""
 
     def __init__(self, gpm: GpmSettings, design: Design, context: MethodContext, task: TaskData, history: Snapshots):
         check_case(task)
@@ -170,13 +163,8 @@ class InputMemory:
     def down_projection(self, A: Tensor, adaptation: Adapt) -> Tensor:
         """Return A_t (M, r, n), outside the memory of every projection's input; zero if no direction is left.
 
-        Args:
-            A: a random A, which `random_project` keeps for the first task.
-            adaptation: adaptation of the model whose inputs are read; B must still be zero in it.
-
-        Raises:
-            LatentSweepError: no projection's input has a direction left.
-            NonFiniteLoss: an input is NaN or infinite.
+        A is random, and kept by `random_project` for the first task. B must be zero in `adaptation`. LatentSweepError
+        if no input has a direction left, NonFiniteLoss if one is not finite.
         """
         from latent_sweep.adapters.gpm import designed, projected
 

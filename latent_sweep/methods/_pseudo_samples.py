@@ -170,11 +170,7 @@ class Samples:
 def draw(
     context: MethodContext, prompt: Tensor, format: RowFormat, settings: Any, generator: torch.Generator
 ) -> Samples:
-    """Have a prompt (vectors, d) write examples of an earlier task until enough are well-formed or tries run out.
-
-    Args:
-        settings: `Lfpt5Settings`.
-    """
+    """Have a prompt (vectors, d) write examples of an earlier task until enough are well-formed or tries run out."""
     s, writer = settings, Adaptation(prompt=prompt)
     sampler = Sampler(s.top_k, s.repetition_penalty, generator)
     question = [*format.name, *virtual_tokens(len(prompt))]

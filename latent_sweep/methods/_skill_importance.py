@@ -41,13 +41,10 @@ class SkillSettings(LoraSettings):
 
 
 class SkillLearner(LoraLearner):
-    """Trains one pair, measures the importance of its weights, and fuses it with the previous pair.
+    """Trains one pair, measures the importance of its weights, and fuses it with that of the snapshot `previous`.
 
-    Its snapshot also holds the accumulated `scores` (F, M, K), scaled to [0, 1].
-
-    Args:
-        previous: the newest snapshot; None at the first task, whose pair is not fused.
-        inputs: input width of every projection; None if all are as wide as A.
+    Its snapshot also holds the accumulated `scores` (F, M, K), scaled to [0, 1]. `inputs` are the projections' input
+    widths; None if all are as wide as A.
     """
 
     settings: SkillSettings
@@ -64,11 +61,10 @@ class SkillLearner(LoraLearner):
         self._previous = previous
         widest = self.A.shape[-1]
         self._wider = [widest / n for n in inputs or [widest] * len(self.A)]
-        self._smoothed = {name: parameter.detach().new_zeros(parameter.shape) for name, parameter in self._weights()}
+        self._smoothed = {
+            name: parameter.detach().new_zeros(parameter.shape) for name, parameter in self.parameters().items()
+        }
         self._spread = {name: average.clone() for name, average in self._smoothed.items()}
-
-    def _weights(self) -> list[tuple[str, Tensor]]:
-        return list(self.parameters().items())
 
     # --- defined by a method ---
 
@@ -95,7 +91,7 @@ class SkillLearner(LoraLearner):
         if step == 0:
             return
         s = self.settings
-        for name, parameter in self._weights():
+        for name, parameter in self.parameters().items():
             assert parameter.grad is not None
             sensitivity = self.sensitivity(parameter.detach() * parameter.grad)
             smoothed = self._smoothed[name].lerp_(sensitivity, 1 - s.sensitivity_decay)

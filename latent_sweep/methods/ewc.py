@@ -55,10 +55,8 @@ class EwcSettings(LoraSettings):
 
 
 class Ewc(LoraMethod):
-    """One pair trained on all tasks in turn, held where earlier tasks need it.
-
-    A snapshot holds the F of its own task, `fisher_A` and `fisher_B`; sums are formed when the next task begins.
-    """
+    """One pair trained on all tasks in turn, held where earlier tasks need it. A snapshot holds the F of its own
+    task."""
 
     settings_class = EwcSettings
     gradient_rows = FISHER_BATCH

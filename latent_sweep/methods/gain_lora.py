@@ -144,11 +144,11 @@ class GainLora(TaskAdapterMethod):
     def gates(self, history: Snapshots, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
         import torch
 
-        from latent_sweep.adapters.gate import pooled
+        from latent_sweep.adapters.gate import Pooled
 
         table, settings = self.context.backbone.embedding_table, self.settings.gate
         with torch.no_grad():
-            p0 = pooled(table, prompts, settings.pooling == "padded")
+            p0 = Pooled(table, settings.pooling == "padded")(prompts)
             weights = [gate_of(snapshot, settings, table.device)(p0) for snapshot in history]
             return torch.stack(weights, 1).double().cpu().numpy()
 
@@ -167,13 +167,7 @@ class GainLora(TaskAdapterMethod):
 
 
 class GainLoraLearner(LoraLearner):
-    """Trains one pair, or its B alone, and its gate.
-
-    Args:
-        earlier: active earlier pairs with their gates.
-        memory: of the projections' inputs, in the variant `inf_lora`.
-        penalty: O-LoRA's, in the variant `o_lora`.
-    """
+    """Trains one pair and its gate; without A in the variant `inf_lora`, which has a memory of inputs."""
 
     def __init__(
         self,

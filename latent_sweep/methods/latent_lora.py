@@ -192,13 +192,8 @@ class LatentLora(Method):
 
 
 class LatentLearner(Learner):
-    """A learner of one R_t, (projections, r, r).
-
-    Args:
-        penalty: interference with the earlier adapters, equation (10) without lambda.
-        active: sum of the earlier adapters that are active together with R_t.
-        dropout: rate on the adapter's input.
-    """
+    """A learner of one R_t, (projections, r, r); `active` is the sum of the earlier adapters active together with
+    it."""
 
     def __init__(
         self,

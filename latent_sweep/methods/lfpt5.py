@@ -179,13 +179,7 @@ def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: 
 
 
 class Lfpt5Learner(Learner):
-    """Trains the prompt to answer, to write examples, and to stay close to its previous answers on replayed ones.
-
-    Args:
-        prompt: initial prompt, which is also KL's teacher.
-        format: format of this task's examples.
-        samples: pseudo-samples of each earlier task, oldest first.
-    """
+    """Trains the prompt to answer, to write examples, and to stay close to its previous answers on replayed ones."""
 
     def __init__(self, method: Lfpt5, prompt: Tensor, format: RowFormat, samples: Sequence[Samples]):
         self.prompt = prompt.detach().clone().requires_grad_(True)

@@ -234,10 +234,9 @@ class TaskAdapterMethod(LoraMethod):
 
 
 class LoraLearner(Learner):
-    """Trains one pair, or its B alone.
+    """Trains one pair (a copy), or its B alone.
 
     Args:
-        pair: initial pair, which is copied.
         outputs: m of every projection.
         earlier: deltas of earlier pairs that are active in training.
         train_A: whether A is trained; it is part of the snapshot either way.

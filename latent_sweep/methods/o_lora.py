@@ -122,12 +122,7 @@ def _at(position: int, coefficient: Coefficient) -> float:
 
 
 class OLoraPenalty:
-    """One task's additional loss terms; those of weight 0 are left out.
-
-    Args:
-        earlier: down-projections of the earlier tasks, each (M, r, n); not needed if lambda_1 is 0.
-        outputs: m of every projection.
-    """
+    """One task's additional loss terms, given the earlier tasks' A, each (M, r, n); those of weight 0 are left out."""
 
     def __init__(
         self,

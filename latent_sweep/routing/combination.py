@@ -111,15 +111,11 @@ def weigh(mode: Combination, tasks: FittedTasks, rows: Rows, task: int | None = 
 
 
 class Combiner:
-    """The weights of one trial's snapshots, row by row.
+    """The weights of one trial's snapshots, row by row, with `router.combine` resolved.
 
-    Args:
-        settings: the trial's `router:` group, with `combine` resolved.
-        n_tasks: tasks of the whole trial.
-        seed: of K-means.
-        storage: folder below which pooled embeddings and router records are cached.
-        sums: pooled scatters by first task and `cov.refresh`, which grow by one addition per task.
-        gmms: tasks' mixtures by name, so that each is read once. Combiners of one worker may share both.
+    Pooled embeddings and router records are cached in `storage`. `sums` (pooled scatters by first task and
+    `cov.refresh`, which grow by one addition per task) and `gmms` (mixtures by name) may be shared by combiners of one
+    worker.
     """
 
     def __init__(
@@ -274,31 +270,26 @@ class Combiner:
 
 
 class RoutingMetrics:
-    """How well a stage's router finds the task of test rows, and detects rows of future tasks by their distance.
-
-    Args:
-        names: of all tasks of the trial, in order.
-    """
+    """How well a stage's router finds the task of test rows, and detects rows of future tasks by their distance."""
 
     def __init__(self, combiner: Combiner, tasks_seen: int, names: Sequence[str]):
         self._combiner, self._tasks_seen, self._names = combiner, tasks_seen, names
         self._metrics = PosteriorMetrics(combiner.settings.prune_below)
         self._accuracy: dict[str, float] = {}
         self._are_posteriors = True
-        """Whether all gates so far are probabilities of the tasks seen."""
         self._distances: list[Array] = []
 
     def add(self, task: int, weights: Array) -> None:
         """Measure the test rows of a task by their weights, (rows, tasks_seen); tasks must come in order."""
-        combiner, name = self._combiner, self._names[task]
-        if combiner.settings.combine == "ngram":  # without a posterior
+        combiner, name, mode = self._combiner, self._names[task], self._combiner.settings.combine
+        if mode == "ngram":  # without a posterior
             self._accuracy[name] = float((weights.argmax(axis=1) == task).mean())
-        elif combiner.settings.combine == "gates":
-            self._are_posteriors = self._are_posteriors and is_posterior(weights)
+        elif mode == "gates":
+            self._are_posteriors &= is_posterior(weights)
             if self._are_posteriors:
                 with np.errstate(divide="ignore"):
                     self._metrics.add(name, np.log(weights))
-        elif combiner.routes:
+        elif mode in ROUTED:
             self._metrics.add(name, combiner.log_posterior(self._tasks_seen, task))
             if self._tasks_seen < combiner.n_tasks:
                 self._distances.append(combiner.novelty(self._tasks_seen, task))
@@ -310,15 +301,13 @@ class RoutingMetrics:
         rows can be read; `gates` has those of `PosteriorMetrics` if its weights are probabilities; `ngram` has
         accuracies.
         """
-        combiner = self._combiner
-        if combiner.settings.combine == "gates":
-            return self._metrics.measures() if self._are_posteriors else {}
-        if not combiner.routes:
-            return {}
-        if combiner.settings.combine == "ngram":
+        combiner, mode = self._combiner, self._combiner.settings.combine
+        if mode == "ngram":
             return accuracies(self._accuracy)
+        if not (mode in ROUTED or (mode == "gates" and self._are_posteriors)):
+            return {}
         measures = self._metrics.measures()
-        if self._tasks_seen < combiner.n_tasks:
+        if self._distances:
             future = range(self._tasks_seen, combiner.n_tasks)
             try:
                 unseen = np.concatenate([combiner.novelty(self._tasks_seen, task) for task in future])

@@ -217,12 +217,7 @@ class TaskGmm(_Record):
 
 
 def pooled_name(tokens: str, weights: str, settings: RouterSettings) -> str:
-    """Name the pooled embeddings of some rows: a hash of everything they depend on.
-
-    Args:
-        tokens: name of the cache of their token ids.
-        weights: digest of the backbone's weights.
-    """
+    """Name pooled embeddings: a hash of their token cache's name, of the backbone's weights and of the pooling."""
     pooling = [settings.pool.identity(), versions.POOLING]
     return content_hash({"tokens": tokens, "weights": weights, "pool": pooling})
 
@@ -255,9 +250,8 @@ def normalize_embeddings(
 ) -> npt.NDArray[Any]:
     """Scale pooled embeddings (n, d) by `router.embed_norm` (A15), for fitting and for routing.
 
-    Args:
-        table_std: standard deviation of all entries of the frozen embedding table, for `std`: one scalar for all tasks,
-            so that an absolute epsilon is comparable between backbones.
+    `table_std`, of all entries of the embedding table, is one scalar for all tasks, so that an absolute epsilon is
+    comparable between backbones.
     """
     if how == "none":
         return embeddings
@@ -282,15 +276,10 @@ def scatter_of(embeddings: npt.NDArray[Any]) -> TaskScatter:
 
 
 def fit_gmm(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) -> TaskGmm:
-    """Fit the components of one task (Eq. 12); fewer than K if there are fewer than K distinct embeddings.
+    """Fit the components of one task (Eq. 12); fewer than K if there are fewer than K distinct embeddings (n, d).
 
-    Args:
-        embeddings: (n, d) pooled embeddings of the task's training inputs, n >= K.
-        seed: of the K-means initialization; a non-negative integer of any size.
-
-    Raises:
-        RouterError: fewer embeddings than components, embeddings that are not finite, or a singular covariance for
-            `gmm.whiten_first` or `gmm.em_iters`.
+    The seed may be of any size. RouterError for fewer embeddings than components, embeddings that are not finite, or a
+    singular covariance for `gmm.whiten_first` or `gmm.em_iters`.
     """
     from scipy.special import softmax
 
@@ -394,11 +383,7 @@ class PooledScatter:
         self.names.append(name)
 
     def extend(self, names: Sequence[str], scatter_at: Callable[[int], TaskScatter]) -> None:
-        """Make it the sum of these scatters: add those missing, or start again if it holds others.
-
-        Args:
-            scatter_at: returns the scatter at a position of `names`; called only for those missing.
-        """
+        """Make it the sum of these scatters: add those missing, or start again if it holds others."""
         if self.names != list(names[: len(self.names)]):
             self.names, self.count = [], 0
         for position in range(len(self.names), len(names)):
@@ -409,14 +394,10 @@ def pooled_covariance(pooled: PooledScatter, gmms: Sequence[TaskGmm], settings: 
     """Return the shared covariance C = S + ridge * I, with S = sum_t S_t / sum_t n_t (Eq. 13), (d, d) float64.
 
     `cov.ddof: tasks` subtracts the number of tasks from the denominator. The ridge is `epsilon`, or epsilon * tr(S)/d
-    with `epsilon_mode: relative`. C is in its upper triangle, in Fortran order; the lower triangle is undefined.
-
-    Args:
-        gmms: mixtures of the same tasks, only read with `cov.center: component`: the scatter within components is the
-            total minus the one between them.
-
-    Raises:
-        RouterError: no tasks, a denominator that is not positive, or a zero scatter with a relative ridge.
+    with `epsilon_mode: relative`. The mixtures are read with `cov.center: component` only: the scatter within
+    components is the total minus the one between them. C is in its upper triangle, in Fortran order; the lower triangle
+    is undefined. RouterError without tasks, for a denominator that is not positive, or for a relative ridge of a zero
+    scatter.
     """
     from scipy.linalg.blas import dsyrk
     from scipy.linalg.lapack import dtpttr
@@ -482,14 +463,10 @@ class GaussianRouter:
         self.settings = settings
 
     def fit(self, gmms: Sequence[TaskGmm], covariance: Array) -> GaussianRouter:
-        """Fit the posterior over these tasks; return self.
+        """Fit the posterior over these tasks, in the order of its columns; return self.
 
-        Args:
-            gmms: one per task, in the order of the posterior's columns.
-            covariance: (d, d) as `pooled_covariance` returns it; it is overwritten.
-
-        Raises:
-            RouterError: no mixtures, widths that differ, or a covariance that is not positive definite.
+        The covariance, as `pooled_covariance` returns it, is overwritten. RouterError without mixtures, for widths that
+        differ, or for a covariance that is not positive definite.
         """
         if not gmms:
             raise RouterError("the router was given no task mixtures, expected at least one")
@@ -514,9 +491,7 @@ class GaussianRouter:
     def log_posterior(self, embeddings: npt.NDArray[Any]) -> Array:
         """Return log p(t | x) (Eq. 14) of embeddings (n, d) as (n, T), with the settings' temperature and prior.
 
-        Raises:
-            RouterNotFitted: `fit` was not called.
-            RouterError: the embeddings are not finite, or their width differs from the records'.
+        RouterNotFitted before `fit`; RouterError for embeddings that are not finite or of another width.
         """
         from scipy.special import log_softmax
 

@@ -55,10 +55,9 @@ class PosteriorMetrics:
 def task_measures(log_posterior: Array, task: int, prune_below: float) -> Mapping[str, float]:
     """Measure a router on rows of one task, given their log posterior (n, T).
 
-    Returns:
-        `p_correct`, the mean posterior of that task; `accuracy`, the share of rows in which it is the largest; `nll`,
-        the mean of its negative log in nats, with probabilities of at least `LEAST_PROBABILITY`; `ece`; and `one_hot`,
-        the share of rows that pruning leaves with one weight.
+    `p_correct` is the mean posterior of that task; `accuracy` the share of rows in which it is the largest; `nll` the
+    mean of its negative log in nats, with probabilities of at least `LEAST_PROBABILITY`; `one_hot` the share of rows
+    that pruning leaves with one weight.
     """
     correct = log_posterior.argmax(axis=1) == task
     weights = prune(np.exp(log_posterior), prune_below)
@@ -85,10 +84,7 @@ def accuracies(by_task: Mapping[str, float]) -> dict[str, float]:
 def expected_calibration_error(confidence: Array, correct: npt.NDArray[np.bool_]) -> float:
     """Return the expected calibration error (Guo et al. 2017, Eq. 5): sum_m |B_m| / n * |acc(B_m) - conf(B_m)|.
 
-    Args:
-        confidence: (n,) largest probability of each row.
-        correct: (n,) whether it belongs to the right class. B_m holds the rows with confidence in ((m - 1) / 15, m /
-            15].
+    B_m holds the rows whose confidence, their largest probability, is in ((m - 1) / 15, m / 15].
     """
     bins = np.digitize(confidence, np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1], right=True)
     gaps = np.bincount(bins, weights=correct - confidence, minlength=CALIBRATION_BINS)

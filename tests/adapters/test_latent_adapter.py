@@ -89,15 +89,6 @@ def test_select_keeps_the_right_rows(layers):
         assert_same_to_rounding(some_rows, all_rows[kept], 4 * PRODUCT)
 
 
-def test_select_keeps_a_matrix_for_all_rows(layers):
-    bank, space = AdapterBank(layers), space_of(layers, "out")
-    R, h = normal(2, RANK, RANK), normal(4, 3, 12, seed=1)
-    with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
-        whole = layers["q"](h)
-        bank.select(torch.tensor([2]))
-        assert_same_to_rounding(layers["q"](h[2:3]), whole[2:3], 4 * PRODUCT)
-
-
 def test_inactive_deltas_change_nothing(backbone, bank):
     ids = torch.arange(4, 24).reshape(2, 10)
     inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
@@ -143,17 +134,6 @@ def test_in_bfloat16_the_small_product_stays_in_float32(layers):
     assert R.grad is not None and R.grad.dtype == torch.float32
     W = layers["q"].weight.double() + dense_delta(layers["q"].weight, R[0].detach(), "out")
     torch.testing.assert_close(y.double(), h.double() @ W.T, atol=0.05, rtol=0.05)
-
-
-def test_a_new_adapter_is_drawn_from_its_generator():
-    factors = {str(i): Factors(torch.eye(40), torch.ones(40), torch.eye(40)) for i in range(6)}
-    space = LatentSpace(factors, 1.0, "out")
-    R = space.new_adapter(1e-5, torch.Generator().manual_seed(3))
-    assert R.shape == (6, 40, 40) and R.dtype == torch.float32
-    assert float(R.std()) == pytest.approx(1e-5, rel=0.05)
-    assert torch.equal(R, space.new_adapter(1e-5, torch.Generator().manual_seed(3)))
-    assert not torch.equal(R, space.new_adapter(1e-5, torch.Generator().manual_seed(4)))
-    assert not space.new_adapter(0.0, torch.Generator().manual_seed(3)).any()
 
 
 # --- the interference penalty ----------------------------------------------------------------------------------------
@@ -259,24 +239,3 @@ def test_penalties_of_different_forms_are_not_joined():
     for other in (norms, means):
         assert OrthoPenalty.together([(traces, R), (other, R)]) is None
     assert OrthoPenalty.together([(norms, R), (norms, R)]) is None
-
-
-def test_with_sigma_outside_the_gradient_is_2_G_R():
-    space, values = values_space("out", modules=1)
-    earlier = [normal(1, RANK, RANK, seed=seed) for seed in range(3)]
-    R = normal(1, RANK, RANK, seed=9).requires_grad_(True)
-    OrthoPenalty(space, earlier)(R).backward()
-    S2 = torch.diag(values[0] ** 2)
-    G = S2 @ sum(old[0].double() @ old[0].double().T for old in earlier) @ S2
-    assert_same_to_rounding(R.grad[0].double(), 2 * G @ R[0].detach().double(), 4 * PRODUCT)
-
-
-def test_adapters_without_interference_have_no_penalty():
-    """Adapters with disjoint output directions, or zero ones, do not interfere."""
-    space, _ = values_space("out")
-    old, new = torch.zeros(3, RANK, RANK), torch.zeros(3, RANK, RANK)
-    old[:, :2], new[:, 2:] = normal(3, 2, RANK), normal(3, RANK - 2, RANK, seed=1)
-    penalty = OrthoPenalty(space, [old])
-    assert float(penalty(new)) == 0
-    assert float(penalty(torch.zeros(3, RANK, RANK))) == 0
-    assert float(penalty(old)) > 0.1

@@ -53,4 +53,6 @@ def pytest_collection_modifyitems(config, items):
 def is_slow(method, family, test, cut):
     if cut:
         return method != FIRST and not (cut in QUICK_CUTS and family == FAMILIES[0])
-    return family != FAMILIES[0] and test in WHOLE_TRAININGS
+    if family == FAMILIES[0]:
+        return test == TOGETHER and method not in EACH_ADAPTER
+    return test in WHOLE_TRAININGS or method not in EACH_DEMAND

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from helpers.in_turn import (
-    begin,
-    check_cut_and_resumed,
-    equal,
-    learned,
-    lesson,
-    method_at_work,
-)
+from helpers.in_turn import begin, check_cut_and_resumed, equal, learned, lesson, method_at_work
 from helpers.tiny import task_data
 
 from latent_sweep.errors import DataError

@@ -90,9 +90,6 @@ def test_training_settings_are_part_of_every_lineage(runs, axis):
     assert not set(one) & set(other)
 
 
-# --- what is left out ------------------------------------------------------------------------------------------------
-
-
 # --- every setting does something ------------------------------------------------------------------------------------
 
 CHANGES = [
@@ -166,25 +163,6 @@ def test_a_penalty_that_dominates_the_loss_is_logged(runs, caplog, weight, warne
     runs.run(runs.packs(trial__method__ortho_lambda=weight, trial__training__epochs=1, search={}))
     assert ("task ticket ends with ortho_penalty" in caplog.text) == warned, caplog.text
     assert "task mood" not in caplog.text, "the first task has no penalty"
-
-
-def test_the_penalty_is_weighted_by_lambda(llama, tmp_path):
-    own = method(ortho_lambda=0.3)
-    own._context = MethodContext(llama, bank_of(llama), tmp_path, 8)
-    earlier = [{"R": torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(i))} for i in range(3)]
-    learner = own.begin_task(task_data(position=3), earlier)
-    with torch.no_grad():
-        learner.R.normal_(generator=torch.Generator().manual_seed(9))
-    total = 0.0
-    for index, target in enumerate(llama.targets.values()):
-        S = torch.diag(torch.linalg.svdvals(target.weight.double())[:8])
-        for snapshot in earlier:
-            kernel = (S @ snapshot["R"][index].double()).T @ (S @ learner.R[index].detach().double())
-            total += float(kernel.square().sum())
-    (penalty,) = learner.penalty().values()
-    assert float(penalty.detach()) == pytest.approx(0.3 * total, rel=1e-4)
-    first = own.begin_task(task_data(), [])
-    assert first.penalty() == {}
 
 
 def test_initial_adapters(llama, tmp_path):

@@ -60,11 +60,6 @@ def learner_of(own, position=1, samples=None, seed=0):
     return Lfpt5Learner(own, prompt, format, samples if position else [])
 
 
-def shift(learner, by=0.1, seed=9):
-    with torch.no_grad():
-        learner.prompt.add_(by * torch.randn(learner.prompt.shape, generator=torch.Generator().manual_seed(seed)))
-
-
 # --- the format of examples ------------------------------------------------------------------------------------------
 
 
@@ -75,19 +70,16 @@ def test_an_example_is_written_as_input_separator_target(backbone):
         written = format.write(row, 40)
         assert written == [*row["input_ids"], SEPARATOR, *row["target_ids"]]
         assert format.read(written[:-1]) == row
-
-
-def test_a_long_input_is_cut_before_its_target(backbone):
-    format = RowFormat.of(task_of(backbone), backbone)
-    row = rows_of(backbone)[2]
-    assert format.write(row, 8) == [*row["input_ids"][:4], SEPARATOR, *row["target_ids"]]
-    assert format.write(row, 2) == [SEPARATOR, *row["target_ids"]]
+    long = rows[2]
+    assert format.write(long, 8) == [*long["input_ids"][:4], SEPARATOR, *long["target_ids"]], "its input is cut"
+    assert format.write(long, 2) == [SEPARATOR, *long["target_ids"]]
 
 
 def test_labels_are_recurring_targets(backbone):
     def labels(targets):
-        found = RowFormat.of(task_of(backbone, targets=targets), backbone).labels
-        return {backbone.tokenizer.decode(label) for label in found}
+        format = RowFormat.of(task_of(backbone, targets=targets), backbone)
+        assert dataclasses.asdict(RowFormat.load(format.tensors(), backbone)) == dataclasses.asdict(format)
+        return {backbone.tokenizer.decode(label) for label in format.labels}
 
     assert labels(["up", "down"]) == {"up", "down"}
     assert labels(["a", "b", "c"]) == {"a", "b", "c"}, "twice each, in six rows"
@@ -121,12 +113,6 @@ def test_examples_without_inputs_are_refused(backbone):
     rows = [{**row, "input_ids": []} for row in rows_of(backbone)]
     with pytest.raises(DataError, match="6 training"):
         RowFormat.of(task_data(rows, name="mood"), backbone)
-
-
-@pytest.mark.parametrize("targets", [["up", "down"], ["a", "b", "c", "d"]])
-def test_the_format_can_be_stored_and_loaded(backbone, targets):
-    format = RowFormat.of(task_of(backbone, targets=targets), backbone)
-    assert dataclasses.asdict(RowFormat.load(format.tensors(), backbone)) == dataclasses.asdict(format)
 
 
 @pytest.mark.parametrize("sequences", [[], [[]], [[1, 2], [3]], [[], [4, 0]]])
@@ -209,30 +195,12 @@ def test_the_teacher_uses_dropout_as_in_the_released_code(t5, tmp_path):
         found = learner._divergence(outputs)
         torch.set_rng_state(masks)
         pseudo = [row for row in examples if row["pseudo"]]
-        told = forward(t5, bank, pseudo, Adaptation(prompt=learner._previous))
+        teacher = forward(t5, bank, pseudo, Adaptation(prompt=learner._previous))
     t5.model.eval()
-    p, q = (log_softmax(torch.cat(o.by_row(o.logits)[-2:]).detach(), -1) for o in (told, outputs))
+    p, q = (log_softmax(torch.cat(o.by_row(o.logits)[-2:]).detach(), -1) for o in (teacher, outputs))
     assert found.item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-4)
     assert found.item() > 1e-2
     bank.remove()
-
-
-def test_equal_prompts_have_no_divergence(backbone, bank, tmp_path):
-    learner = learner_of(method(backbone, bank, tmp_path, kl_weight=0.5))
-    examples = learner.examples(rows_of(backbone))
-    kl = learner.loss(outputs_of(learner, examples, 1.0))["kl"]
-    assert abs(kl.item()) < 1e-5
-    kl.backward()
-    assert learner.prompt.grad.abs().max().item() < 1e-5
-    shift(learner)
-    assert learner.loss(outputs_of(learner, examples, 1.0))["kl"].item() > 1e-3
-
-
-def test_the_divergence_ignores_the_tasks_own_examples(backbone, bank, tmp_path):
-    learner = learner_of(method(backbone, bank, tmp_path))
-    shift(learner)
-    own_rows = learner.examples(rows_of(backbone))[:6]
-    assert learner.loss(outputs_of(learner, own_rows, 1.0))["kl"].item() == 0.0
 
 
 @pytest.mark.parametrize("case", ["first task", "nothing replayed", "k = 0"])
@@ -400,8 +368,8 @@ def test_a_resumed_task_replays_the_samples_that_it_began_with(backbone, bank, t
     for elsewhere in (("hot|up", "icy|down"), ("nothing", "of it")):
         with pytest.raises(KeyboardInterrupt):
             run("cut.safetensors", "warm|up", "cold|down", on_step=cut)
-        resumed, told = run("cut.safetensors", *elsewhere)
-        assert told == facts
+        resumed, found = run("cut.safetensors", *elsewhere)
+        assert found == facts
         assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
         (tmp_path / "cut.safetensors").unlink()
 
@@ -425,6 +393,3 @@ def test_the_newest_prompt_answers(backbone, bank, tmp_path):
     assert torch.equal(adaptation.prompt, history[2]["prompt"])
     assert not adaptation.deltas
     assert own.prompt([5, 7]) == [5, 7, -1, -2, -3, -4, -5, -6]
-
-
-# --- settings --------------------------------------------------------------------------------------------------------

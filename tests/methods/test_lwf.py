@@ -4,13 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.in_turn import (
-    begin,
-    equal,
-    learned,
-    lesson,
-    method_at_work,
-)
+from helpers.in_turn import begin, equal, learned, lesson, method_at_work
 from helpers.tiny import bank_of, random_rows
 
 from latent_sweep.backbones.batches import forward

@@ -23,7 +23,7 @@ from latent_sweep.sweep.plan import expand
 from latent_sweep.training.evaluation import AnswerBatch, answers_name
 
 MODULE = '''
-"""Latent-LoRA whose blends are multiplied."""
+"""Latent-LoRA whose combined adapters are multiplied."""
 
 from pydantic import Field
 
@@ -37,11 +37,11 @@ class SharpSettings(LatentLoraSettings):
     name: str
     """Name of the method."""
     sharpness: float = Field(1.0, ge=0, json_schema_extra=INFERENCE_ONLY)
-    """What blends are multiplied by."""
+    """Factor of the weights."""
 
 
 class Sharp(LatentLora):
-    """Each row answers with a multiple of its own blend."""
+    """Each row answers with a multiple of its own combined adapter."""
 
     settings_class = SharpSettings
 
@@ -109,41 +109,6 @@ def test_a_plugin_plans_like_a_built_in_method_with_another_identity(plugin):
     assert {source_of(name) for name in METHODS} == {None}
 
 
-NAMED = """
-from latent_sweep.methods.lora import TaskAdapterMethod, TaskAdapterSettings, LoraLearner
-
-
-class NamedSettings(TaskAdapterSettings):
-    name: str
-
-
-class NamedLearner(LoraLearner):
-    def loss(self, outputs):
-        return {"cross_entropy": outputs.task_loss()}
-
-    def penalty(self):
-        return {"pull": 0.01 * self.A.square().sum()}
-
-
-class Named(TaskAdapterMethod):
-    settings_class = NamedSettings
-
-    def begin_task(self, task, history):
-        return NamedLearner(self.fresh(task), self.outputs, self.settings, self.active(history))
-"""
-
-
-def test_loss_terms_may_have_any_name(plugin, tmp_path, runs):
-    """No term needs to be called `task`."""
-    package = plugin.partition(".")[0]
-    (tmp_path / package / "named.py").write_text(NAMED)
-    benchmark = {"name": "builtin", "tasks": ["mood", "past"], "train_per_task": 8, "test_per_task": 2}
-    trial = {"method": {"name": f"{package}.named:Named", "rank": 4}, "benchmark": benchmark}
-    trial |= {"backbone": {"name": "tiny-llama", "dtype": "float32"}, "training": {"epochs": 1, "batch_size": 4}}
-    runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
-    assert [done.tasks_seen for done in runs.stages] == [1, 2]
-
-
 ODD = """
 import random
 
@@ -201,14 +166,17 @@ class Words(Odd):
         return "all of them"
 
 
-class Learns(Odd):
-    def begin_task(self, task, history):
-        return self.learner(self.fresh(task), self.outputs, self.settings, self.active(history))
-
-
 class FloatLearner(LoraLearner):
     def penalty(self):
         return {"task": 0.0 * self.A.sum(), "norm": 1.5}
+
+
+class NamedLearner(LoraLearner):
+    def loss(self, outputs):
+        return {"cross_entropy": outputs.task_loss()}
+
+    def penalty(self):
+        return {"pull": 0.01 * self.A.square().sum()}
 
 
 class RowsLearner(LoraLearner):
@@ -236,28 +204,19 @@ class RepeatLearner(LoraLearner):
         return [*rows, *rows]
 
 
-class Undeclared(Learns):
-    learner = RepeatLearner
+class NoisyLearner(LoraLearner):
+    def penalty(self):
+        return {"noise": (random.random() + np.random.rand()) * self.A.square().sum()}
 
 
-class Float(Learns):
-    learner = FloatLearner
+class Learns(Odd):
+    def begin_task(self, task, history):
+        learner = globals()[type(self).__name__ + "Learner"]
+        return learner(self.fresh(task), self.outputs, self.settings, self.active(history))
 
 
-class Rows(Learns):
-    learner = RowsLearner
-
-
-class List(Learns):
-    learner = ListLearner
-
-
-class EmptyMean(Learns):
-    learner = EmptyMeanLearner
-
-
-class Overflow(Learns):
-    learner = OverflowLearner
+for name in "Float Named Rows List EmptyMean Overflow Repeat Noisy".split():
+    globals()[name] = type(name, (Learns,), {})
 
 
 class Unwritten(Odd):
@@ -279,15 +238,6 @@ class Unmarked(IncLora):
 
     def stage_identity(self, position):
         return {name: value for name, value in super().stage_identity(position).items() if name != "answer_scale"}
-
-
-class NoisyLearner(LoraLearner):
-    def penalty(self):
-        return {"noise": (random.random() + np.random.rand()) * self.A.square().sum()}
-
-
-class Noisy(Learns):
-    learner = NoisyLearner
 """
 
 
@@ -319,7 +269,7 @@ def odd(plugin, tmp_path):
         ("Rows", r"RowsLearner: loss .*'task' as .*\(\d+,\)"),
         ("List", r"ListLearner: finish .* list"),
         ("EmptyMean", r"EmptyMeanLearner: facts .*\{'mean': nan\}"),
-        ("Undeclared", r"RepeatLearner .*`replays`"),
+        ("Repeat", r"RepeatLearner .*`replays`"),
     ],
 )
 def test_results_of_a_faulty_method_are_refused_and_not_stored(odd, runs, name, found):
@@ -334,6 +284,12 @@ def test_results_of_a_faulty_method_are_refused_and_not_stored(odd, runs, name, 
     assert [done.tasks_seen for done in runs.stages] == [1, 2]
 
 
+def test_loss_terms_may_have_any_name(odd, runs):
+    """No term needs to be called `task`."""
+    runs.run(runs.packs_of(odd("Named")))
+    assert [done.tasks_seen for done in runs.stages] == [1, 2]
+
+
 def test_a_snapshot_that_is_not_finite_is_not_stored(odd, runs):
     """Although every loss was finite."""
     with pytest.raises(NonFiniteLoss, match=r"mood .*scale"):
@@ -341,7 +297,7 @@ def test_a_snapshot_that_is_not_finite_is_not_stored(odd, runs):
     assert not list((runs.folder / "snapshots").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["Absent", "NoMixing"])
+@pytest.mark.parametrize("name", ["Absent", "NoCombination"])
 def test_impossible_combinations_are_refused_when_a_sweep_is_planned(odd, name):
     with pytest.raises(ConfigError, match=rf"method\.name: .*{name}.*combinations"):
         parse_sweep(odd(name), "sweep.yaml")
@@ -383,11 +339,14 @@ def test_the_position_is_part_of_a_plugins_lineage(odd):
 @pytest.mark.parametrize("file", ["sharp.py", "__init__.py", "helper.py"])
 def test_the_code_of_its_package_is_part_of_its_identity(plugin, tmp_path, file):
     before = *identities(trial_of(plugin)), answers_of(trial_of(plugin))
-    path = tmp_path / plugin.partition(".")[0] / file
-    path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
-    os.utime(path, ns=(1, 1))  # the file system's clock may be too coarse
+    edit(tmp_path / plugin.partition(".")[0] / file)
     after = *identities(trial_of(plugin)), answers_of(trial_of(plugin))
     assert all(old != new for old, new in zip(before, after, strict=True))
+
+
+def edit(path):
+    path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
+    os.utime(path, ns=(1, 1))  # the file system's clock may be too coarse
 
 
 @pytest.mark.parametrize(
@@ -435,14 +394,12 @@ def test_the_command_runs_it_on_ray_from_its_folder(plugin, tmp_path):
 
 def test_a_worker_with_other_code_learns_nothing(plugin, tmp_path, runs):
     packs = runs.packs_of(content(plugin))
-    path = tmp_path / plugin.partition(".")[0] / "sharp.py"
-    path.write_text(path.read_text() + "\n# changed\n")
-    os.utime(path, ns=(1, 1))
+    edit(tmp_path / plugin.partition(".")[0] / "sharp.py")
     with pytest.raises(ConfigError, match=r"the code of .*:Sharp on .* has the digest .* planned with .*same code"):
         runs.run(packs)
     assert not list((runs.folder / "snapshots").glob("*.safetensors"))
-    told = runs.sweep.journal(packs[0].trials[0].trial_id).read()
-    assert [event.name for event in told] == ["started", "failed"] and told[1].kind == "error"
+    events = runs.sweep.journal(packs[0].trials[0].trial_id).read()
+    assert [event.name for event in events] == ["started", "failed"] and events[1].kind == "error"
 
 
 def test_scored_trials_of_changed_code_are_reported(plugin, tmp_path, capsys):
@@ -450,9 +407,7 @@ def test_scored_trials_of_changed_code_are_reported(plugin, tmp_path, capsys):
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(plugin)))
     command = ["run", str(tmp_path / "sweep.yaml"), "--local"]
     assert main(command) == 0
-    path = tmp_path / plugin.partition(".")[0] / "sharp.py"
-    path.write_text(path.read_text() + "\n# changed\n")
-    os.utime(path, ns=(1, 1))
+    edit(tmp_path / plugin.partition(".")[0] / "sharp.py")
     capsys.readouterr()
     assert main(command) == 2
     message = capsys.readouterr().err
