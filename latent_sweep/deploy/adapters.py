@@ -31,12 +31,11 @@ class Adapter:
 
     @property
     def learned(self) -> str:
-        """Its tasks, as a phrase for the card."""
         return f"{'after' if self.carried_on else 'for'} {', '.join(self.tasks)}"
 
     @property
     def rank(self) -> int:
-        """The rank r; of a sum, that of all task adapters together."""
+        """Of a sum, that of all task adapters together."""
         return len(self.pairs.A[0])
 
 
@@ -77,10 +76,7 @@ def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:
 
 
 def adapter_for(model: ContinualModel, task: str | None) -> Adapter:
-    """Return the adapter that answers a task's texts, or all texts.
-
-    Raises ConfigError if the model has one adapter per task and none is named, or one for all and a task is named.
-    """
+    """Return the adapter that answers a task's texts, or all texts. Raises ConfigError if it is ambiguous."""
     adapters = {adapter.name: adapter for adapter in adapters_of(model)}
     mode = model.trial.settings.router.combine
     if task is None and len(adapters) > 1:

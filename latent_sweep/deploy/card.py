@@ -40,7 +40,6 @@ def base_model(settings: BackboneSettings) -> str:
 
 
 def front_matter(content: ModelContent, library: str) -> list[str]:
-    """Return the YAML front matter that a hub reads."""
     settings = content.trial.settings.backbone
     return [
         "---",
@@ -53,7 +52,6 @@ def front_matter(content: ModelContent, library: str) -> list[str]:
 
 
 def prompts_end(context: Context) -> str:
-    """Describe how a prompt and an answer end, with or without a chat template."""
     chat = context.chat
     if chat is None:
         return "Prompts end in `Output: `, as in training."
@@ -65,7 +63,7 @@ def prompts_end(context: Context) -> str:
 
 
 def provenance(content: ModelContent, context: Context) -> list[str]:
-    """Return the sections that every card has: base model, tasks with scores, and provenance."""
+    """Return the sections that every card has."""
     settings, origin = content.trial.settings, content.origin
     backbone = settings.backbone
     revision = f" at revision {backbone.revision}" if backbone.revision else ""
@@ -104,7 +102,6 @@ def provenance(content: ModelContent, context: Context) -> list[str]:
 
 
 def model_card(content: ModelContent, context: Context) -> str:
-    """Return the card of a model folder."""
     lines = [
         *front_matter(content, "latent_sweep"),
         "",

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from latent_sweep.routing.ngram import TaskNgrams
 
 NOVELTY_QUANTILE = 0.99
-"""A text is novel if it is farther out than this share of the held-out examples of the task that it is routed to; one
-in a hundred of a task's own examples is flagged."""
+"""A text is novel if it is farther out than this share of the held-out examples of the task that it is routed to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,25 +59,18 @@ class ModelContent:
     trial: Trial
     """As planned, including tasks learned later."""
     learned: tuple[LearnedTask, ...]
-    """In the order of learning."""
     largest_rank: int
     """Of the sweep; factors were computed for it."""
     origin: Origin
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks, in the order of learning."""
         return tuple(task.spec.name for task in self.learned)
 
     @property
     def outside_module(self) -> str | None:
-        """The module of a plugin method, or None."""
+        """The module of a plugin method."""
         return self.trial.settings.method.name.partition(":")[0] if self.trial.method_source is not None else None
 
     def with_task(self, trial: Trial, task: LearnedTask) -> ModelContent:
-        """Return the model with one more task.
-
-        Args:
-            trial: the model's trial, ending in that task.
-        """
         return replace(self, trial=trial, learned=(*self.learned, task))

@@ -20,10 +20,8 @@ from latent_sweep.sweep.schema import TrialSettings, WrittenTrial, resolved_sett
 from latent_sweep.training.context import Context
 
 BEST = "best"
-"""The finished trial with the highest AP."""
 
 _LISTED = 8
-"""Maximum number of trials that an error lists."""
 
 
 # --- selecting a trial -----------------------------------------------------------------------------------------------
@@ -33,12 +31,10 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
     """Return the selected finished trial.
 
     Args:
-        wanted: `best`, the (first) one with the highest AP; or a trial's id or the beginning of one; or its name in
+        wanted: `best`, the first one with the highest AP; or a trial's id or the beginning of one; or its name in
             tables, as `lambda=0.1 seed=0`, or enough of it to be unique.
 
-    Raises:
-        ConfigError: no finished trial matches, or several do.
-        StorageError: there is no sweep, or a journal is corrupt.
+    Raises ConfigError unless exactly one finished trial matches.
     """
     trials = list(sweep)
     events = {trial.trial_id: trial.events() for trial in trials}
@@ -126,15 +122,10 @@ def largest_rank(sweep: SweepFolder, trial: Trial) -> int:
 
 
 def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> ModelContent:
-    """Collect the content of a trial's model.
+    """Collect the content of the model of a trial as `planned`.
 
-    Args:
-        context: of the trial as `planned` returns it.
-
-    Raises:
-        ConfigError: the backbone is not the one that the snapshots were trained on.
-        DataError: the benchmark's data is missing and needed to compute router records.
-        StorageError: a snapshot is missing or corrupt.
+    Raises ConfigError for another backbone than that of the snapshots; DataError if data is missing that router records
+    need; StorageError if a snapshot is missing or corrupt.
     """
     trial = context.trial
     snapshots = [_snapshot(sweep, lineage) for lineage in trial.lineages()]
@@ -152,7 +143,6 @@ def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> Mod
 
 
 def origin_of(sweep: SweepFolder, folder: TrialFolder) -> Origin:
-    """Return the provenance of a finished trial's model, with its last scores."""
     events = folder.events()
     scores = stages(events)[-1].scores
     return Origin(sweep.name, folder.trial_id, trial_name(sweep, folder), scores, final_metrics(events))

@@ -38,7 +38,6 @@ from latent_sweep.training.context import Context
 
 MODEL_FILE = "model.json"
 FORMAT = 1
-"""Version of the folder format."""
 RECORDS: Mapping[str, Callable[[Path], Any]] = {
     "mixture": TaskGmm.load,
     "scatter": TaskScatter.load,
@@ -48,10 +47,7 @@ RECORDS: Mapping[str, Callable[[Path], Any]] = {
 
 
 def new_folder(folder: str | Path) -> Path:
-    """Create a folder to write a model into.
-
-    Raises ConfigError if it exists and is not empty; StorageError if it cannot be created.
-    """
+    """Create a folder for a model. Raises ConfigError if it is not empty, StorageError if it cannot be created."""
     path = local_path(folder)
     with committing(path):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -61,7 +57,6 @@ def new_folder(folder: str | Path) -> Path:
 
 
 def save(content: ModelContent, context: Context, method: Method, folder: str | Path) -> Path:
-    """Write a model; see `ContinualModel.save`."""
     path = new_folder(folder)
     store = SnapshotStorage(Storage(path))
     for task in content.learned:
@@ -187,10 +182,7 @@ def _files(path: Path) -> Iterator[str]:
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """Read `model.json` and check every file against its digest.
-
-    Raises StorageError if a file is missing or corrupt.
-    """
+    """Read `model.json` and check every file against its digest."""
     file = path / MODEL_FILE
     if not file.is_file():
         raise StorageError(

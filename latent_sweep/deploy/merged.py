@@ -22,14 +22,10 @@ if TYPE_CHECKING:
 
 
 def export_merged(model: ContinualModel, folder: str | Path, task: str | None = None) -> Path:
-    """Write the backbone with an adapter added to its weights; return the folder.
+    """Write the backbone with a task's adapter, or the only one, added to its weights; return the folder.
 
-    Args:
-        task: its adapter is merged; None if one adapter answers every text.
-
-    Raises:
-        ConfigError: the adapter is ambiguous, the snapshots are not LoRA adapters, or the folder is not empty.
-        StorageError: the folder cannot be written.
+    Raises ConfigError if the adapter is ambiguous or no LoRA adapter, or the folder is not empty; StorageError if it
+    cannot be written.
     """
     backbone = model.context.backbone
     if not backbone.whole:

@@ -60,7 +60,6 @@ class Answer:
     """Whether it belongs to a learned task, by its novelty; None if that cannot be decided."""
 
     def record(self) -> dict[str, Any]:
-        """Return the answer as JSON."""
         return asdict(self)
 
 
@@ -127,7 +126,6 @@ class ContinualModel:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the learned tasks, in order."""
         return self.content.tasks
 
     @property
@@ -358,7 +356,6 @@ class ContinualModel:
 
 
 def _on(trial: Trial, device: Device | None, folder: str | Path | None = None) -> Trial:
-    """Return the trial with another device, and its backbone in another folder, if given."""
     changed = {"device": device, "name": None if folder is None else str(local_path(folder).resolve())}
     update = {name: value for name, value in changed.items() if value is not None}
     backbone = trial.settings.backbone.model_copy(update=update)

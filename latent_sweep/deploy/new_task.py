@@ -41,10 +41,7 @@ def new_task(
     rows: Sequence[ExampleLike] | None,
     held_out: Sequence[ExampleLike],
 ) -> NewTask:
-    """Find the task and its examples; see `ContinualModel.learn`.
-
-    Raises ConfigError if the model cannot learn the task; DataError if its examples are missing or malformed.
-    """
+    """Find the task and its examples; see `ContinualModel.learn`."""
     trial = content.trial
     if isinstance(task, str):
         if rows is not None or held_out:
@@ -93,10 +90,7 @@ def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
 def _own_benchmark(
     spec: BenchmarkSpec, task: TaskSpec, rows: Sequence[ExampleLike], held_out: Sequence[ExampleLike]
 ) -> BenchmarkSpec:
-    """Write a task's examples as a user benchmark, to be read like any other.
-
-    Raises DataError if they cannot be written as JSON.
-    """
+    """Write a task's examples as a user benchmark, to be read like any other."""
     files = {"train.jsonl": rows, "test.jsonl": held_out}
     try:
         texts = {name: "".join(json.dumps(dict(row)) + "\n" for row in given) for name, given in files.items() if given}
@@ -135,10 +129,7 @@ def _holding(spec: BenchmarkSpec, task: TaskSpec) -> BenchmarkSpec:
 
 
 def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> None:
-    """Refuse more examples than the trial takes per task, which would select a subset.
-
-    Raises ConfigError if there are more.
-    """
+    """Refuse more examples than the trial takes per task, which would select a subset."""
     b = trial.settings.benchmark
     for name, limit, given in (("train", b.train_per_task, rows), ("test", b.test_per_task, held_out)):
         if limit is not None and given > limit:
@@ -150,10 +141,6 @@ def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> Non
 
 
 def _check_rows(trial: Trial, task: TaskSpec) -> None:
-    """Check the examples before training.
-
-    Raises ConfigError if there are fewer than the router has components; DataError if they are missing or malformed.
-    """
     s = trial.settings
     load_examples(trial.spec, task, "train", s.benchmark, source=trial.source(task, "train"))
     count = count_examples(trial.spec, task, "train", s.benchmark)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from latent_sweep.deploy.model import ContinualModel
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Valid values of vLLM's --max-lora-rank, which must be at least an adapter's rank."""
+"""Valid values of vLLM's --max-lora-rank."""
 
 LOST = {
     "soft": "In latent_sweep all adapters answer every text, weighted by the router's posterior. Adapters loaded one "
@@ -43,8 +43,7 @@ LOST = {
 def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
     """Write each adapter into its own folder below this one; return these folders.
 
-    Raises ConfigError if the snapshots are not LoRA adapters, or the folder is not empty; StorageError if a folder
-    cannot be written.
+    Raises ConfigError if the snapshots are not LoRA adapters, or the folder is not empty.
     """
     adapters = adapters_of(model)
     path = new_folder(folder)

@@ -49,11 +49,7 @@ def records_at(combiner: Combiner, position: int) -> Records:
 
 
 def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRouter | None:
-    """Fit the router over all tasks from their records, bit for bit that of their trial.
-
-    Returns:
-        None without a posterior.
-    """
+    """Fit the router over all tasks from their records, bit for bit that of their trial; None without a posterior."""
     if settings.combine not in ROUTED:
         return None
     mixtures = [record.mixture for record in records if record.mixture is not None]
@@ -67,10 +63,7 @@ def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRout
 
 
 def limit_at(combiner: Combiner, position: int, router: GaussianRouter | None) -> float | None:
-    """Return `LearnedTask.farthest` of a task: a quantile of its held-out examples' distances.
-
-    Held out are the examples that the trial is scored on, at most `DISTANCE_ROWS`.
-    """
+    """Return `LearnedTask.farthest` of a task: a quantile of its test examples' distances."""
     if router is None:
         return None
     try:

@@ -37,17 +37,13 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def to_nfc(text: str) -> str:
     """Return `text` in Unicode normalization form NFC, in which answers and references are compared.
 
-    NFC only unites encodings of the same characters. NFKC, which T5's tokenizers produce, would also unite `x²` with
-    `x2`, and scores would depend on the backbone.
+    NFKC, which T5's tokenizers produce, would also unite `x²` with `x2`.
     """
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def trimmed(metric: Metric, text: str) -> str:
-    """Strip `text` as a metric compares it.
-
-    `edit_similarity`, which scores code, keeps the indent of the first line with text.
-    """
+    """Strip `text` as a metric compares it: code keeps the indent of the first line with text."""
     if metric not in _KEEPS_INDENT:
         return text.strip()
     return without_blank_lines(text)
@@ -75,10 +71,7 @@ def normalize_answer(text: str) -> str:
 
 
 def _metric(score: Callable[..., float]) -> Callable[..., float]:
-    """Wrap a metric: pass normalized, trimmed texts; an empty answer scores 1 for an empty reference, else 0.
-
-    Raises ValueError if there is no reference.
-    """
+    """Wrap a metric: pass normalized, trimmed texts; an empty answer scores 1 for an empty reference, else 0."""
 
     @wraps(score)
     def scored(prediction: str, references: Sequence[str], *text: str) -> float:
@@ -103,28 +96,20 @@ def exact_match(prediction: str, references: Sequence[str]) -> float:
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
     """Return the best Rouge-L F-measure over the references, with stemming, as in `rouge_score`.
 
-    With LCS the longest common subsequence of stemmed words: P = LCS / words of the prediction, R = LCS / words of the
-    reference, F = 2PR / (P + R). A word is a run of a to z and digits; texts without any score 0, even if equal.
+    A word is a run of a to z and digits; texts without any score 0, even if equal.
     """
     return _rouge("rougeL", prediction, references)
 
 
 @_metric
 def rouge_1(prediction: str, references: Sequence[str]) -> float:
-    """Return the best Rouge-1 F-measure over the references, with stemming, as in `rouge_score`.
-
-    With C the common words, counted with repetition: P = C / words of the prediction, R = C / words of the reference,
-    F = 2PR / (P + R). Words are those of `rouge_l`.
-    """
+    """Return the best Rouge-1 F-measure over the references; words are those of `rouge_l`."""
     return _rouge("rouge1", prediction, references)
 
 
 @_metric
 def rouge_l_char(prediction: str, references: Sequence[str]) -> float:
-    """Return the best character Rouge-L F-measure over the references, for scripts without blanks such as Chinese.
-
-    As `rouge_l`, with `_characters` instead of stemmed words.
-    """
+    """Return the best Rouge-L F-measure of `_characters`, for scripts without blanks such as Chinese."""
     answer = _characters(prediction)
     return max(_lcs_f(answer, _characters(reference)) for reference in references)
 
@@ -133,18 +118,14 @@ def rouge_l_char(prediction: str, references: Sequence[str]) -> float:
 def token_f1(prediction: str, references: Sequence[str]) -> float:
     """Return the best word F-measure over the references, as in SQuAD: without case, punctuation and articles.
 
-    With C the common words, counted with repetition: P = C / words of the prediction, R = C / words of the reference,
-    F = 2PR / (P + R). Articles count if the reference has no other word; a text without words is one word.
+    Articles count if the reference has no other word; a text without words is one word.
     """
     return max(_counted_f(*_squad_words(prediction, reference)) for reference in references)
 
 
 @_metric
 def token_f1_char(prediction: str, references: Sequence[str]) -> float:
-    """Return the best character F-measure over the references, for scripts without blanks such as Chinese.
-
-    As `token_f1`, with `_characters` instead of words.
-    """
+    """Return the best F-measure of `_characters`, for scripts without blanks such as Chinese."""
     answer = _characters(prediction)
     return max(_counted_f(answer, _characters(reference)) for reference in references)
 
@@ -162,10 +143,7 @@ def edit_similarity(prediction: str, references: Sequence[str]) -> float:
 
 @_metric
 def bleu(prediction: str, references: Sequence[str]) -> float:
-    """Return the BLEU of one answer against all its references, with sacreBLEU's `13a` tokens and effective order.
-
-    The effective order omits n-grams longer than the answer.
-    """
+    """Return the BLEU of one answer against all its references, with sacreBLEU's `13a` tokens and effective order."""
     return min(1.0, _sentence_scorer("bleu").sentence_score(prediction, list(references)).score / 100)
 
 
@@ -177,14 +155,11 @@ def chrf(prediction: str, references: Sequence[str]) -> float:
 
 @_metric
 def sari(prediction: str, references: Sequence[str], text: str) -> float:
-    """Return the SARI of a simplification against all its references (Xu et al. 2016), on lowercase words.
+    """Return the SARI of a simplification of `text` against all its references (Xu et al. 2016), on lowercase words.
 
     The mean over n-grams of one to four words of (F of kept + P of deleted + F of added) / 3, as in the authors'
     SARI.py. As there, an empty part counts 0, so an answer equal to its reference can score below 1, and words are
     split at blanks only.
-
-    Args:
-        text: the text to simplify, the example's input.
     """
     words = [sentence.lower().split() for sentence in (text, prediction, *references)]
     return float(np.mean([_sari_of(n, words[0], words[1], words[2:]) for n in range(1, 5)]))
@@ -192,10 +167,7 @@ def sari(prediction: str, references: Sequence[str], text: str) -> float:
 
 @_metric
 def number_match(prediction: str, references: Sequence[str]) -> float:
-    """Return 1.0 if the last number of the answer equals that of a reference, else 0.0.
-
-    `numerals.py` has the rules. Without a number in both the score is 0.0.
-    """
+    """Return 1.0 if the last number of the answer equals that of a reference (`numerals.py`), else 0.0."""
     number = last_number(prediction)
     return float(number is not None and any(number == last_number(reference) for reference in references))
 
@@ -219,10 +191,7 @@ KINDS = f"{', '.join(METRICS)}, or package.module:function"
 
 
 def check_metric(name: str) -> str:
-    """Return the name of a metric if it is valid; `metric_function` imports plugins.
-
-    Raises ValueError if there is no metric of this name.
-    """
+    """Return the name of a metric if it is valid, else raise ValueError; `metric_function` imports plugins."""
     if name in METRICS or (":" in name and all(part.isidentifier() for part in re.split("[.:]", name))):
         return name
     near = difflib.get_close_matches(name, METRICS, n=1)
@@ -230,10 +199,7 @@ def check_metric(name: str) -> str:
 
 
 def metric_function(name: Metric) -> Callable[..., float]:
-    """Return the function of a metric, importing a plugin.
-
-    Raises ConfigError if there is no such metric, or it cannot be imported.
-    """
+    """Return the function of a metric, importing a plugin; raise ConfigError if there is none."""
     if ":" not in name:
         try:
             return METRICS[check_metric(name)]
@@ -260,10 +226,7 @@ REVISED: Mapping[str, str] = {"number_match": "3"}
 
 
 def metric_source(name: Metric) -> str | None:
-    """Return the content hash of a plugin metric's code, or the version in `REVISED`.
-
-    Raises ConfigError as `metric_function`.
-    """
+    """Return the content hash of a plugin metric's code, or the version in `REVISED`."""
     if ":" not in name:
         return REVISED.get(name)
     metric_function(name)
@@ -271,7 +234,7 @@ def metric_source(name: Metric) -> str | None:
 
 
 def takes_input(name: Metric) -> bool:
-    """Return whether a metric also reads the example's input. Raises ConfigError as `metric_function`."""
+    """Return whether a metric also reads the example's input."""
     return _arguments(metric_function(name)) == 3
 
 
@@ -304,12 +267,9 @@ def score_rows(
     """Return the score of each example, (n,) float64.
 
     Args:
-        metric: a name in `METRICS`, or a plugin.
-        predictions: n answers.
-        references: n lists of one or more accepted answers.
         refs_policy: "single_first" scores against the first reference only, as the public scorer does;
             "max_over_refs" over all of them: the best score, or for BLEU and SARI their multi-reference score.
-        inputs: n inputs, for a metric that reads them.
+        inputs: for a metric that reads them.
         quick: do not stem words for Rouge, whose stemmer takes seconds to import; for checks.
 
     Raises:
@@ -332,10 +292,7 @@ def score_rows(
 
 
 def first_equivalent(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[str, str] | None:
-    """Return the first pair of different answers of which one scores 1 against the other, without stemming for Rouge.
-
-    Raises ConfigError as `score_rows`.
-    """
+    """Return the first pair of different answers of which one scores 1 against the other, without stemming."""
     for pair in itertools.permutations(dict.fromkeys(answers), 2):
         if score_rows(metric, pair[:1], [pair[1:]], "single_first", pair[1:], quick=True).item() == 1:
             return pair
@@ -343,10 +300,7 @@ def first_equivalent(answers: Iterable[str], metric: Metric = "accuracy") -> tup
 
 
 def _checked(metric: Metric, score: Callable[..., float], row: tuple[Any, ...]) -> float:
-    """Score an example with a plugin and check the result.
-
-    It gets normalized, trimmed texts like the built-in metrics, and also scores empty answers.
-    """
+    """Score an example with a plugin, which also scores empty answers, and check the result."""
     answer, accepted, *text = row
     _check_references(accepted)
     row = (to_nfc(answer).strip(), [to_nfc(each).strip() for each in accepted], *map(to_nfc, text))
@@ -461,7 +415,7 @@ def rouge_coverage(text: str) -> float:
 
 
 def rouge_words(text: str) -> list[str]:
-    """Return the words that Rouge counts, unstemmed: runs of a to z and digits, lowercase."""
+    """Return the words that Rouge counts, unstemmed."""
     return re.findall("[a-z0-9]+", text.lower())
 
 

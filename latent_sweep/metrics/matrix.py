@@ -12,14 +12,12 @@ import numpy.typing as npt
 class ScoreMatrix:
     """a[i, j], the score on task j after learning task i, for the rows so far.
 
-    Below, T is the number of rows and a[T, .] the last row, so before the last task all measures refer to the tasks
-    learned so far.
-
-    Raises ValueError if a task is named twice, rows or their lengths do not fit, or a score is not in [0, 1].
+    Below, T is the number of rows and a[T, .] the last one, so measures refer to the tasks learned so far. Raises
+    ValueError if a task is named twice, rows or their lengths do not fit, or a score is not in [0, 1].
     """
 
     tasks: tuple[str, ...]
-    """Names of all tasks in the order of learning."""
+    """All tasks in the order of learning."""
     rows: tuple[tuple[float, ...], ...]
     """Row i holds the i + 1 scores of tasks 0..i after learning task i."""
 
@@ -40,18 +38,14 @@ class ScoreMatrix:
         return float(self._lower()[-1].mean())
 
     def forgetting(self) -> float:
-        """Return FM, the mean over j < T of (max over i >= j of a[i, j]) - a[T, j] (Eq. 17); 0 for one task.
-
-        The maximum includes the last row, so FM is never negative.
-        """
+        """Return FM, the mean over j < T of (max over i >= j of a[i, j]) - a[T, j] (Eq. 17); 0 for one task."""
         lower = self._lower()
         return _mean_of_earlier(lower.max(axis=0) - lower[-1])
 
     def forgetting_scorer(self) -> float:
         """Return forgetting as in the public scorer: the mean over j < T of (max over i < T of a[i, j]) - a[T, j].
 
-        The maximum excludes the last row and counts unseen entries as 0. The result is negative if tasks end better
-        than ever before, and at most `forgetting`; 0 for one task.
+        The maximum counts unseen entries as 0. Negative if tasks end better than ever before; 0 for one task.
         """
         lower = self._lower()
         return _mean_of_earlier(lower[:-1].max(axis=0, initial=0.0) - lower[-1])
@@ -62,11 +56,10 @@ class ScoreMatrix:
         return _mean_of_earlier(lower[-1] - lower.diagonal())
 
     def mean_diagonal(self) -> float:
-        """Return the mean over j of a[j, j], each task's score just after learning it."""
+        """Return the mean over j of a[j, j]."""
         return float(self._lower().diagonal().mean())
 
     def measures(self) -> dict[str, float]:
-        """Return all measures of the rows so far by name."""
         return {
             "AP": self.average_performance(),
             "FM": self.forgetting(),

@@ -23,7 +23,7 @@ Number = Fraction | str
 """A value, a clock time as `7:05`, or the literal text of a number without a value."""
 
 _LONGEST = 300
-"""Maximum length of a number with a value; longer ones are compared literally."""
+"""Longer numbers are compared literally."""
 
 _CASED = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0370-\u03ff\u0400-\u04ff_"
 _MINUS = "\\-\u2212\u2013"
@@ -50,7 +50,6 @@ _PLAIN = re.compile(r"(\d*\.?\d+)(?:[eE]([+-]?\d{1,3}))?")
 
 
 def last_number(text: str) -> Number | None:
-    """Return the last number of a text, or None."""
     literal = _last_literal(text)
     return None if literal is None else _value(literal)
 

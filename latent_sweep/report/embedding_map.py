@@ -21,16 +21,12 @@ MOST_ROWS = 200
 """Maximum test examples drawn per task, evenly spaced."""
 _SEED = 0
 _FEWEST = 4
-"""Minimum number of points."""
 
 
 def embedding_map(sweep: SweepFolder, folder: TrialFolder) -> list[Picture] | str:
-    """Draw the pooled embeddings of a trial's test examples, laid out by t-SNE in seconds to a minute.
+    """Draw the pooled embeddings of a trial's test examples, laid out by t-SNE; or return why that is impossible.
 
-    They are read from the store, scaled as the trial's router reads them; no backbone is needed.
-
-    Returns:
-        One picture, or the reason why there is none.
+    They are read from the storage, scaled as the trial's router reads them; no backbone is needed.
     """
     trial = finished_trial(sweep, folder)
     if trial is None:
@@ -55,14 +51,7 @@ def embedding_map(sweep: SweepFolder, folder: TrialFolder) -> list[Picture] | st
 
 
 def layout(embeddings: Sequence[npt.NDArray[np.floating]]) -> list[Array]:
-    """Lay embeddings out in a plane by t-SNE, reproducibly.
-
-    Args:
-        embeddings: (n, d) of each task.
-
-    Returns:
-        (n, 2) of each task.
-    """
+    """Lay embeddings (n, d) of each task out in a plane by t-SNE, reproducibly; (n, 2) of each task."""
     from sklearn.manifold import TSNE  # takes a second to import
     from threadpoolctl import threadpool_limits
 

@@ -20,16 +20,9 @@ _CAPTIONS, _TITLE = "README.md", "# Pictures of "
 def export_pictures(
     sweep: SweepFolder, folder: Path, over: Sequence[str] = (), baseline: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Write every picture as PDF and PNG, and the captions into README.md; `over` and `baseline` as in `summarize`.
+    """Write every picture as PDF and PNG, and the captions into README.md; return as `all_pictures`.
 
-    Pictures of an earlier call that this call does not draw are removed.
-
-    Returns:
-        Names of the pictures, and a line for each that could not be drawn, as in `all_pictures`.
-
-    Raises:
-        ConfigError: the sweep has no such axis, or not exactly one such configuration.
-        StorageError: the sweep or a journal is missing or corrupt.
+    `over` and `baseline` are as in `summarize`. Pictures of an earlier call that this one does not draw are removed.
     """
     pictures, not_drawn = all_pictures(sweep, summarize(sweep, over, baseline))
     folder.mkdir(parents=True, exist_ok=True)

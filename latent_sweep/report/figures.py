@@ -27,7 +27,7 @@ _LONGEST_TASK_NAME = 30
 QUICK_DPI = 100
 """Resolution of `score_matrix_png`, of which a sweep may draw thousands."""
 _SCORE_COLORS, _DARK, _SCORE_SIZE = "YlGnBu", 55, 8
-"""Of a score matrix: color map, percentage above which cells are dark, font size in points."""
+"""Color map of a score matrix, percentage above which cells are dark, font size in points."""
 
 
 class Picture(NamedTuple):
@@ -41,12 +41,7 @@ class Picture(NamedTuple):
 
 
 def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | None]]) -> Figure:
-    """Draw a heat map of `scores[i][j]`, the fraction reached on task j after learning task i, in percent.
-
-    Args:
-        tasks: in the order of learning; tasks not yet learned are left out.
-        scores: lower triangle, one row per task learned.
-    """
+    """Draw a heat map of `scores[i][j]`, the fraction reached on task j after learning task i, in percent."""
     n = len(scores)
     percent = _lower_triangle(n, scores)
     figure = new_figure(3.6 + 0.52 * n, 2.6 + 0.46 * n)
@@ -89,10 +84,9 @@ def score_matrix_png(tasks: Sequence[str], scores: Sequence[Sequence[float | Non
 
 @lru_cache(maxsize=16)  # up to 3 MB each; trials may stop after any task, or learn them in another order
 def _empty_score_matrix(tasks: tuple[str, ...]) -> tuple[Image.Image, npt.NDArray[np.float64], float]:
-    """Draw a score matrix without scores.
+    """Draw a score matrix without scores; also return its dpi, and the corners of its cells by column and row.
 
-    Returns:
-        The picture; the corners of its cells by column and row, (n + 1, n + 1, 2) pixels from the upper left; its dpi.
+    Corners are (n + 1, n + 1, 2) pixels from the upper left.
     """
     figure = score_matrix_figure(tasks, [[None] * (i + 1) for i in range(len(tasks))])
     figure.set_dpi(QUICK_DPI)
@@ -112,7 +106,6 @@ def _font(pixels: float) -> ImageFont.FreeTypeFont:
 
 
 def curve_png(x_name: str, x_values: Sequence[float], series: Mapping[str, tuple[list[float], list[float]]]) -> bytes:
-    """Return `curve_figure` as a PNG file."""
     content = BytesIO()
     curve_figure(x_name, x_values, series).savefig(content, format="png")
     return content.getvalue()
@@ -124,13 +117,10 @@ def curve_figure(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     y_name: str = "AP (%)",
 ) -> Figure:
-    """Draw mean lines with bands of one standard deviation.
+    """Draw mean lines with bands of one standard deviation over ascending x values.
 
     Args:
-        x_name: label of the x axis.
-        x_values: ascending.
         series: label -> (means, standard deviations), one entry per x value; NaN leaves a gap or no band.
-        y_name: label of the y axis.
     """
     figure = new_figure(7.6 if len(series) > 1 else 6.0, 4.0)
     axes = figure.add_subplot()
@@ -161,7 +151,6 @@ def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> npt.NDA
 
 
 def shortened(name: str, longest: int = _LONGEST_TASK_NAME) -> str:
-    """Truncate a name, with an ellipsis."""
     return plain(name if len(name) <= longest else name[: longest - 1] + "…")
 
 

@@ -36,11 +36,7 @@ _SIDE_BY_SIDE = 6
 
 
 def interference_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
-    """Draw how a sweep's snapshots overlap.
-
-    Returns:
-        The pictures, and the reasons why trials could not be measured.
-    """
+    """Draw how a sweep's snapshots overlap; also return why trials could not be measured."""
     measured, unmeasured = interference(sweep)
     pictures = [overlap_picture(one, i) for i, one in enumerate(measured, start=1)]
     if bounded := [one for one in measured if one.bounds is not None]:
@@ -80,7 +76,6 @@ def overlap_figure(tasks: Sequence[str], overlaps: Array, shares: Array) -> Figu
 
 
 def bounds_picture(measured: Sequence[Interference]) -> Picture:
-    """Draw the paper's bound, the largest and the typical interference of each trial."""
     bounded = [one.bounds for one in measured if one.bounds is not None and one.bounds.bound.any()]
     ratios = [bounds.largest.mean() / bounds.bound.mean() for bounds in bounded]
     reached = f" The largest is {min(ratios):.0%} to {max(ratios):.0%} of the bound." if ratios else ""

@@ -31,11 +31,7 @@ _FITTING = r"\ifdim\width>\linewidth\linewidth\else\width\fi"
 
 
 def latex(sections: Sequence[Section], name: str) -> str:
-    """Write each table as a float, and sections without a table as comments.
-
-    Args:
-        name: of the sweep, for captions and labels.
-    """
+    """Write each table as a float, and sections without a table as comments; `name` is the sweep's."""
     parts = [r"% needs \usepackage{booktabs, graphicx}"]
     for section in sections:
         if section.table is None:

@@ -30,18 +30,15 @@ from latent_sweep.sweep.plan import values_read
 
 @dataclass(frozen=True)
 class Part:
-    """A sweep's part of a page."""
+    """A sweep's part of a page; each picture has its image, and flipped answers the name of their trial."""
 
     name: str
     counts: str
     facts: Sequence[tuple[str, str]]
     sections: Sequence[Section]
     pictures: Sequence[tuple[Picture, Markup]]
-    """Each with its image."""
     not_drawn: Sequence[str]
-    """Reasons why other pictures are missing."""
     flips: Sequence[tuple[str, Sequence[Flip]]]
-    """Flipped answers by the name of the trial."""
 
     @property
     def contents(self) -> list[tuple[str, str]]:
@@ -53,16 +50,7 @@ class Part:
 
 
 def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()) -> str:
-    """Return the report of one or several sweeps as HTML; several are compared first.
-
-    Args:
-        over: axes that repeat a configuration, like the seed.
-        baseline: settings of the configuration that each sweep's others are compared with.
-
-    Raises:
-        ConfigError: a sweep has no such axis or configuration.
-        StorageError: a sweep or a journal is missing or corrupt.
-    """
+    """Return the report of one or several sweeps as HTML; several are compared first. Arguments as `summarize_all`."""
     from jinja2 import Environment
 
     summaries = summarize_all(sweeps, over, baseline)
@@ -77,8 +65,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
 def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], list[str]]:
     """Draw every picture for which a sweep has the data.
 
-    Returns:
-        The pictures, and a line for each that its trials should have but that could not be drawn, with the reason.
+    Also return a line for each that its trials should have but that could not be drawn, with the reason.
     """
     pictures, not_drawn = sweep_pictures(summary)
     for draw in (router_pictures, interference_pictures):
@@ -109,7 +96,6 @@ def _extreme_trial(
 
 
 def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> Part:
-    """Return a sweep's part; its differences from a baseline are here only if it is `alone` on the page."""
     pictures, not_drawn = all_pictures(sweep, summary)
     return Part(
         summary.name,
@@ -123,7 +109,6 @@ def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> Part:
 
 
 def _flips(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequence[Flip]]]:
-    """Return the flipped answers of the trials with the highest and the lowest AP."""
     trials: dict[str, tuple[str, TrialFolder]] = {}
     for which, choose in (("highest AP", max), ("lowest AP", min)):
         if (trial := _extreme_trial(sweep, summary, choose)) is not None:
@@ -175,4 +160,3 @@ def _image(picture: Picture) -> Markup:
 
 
 _SMALLEST_LETTERS = 7.0
-"""Minimum font size of pictures on a page, in points."""

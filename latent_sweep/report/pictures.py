@@ -52,11 +52,7 @@ Array = npt.NDArray[np.float64]
 
 
 def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
-    """Draw a summary; nothing if no trial has finished.
-
-    Returns:
-        The pictures, and a line for each for which a scheduler has left too few whole configurations.
-    """
+    """Draw a summary; also return a line for each picture for which a scheduler has left too few configurations."""
     ranked = _ranked(summary)
     if not ranked:
         return [], []
@@ -97,7 +93,7 @@ def _different(ranked: Sequence[Configuration]) -> tuple[list[Configuration], st
 def _repetitions_alike(
     configurations: Sequence[Configuration], key: Callable[[Sequence[str]], Any]
 ) -> list[Configuration]:
-    """Keep the trials of each configuration whose tasks have the same key as its first trial's; others have no mean."""
+    """Keep the trials whose tasks have the same key as the configuration's first trial; others have no mean."""
     first = [key(one.matrices[0].tasks) for one in configurations]
     return [
         dataclasses.replace(one, matrices=tuple(matrix for matrix in one.matrices if key(matrix.tasks) == wanted))
@@ -136,7 +132,6 @@ def _name(configuration: Configuration) -> str:
 
 
 def _wrapped(name: str, width: int) -> str:
-    """Break a name into at most three lines, then truncate it."""
     return plain("\n".join(textwrap.wrap(name, width, max_lines=3, placeholder=" …")))
 
 
@@ -286,7 +281,6 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
 
 
 def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
-    """Draw the differences from the baseline with their intervals; nothing without pairs."""
     compared = [(one, one.comparison.differences) for one in ranked if one.comparison and one.comparison.differences]
     if not compared:
         return []

@@ -12,7 +12,6 @@ from latent_sweep.report.tables import Section, Table, one_line
 
 _GAP = "  "
 _NARROWEST = 8
-"""Minimum width of a wrapped column."""
 
 
 def terminal_width() -> int | None:
@@ -21,11 +20,7 @@ def terminal_width() -> int | None:
 
 
 def plain(sections: Sequence[Section], width: int | None = None) -> str:
-    """Write sections as text. Tables that are too wide are split into several; nothing is truncated.
-
-    Args:
-        width: columns of the terminal; None does not limit the lines.
-    """
+    """Write sections as text, in lines of at most `width`. Tables that are too wide are split; nothing is truncated."""
     parts = []
     for section in sections:
         parts.append(_filled(section.title, width))
@@ -70,7 +65,6 @@ def _shrink(widths: list[int], columns: Sequence[int], room: int) -> None:
 
 
 def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
-    """Write rows below each other, with a rule under the first; cells that are too long are wrapped."""
     lines = []
     for row in rows:
         cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]

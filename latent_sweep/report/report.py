@@ -67,7 +67,6 @@ def records(summary: Summary) -> list[dict[str, Any]]:
 
 
 def _comparison_record(comparison: Comparison | None, is_compared: bool) -> dict[str, Any]:
-    """Return the columns of a comparison; none if no configuration was compared."""
     if not is_compared:
         return {}
     own = comparison or Comparison("", 0, {})
@@ -135,8 +134,7 @@ def render(summary: Summary, format: str = "text", width: int | None = None, ver
         width: columns of the terminal, for text; None does not limit the lines.
         verbose: include definitions and other details.
 
-    Raises:
-        ConfigError: the format is unown.
+    Raises ConfigError for another format.
     """
     if format not in FORMATS:
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")
@@ -153,15 +151,7 @@ def render(summary: Summary, format: str = "text", width: int | None = None, ver
 def render_all(
     summaries: Sequence[Summary], format: str = "text", width: int | None = None, verbose: bool = False
 ) -> str:
-    """Return several summaries, preceded by a table of all configurations; CSV has only that, by `sweep`.
-
-    Args:
-        width: as for `render`.
-        verbose: as for `render`.
-
-    Raises:
-        ConfigError: the format is unown.
-    """
+    """Return several summaries, preceded by a table of all configurations; CSV has only that, by `sweep`."""
     if len(summaries) == 1:
         return render(summaries[0], format, width, verbose)
     if format == "csv":

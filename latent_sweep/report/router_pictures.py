@@ -49,11 +49,7 @@ NOVELTY = "router_novelty_auroc"
 
 
 def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
-    """Draw the pictures of a sweep's routers.
-
-    Returns:
-        The pictures, and a line for each that could not be drawn.
-    """
+    """Draw a sweep's routers; also return a line for each picture that could not be drawn."""
     routed, unread = routings(sweep)
     gaps = [f"the router of {gap}" for gap in unread]
     gaps += [f"the posterior of {one.gap}" for one in routed if one.gap is not None and not one.has_posterior]
@@ -84,11 +80,7 @@ def posterior_picture(routing: Routing, number: int) -> Picture:
 
 
 def posterior_figure(tasks: Sequence[str], posteriors: Sequence[Array]) -> Figure:
-    """Draw a horizontal box for each task, the first at the top.
-
-    Args:
-        posteriors: of the right task, (examples,), by task.
-    """
+    """Draw a horizontal box for each task, the first at the top, of the posteriors of the right task, (examples,)."""
     figure = new_figure(PAGE, 0.75 + 0.21 * max(len(tasks), 3))
     axes = figure.add_subplot()
     places = np.arange(len(tasks))
@@ -138,7 +130,6 @@ _HORIZONTAL: dict[str, Any] = (
 
 
 def confusion_picture(routing: Routing, number: int) -> Picture:
-    """Draw the share of each task's test examples that are routed to each task."""
     shares = confusion(routing.probabilities)
     caption = (
         f"{_which(routing)} Percentage of the test examples of the task at the left ({_count(routing.probabilities)}) "
@@ -151,7 +142,6 @@ def confusion_picture(routing: Routing, number: int) -> Picture:
 
 
 def confusion_figure(tasks: Sequence[str], shares: Array) -> Figure:
-    """Draw the matrix (true, routed) of shares, in percent."""
     figure = new_figure(PAGE if len(tasks) > 6 else 4.6, matrix_height(len(tasks)))
     axes = figure.add_subplot()
     percent = 100 * shares
@@ -170,7 +160,6 @@ def _whole_percent(value: float) -> str:
 
 
 def reliability_picture(routed: Sequence[Routing]) -> Picture:
-    """Draw the router's accuracy against its confidence, side by side for each trial."""
     parts = [(routing.name, reliability(routing.probabilities)) for routing in routed]
     sources = " ".join(dict.fromkeys(map(_source, routed)))
     caption = (
@@ -183,7 +172,6 @@ def reliability_picture(routed: Sequence[Routing]) -> Picture:
 
 
 def reliability_figure(parts: Sequence[tuple[str, Reliability]]) -> Figure:
-    """Draw bars of accuracy by confidence above the share of examples, side by side for each name."""
     figure = new_figure(max(COLUMN, PAGE * len(parts) / MOST_DRAWN), 3.1)
     grid = figure.subplots(2, len(parts), squeeze=False, sharex=True, height_ratios=(3, 1))
     for column, (name, bins) in enumerate(parts):
@@ -232,7 +220,6 @@ def novelty_by_stage(sweep: SweepFolder) -> dict[str, Stages]:
 
 
 def novelty_picture(by_name: Mapping[str, Stages]) -> Picture:
-    """Draw the AUROC at each stage before the last."""
     repetitions = max(len(values) for of_stages in by_name.values() for values in of_stages.values())
     lines = "line: mean, band: range over finished repetitions" if repetitions > 1 else "one repetition"
     caption = (
@@ -244,7 +231,6 @@ def novelty_picture(by_name: Mapping[str, Stages]) -> Picture:
 
 
 def novelty_figure(by_name: Mapping[str, Stages]) -> Figure:
-    """Draw a line for each configuration over the number of tasks seen."""
     figure = new_figure(PAGE if len(by_name) > 1 else COLUMN, 2.4)
     axes = figure.add_subplot()
     for i, (name, values) in enumerate(by_name.items()):

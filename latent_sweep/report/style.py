@@ -31,7 +31,6 @@ _DPI = 160
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches."""
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
@@ -43,17 +42,15 @@ def plain(text: str) -> str:
 
 
 def numbered(tasks: Sequence[str]) -> list[str]:
-    """Return row labels: each task's shortened name and its position in the order of learning, from 1."""
+    """Return row labels: each task's shortened name and its position in the order of learning."""
     return [f"{plain(name)}  {i}" for i, name in enumerate(short_task_names(tasks), start=1)]
 
 
 def positions(n_tasks: int) -> list[str]:
-    """Return column labels: positions in the order of learning, from 1."""
     return [str(i + 1) for i in range(n_tasks)]
 
 
 def tidy(axes: Axes) -> None:
-    """Draw axes lightly, in the fonts of these pictures."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=SMALL, color=INK, labelcolor=INK)
     axes.xaxis.label.set_fontsize(NORMAL)
@@ -69,12 +66,7 @@ def draw_cells(
     formatted: Callable[[float], str],
     size: float,
 ) -> None:
-    """Write each number of a matrix into its cell; NaN leaves the cell blank.
-
-    Args:
-        dark: (rows, columns) cells with white text.
-        size: font size in points.
-    """
+    """Write each number of a matrix into its cell, in white where it is `dark`; NaN leaves the cell blank."""
     for (i, j), value in np.ndenumerate(values):
         if not np.isnan(value):
             color = "white" if dark[i, j] else INK
@@ -82,7 +74,6 @@ def draw_cells(
 
 
 def decimals(digits: int) -> Callable[[float], str]:
-    """Return a formatter with this many decimals and no -0."""
     return lambda value: f"{round(value, digits) + 0.0:.{digits}f}"
 
 
@@ -95,15 +86,7 @@ def heat_map(
     norm: Normalize,
     label: str,
 ) -> None:
-    """Draw a matrix as colored cells with numbers; NaN leaves a cell blank.
-
-    Args:
-        rows: row labels.
-        columns: column labels.
-        values: (rows, columns).
-        formatted: returns the text of a cell.
-        label: of the color bar, with the unit.
-    """
+    """Draw a matrix (rows, columns) as colored cells with numbers; NaN leaves a cell blank."""
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap="YlGnBu", norm=norm, aspect="auto")
     draw_cells(axes, values, np.ma.filled(norm(masked), 0) > 0.55, formatted, SMALL)
@@ -125,7 +108,6 @@ def heat_map(
 
 
 def matrix_height(n_rows: int) -> float:
-    """Return the height in inches for a matrix with this many rows."""
     return 0.85 + 0.24 * max(n_rows, 4)
 
 

@@ -80,7 +80,6 @@ def sections(summary: Summary) -> list[Section]:
 
 
 def joint_sections(summaries: Sequence[Summary]) -> list[Section]:
-    """Return the sections on several sweeps: all configurations, and their differences from baselines."""
     differences = Section("compared", _DIFFERENCES, _compared(summaries), *comparison_notes(summaries))
     return [together(summaries), *([differences] if differences.table else [])]
 
@@ -92,7 +91,6 @@ def together(summaries: Sequence[Summary]) -> Section:
 
 
 def without_comparison(summary: Summary) -> Summary:
-    """Return a summary without differences, which several sweeps show in one table."""
     configurations = tuple(replace(one, comparison=None) for one in summary.configurations)
     return replace(summary, configurations=configurations)
 
@@ -103,7 +101,6 @@ def one_line(text: str) -> str:
 
 
 def counts(summary: Summary) -> str:
-    """Return the number of trials, in all and by status."""
     by_status = counts_text(summary.counts, summary.driven)
     return f"{sum(summary.counts.values())} trials" + (f" ({by_status})" if by_status else "")
 
@@ -151,7 +148,6 @@ _FEW = 5
 
 
 def has_held_out(summary: Summary) -> bool:
-    """Return whether any scores are on held-out training examples."""
     return any(one.settings.get("benchmark.score_on") == "validation" for one in summary.configurations)
 
 
@@ -263,7 +259,6 @@ def _agreements(pair: tuple[Summary, Summary]) -> Iterator[str]:
 def _agreement(
     pair: tuple[Summary, Summary], where: str, both: Sequence[tuple[Configuration, Configuration]]
 ) -> Iterator[str]:
-    """Yield Kendall's tau; nothing if a sweep's configurations all have the same AP."""
     from scipy.stats import kendalltau  # takes half a second
 
     means = [(_exact_mean(ours), _exact_mean(theirs)) for ours, theirs in both]
@@ -304,7 +299,7 @@ def _by_label(summary: Summary, chosen: Set[str]) -> dict[str, Configuration]:
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 _RARE = "its settings"
-"""Heading of the column for settings that few configurations have; no axis has this name, as it has a space."""
+"""No axis has this name, as it has a space."""
 
 
 class _Axes:
@@ -317,7 +312,6 @@ class _Axes:
         self.header = list(dict.fromkeys(_RARE if name in self._rare else name for name in summary.axes))
 
     def cells(self, configuration: Configuration) -> list[Cell]:
-        """Return the cells of a configuration's row."""
         rare = Cell(label({name: configuration.read[name] for name in self._rare}) or "-")
         return [rare if self._rare and name == _RARE else _setting(configuration.read[name]) for name in self.header]
 
@@ -337,7 +331,6 @@ class _Names:
         self.header = self._axes.header if self._axes else ["sweep", *labels, *self._apart]
 
     def cells(self, summary: Summary, configuration: Configuration) -> list[Cell]:
-        """Return the cells of a configuration's row."""
         if self._axes:
             return self._axes.cells(configuration)
         labels = [Cell(self._labels[id(configuration)] or "-")] * ("configuration" in self.header)
@@ -362,7 +355,6 @@ def value_range(values: Sequence[Any], write: Callable[[Any], str]) -> str:
 
 
 def _protocol_cells(summary: Summary) -> dict[str, list[Cell]]:
-    """Return the columns on how tasks were learned."""
     columns: dict[str, list[Cell]] = {}
     for configuration in summary.configurations:
         for name, values in protocol(configuration).items():
@@ -435,7 +427,6 @@ def by_performance(configuration: Configuration) -> tuple[bool, float]:
 
 
 def _compared(summaries: Sequence[Summary]) -> Table | None:
-    """Return a row per compared configuration; the intervals' source has a column if it varies."""
     names, rows, sources = _Names(summaries), [], []
     for summary, one in _compared_configurations(summaries):
         comparison = one.comparison
@@ -474,7 +465,6 @@ def _difference(difference: Difference | None) -> Cell:
 
 
 def points(fraction: float) -> str:
-    """Return a difference of fractions in percentage points."""
     return f"{round(100 * fraction, 2) + 0.0:+.2f}"  # no -0.00
 
 
@@ -582,7 +572,6 @@ def _router(summary: Summary) -> Table | None:
 
 
 def router_value(configuration: Configuration, measure: RoutingMetric) -> float | None:
-    """Return a routing metric in the unit of tables; None if it is unknown."""
     statistic = configuration.router.get(measure.metric)
     return None if statistic is None else measure.factor * statistic.mean
 
@@ -603,5 +592,4 @@ def _counted(trials: Sequence[str], most: int = 4) -> str:
 
 
 def ended_lines(summary: Summary) -> list[str]:
-    """Return a line for each trial that ended without finishing, with the reason."""
     return [f"{label(end.values)} {end.status}: {end.reason}" for end in summary.ended_early]

@@ -23,7 +23,6 @@ Interval = tuple[float, float]
 LEVEL = 0.95
 RESAMPLES = 10_000
 _MOST_DRAWS = 1_000_000
-"""Maximum number held at once."""
 
 
 ROUNDING = 1e-12
@@ -38,11 +37,7 @@ def bootstrap_means(
 ) -> list[Array]:
     """Return for each comparison the mean over repetitions, tasks and examples of every resample, (resamples,).
 
-    Comparisons share the draws of examples, and those of equal size the draws of repetitions: equal comparisons have
-    equal intervals.
-
-    Args:
-        comparisons: the repetitions of each.
+    Comparisons share the draws of examples, and those of equal size the draws of repetitions.
     """
     generator = np.random.default_rng(seed)
     means = _means_of_repetitions([r for repetitions in comparisons for r in repetitions], resamples, generator)
@@ -64,7 +59,6 @@ def _means_of_repetitions(repetitions: Sequence[Repetition], resamples: int, gen
 
 
 def _means_over_repetitions(means: Array, generator: np.random.Generator) -> Array:
-    """Return the mean over resampled repetitions, (resamples,), of means (resamples, repetitions)."""
     resamples, n = means.shape
     return np.concatenate(
         [(counts * means[block]).sum(axis=1) / n for block, counts in _counts(generator, n, resamples)]
@@ -81,16 +75,15 @@ def _counts(generator: np.random.Generator, n: int, resamples: int) -> Iterator[
 
 
 def percentile_interval(values: Array) -> Interval:
-    """Return the central interval of the resampled values."""
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def student_interval(differences: Sequence[float]) -> Interval | None:
-    """Return Student's interval of the mean of paired differences; None for one, and for equal ones other than 0.
+    """Return Student's interval of the mean of paired differences; None for one, and for equal ones but 0.
 
-    Equal differences only show that scores have few distinct values. A bootstrap of two or three numbers cannot leave
-    their range: its 95 % interval would contain the truth in 52 % and 76 % of cases.
+    Equal differences only show that scores have few distinct values. A bootstrap's 95 % interval of two or three
+    numbers contains the truth in 52 % and 76 % of cases.
     """
     if len(differences) < 2:
         return None

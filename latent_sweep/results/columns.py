@@ -15,14 +15,12 @@ _LOCATION_AND_SPEED = frozenset(
 )
 """Settings that change no result."""
 _ORDER = ("benchmark.name", "benchmark.order")
-"""Settings that determine the tasks unless they are listed."""
 
 
 def differing(sweeps: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[Iterable[str]]) -> list[str]:
-    """Return the paths of the settings in which sweeps differ, in the order of their groups.
+    """Return the paths of the settings in which sweeps differ: by their values, or as only some sweeps vary them.
 
-    A setting differs if its values do, or if it varies in some of the sweeps only. A setting that only some methods
-    have is compared between these.
+    A setting that only some methods have is compared between these.
 
     Args:
         sweeps: for each sweep, the settings by path of each configuration or trial.

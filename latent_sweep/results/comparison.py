@@ -28,11 +28,11 @@ class Difference:
     mean: float
     interval: Interval | None
     resampled: str
-    """Source of the interval: `repetitions`, `rows` (test examples), `repetitions and rows` or `nothing`."""
+    """`repetitions`, `rows` (test examples), `repetitions and rows` or `nothing`."""
 
     @property
     def significant(self) -> bool:
-        """Whether there is an interval that excludes 0, beyond rounding."""
+        """Whether an interval excludes 0, beyond rounding."""
         return self.interval is not None and not self.interval[0] - ROUNDING <= 0 <= self.interval[1] + ROUNDING
 
 
@@ -41,9 +41,7 @@ class Comparison:
     """A configuration against its baseline, over the repetitions that both have finished."""
 
     baseline: str
-    """The baseline's label."""
     n: int
-    """Number of pairs."""
     differences: Mapping[Measure, Difference]
     """Empty without pairs."""
     averaged: tuple[int, ...] = ()
@@ -53,7 +51,7 @@ class Comparison:
 Outcomes = Mapping[Measure, Outcome] | None
 """The defined measures of a trial; None if it has not finished."""
 Repeat = tuple[str | None, ...]
-"""The values that identify a repetition: of the settings that repeat a configuration; None if it is not read."""
+"""Values of the settings that repeat a configuration; None if it is not read."""
 Pair = tuple[Outcome, Outcome]
 """A measure of the same repetition of a configuration and of its baseline."""
 
@@ -61,12 +59,10 @@ Pair = tuple[Outcome, Outcome]
 def compare(
     configurations: Sequence[Mapping[Repeat, Outcomes]], baselines: Sequence[int], labels: Sequence[str]
 ) -> list[Comparison | None]:
-    """Compare each configuration with its baseline; None for one that is its own.
+    """Compare each configuration's outcomes, by repetition, with its baseline's; None for one that is its own.
 
     Args:
-        configurations: the outcomes of each, by repetition, including unfinished ones.
         baselines: the index of each one's baseline.
-        labels: of the configurations.
     """
     pairs = {
         (own, measure): _pairs(configurations[own], configurations[baseline], measure)
@@ -106,7 +102,6 @@ def _pairs(ours: Mapping[Repeat, Outcomes], theirs: Mapping[Repeat, Outcomes], m
 
 
 def _by_index(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> Iterator[tuple[int, tuple[str | None, ...]]]:
-    """Yield the index of each repeating setting with all of its values."""
     return enumerate(zip(*ours, *theirs, strict=True))
 
 
@@ -128,7 +123,6 @@ def _read_by_one(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> tuple[int,
 
 
 def _difference(pairs: Sequence[Pair], by_row: Interval | None) -> Difference:
-    """Return the difference with the interval from test examples, or else from repetitions alone."""
     values = [ours.value - theirs.value for ours, theirs in pairs]
     interval = by_row or student_interval(values)
     sources = ["repetitions"] * (interval is not None and len(pairs) > 1) + ["rows"] * (by_row is not None)
@@ -150,7 +144,6 @@ TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks", "benchmark.
 
 
 def tested_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the values of these settings, as far as all trials of a configuration share them."""
     return tuple(format_value(settings.get(path)) for path in TESTED_ON)
 
 
@@ -165,13 +158,10 @@ def find_baselines(
 
     Args:
         configurations: short name of each axis -> value.
-        labels: of the configurations.
         paths: short name -> path.
         wanted: settings of the baseline as `name=value`, by short name or path, or its whole label.
-        sweeps: the sweep of each configuration.
 
-    Raises:
-        ConfigError: not exactly one configuration fits.
+    Raises ConfigError if not exactly one configuration fits.
     """
     tested_on = [name for name, path in paths.items() if path in TESTED_ON]
     backbone = [name for name, path in paths.items() if path == "backbone.name"]
@@ -204,7 +194,6 @@ def _agree(values: Mapping[str, Any], others: Mapping[str, Any], names: Sequence
 
 
 def _whole(values: Mapping[str, Any]) -> str:
-    """Return all settings of a configuration as tables show them, with `-` for null."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
 
 

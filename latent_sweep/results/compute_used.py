@@ -20,7 +20,7 @@ class Held(NamedTuple):
     amount: int
     """Number of GPUs, or of CPU cores."""
     process: tuple[str, int | None]
-    """Node and process id of the worker."""
+    """Node and process id."""
 
 
 AtWork = tuple[Held, Span]
@@ -51,12 +51,8 @@ def covered(spans: Sequence[Span]) -> float:
 def compute_used(sweep: SweepFolder, at_work: Iterable[AtWork]) -> tuple[Item, ...]:
     """Return the hours of GPUs of each type, and of CPU cores without a GPU, that the workers used.
 
-    A worker's time runs from the first to the last event that it wrote: loading a backbone before, work after the last
-    event and idle nodes do not count. The trials of a pack share their worker's time; of a GPU shared by several
-    workers, each counts its current share.
-
-    Args:
-        at_work: `held_at_work` of all trials.
+    A worker's time runs from the first to the last event that it wrote. The trials of a pack share their worker's time;
+    of a GPU shared by several workers, each counts its current share. `at_work` is `held_at_work` of all trials.
     """
     spans: dict[Held, list[Span]] = {}
     for held, span in at_work:

@@ -16,31 +16,23 @@ Measure = Literal["AP", "LA", "BWT", "FM"]
 MEASURES: tuple[Measure, ...] = ("AP", "LA", "BWT", "FM")
 
 _METRICS: Mapping[str, Measure] = {"FM": "FM", "FM_scorer": "FM", "BWT": "BWT"}
-"""The journal's metrics that may be undefined, with their measures."""
+"""The journal's metrics that may be undefined."""
 
 
 def learns_in_turn(trial: TrialFolder, learned: Sequence[Stage]) -> bool:
-    """Return whether every stage of a trial learns a task, judged by the lineages planned or recorded.
-
-    Joint training learns all tasks at the first stage, and zero-shot learns nothing.
-    """
+    """Return whether every stage of a trial learns a task: not in joint training and zero-shot."""
     lineages = trial.lineages or [stage.lineage for stage in learned]
     trained = [stage.trainable_parameters for stage in learned if stage.trainable_parameters is not None]
     return all(a != b for a, b in itertools.pairwise(lineages)) and (not trained or any(trained))
 
 
 def defined_measures(trial: TrialFolder, learned: Sequence[Stage]) -> tuple[Measure, ...]:
-    """Return the measures that are defined for a trial.
-
-    LA, BWT and FM need tasks that are learned in turn. BWT and FM are means over the earlier tasks.
-    """
     if not learns_in_turn(trial, learned):
         return ("AP",)
     return MEASURES if trial.n_tasks > 1 else ("AP", "LA")
 
 
 def defined_metrics(trial: TrialFolder, learned: Sequence[Stage], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without undefined measures."""
     defined = defined_measures(trial, learned)
     return {name: value for name, value in metrics.items() if _METRICS.get(name, "AP") in defined}
 

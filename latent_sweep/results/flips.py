@@ -15,7 +15,7 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.predictions import Answer, saved_answers
 
 RIGHT = 0.5
-"""Score, a fraction, from which an answer counts as right: exact match is 0 or 1, Rouge-L anything between."""
+"""Score from which an answer counts as right."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Flip:
     """The prompt before truncation; None if the benchmark's data is not available, or differs."""
     references: tuple[str, ...]
     answers: Mapping[int, Answer]
-    """Answers by tasks seen, of every stage that has kept its answers."""
+    """By tasks seen, of every stage that has kept its answers."""
     weights: Mapping[str, float]
     """Combination weight of each task's snapshot after the last task, without zeros."""
 
@@ -40,10 +40,8 @@ class Flip:
 def flips(sweep: SweepFolder, folder: TrialFolder, per_task: int = 3) -> list[Flip]:
     """Return flipped answers of a finished trial, in the order of its tasks, lost ones first.
 
-    Empty if the trial has not finished, or has not kept the answers of both stages.
-
-    Args:
-        per_task: maximum of each kind per task: those with the largest change of score, then the first.
+    Empty if it has not finished or kept the answers of both stages. At most `per_task` of each kind per task: those
+    with the largest change of score, then the first.
     """
     trial = finished_trial(sweep, folder)
     try:
@@ -79,12 +77,7 @@ def _flips(trial: TrialResults, per_task: int) -> Iterator[Flip]:
 
 
 def choose_flips(new: Sequence[float], last: Sequence[float], most: int) -> list[int]:
-    """Return indices of examples whose score crosses `RIGHT`: at most this many downwards, then as many upwards.
-
-    Args:
-        new: score of each example when its task was new, a fraction.
-        last: the same examples' scores after the last task.
-    """
+    """Return indices of examples whose score crosses `RIGHT`: at most `most` downwards, then as many upwards."""
     crossing = [i for i, (a, b) in enumerate(zip(new, last, strict=True)) if (a >= RIGHT) != (b >= RIGHT)]
     order = sorted(crossing, key=lambda i: (-abs(last[i] - new[i]), i))
     lost, gained = ([i for i in order if (new[i] >= RIGHT) is was_right] for was_right in (True, False))

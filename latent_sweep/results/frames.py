@@ -92,7 +92,6 @@ class SweepResults:
 
     @property
     def name(self) -> str:
-        """The name of the sweep, or of all of them."""
         return ", ".join(folder.name for folder in self._folders)
 
     def __repr__(self) -> str:
@@ -319,7 +318,6 @@ class SweepResults:
         return {**_key(trial), **self._settings(trial.folder), **_stage_cells(stage)}
 
     def _find(self, wanted: WhichTrial) -> TrialResults:
-        """Return the one trial that fits."""
         trials = list(self._trials())
         if isinstance(wanted, str):
             same = [trial for trial in trials if trial.folder.trial_id == wanted]
@@ -359,7 +357,6 @@ class SweepResults:
 
 
 _LISTED = 8
-"""Maximum number of trials in an error message."""
 
 
 def _key(trial: TrialResults) -> Row:
@@ -409,14 +406,14 @@ Line = Mapping[str, Any]
 
 
 def _with_lines(answers: Sequence[Answer], lines: Sequence[Line] | None) -> Iterable[tuple[Answer, Line | None]]:
-    """Pair the answers of a stage with the newest stage's predictions of the same examples, as far as known."""
+    """Pair a stage's answers with the newest predictions of the same examples, None if they do not fit."""
     if lines is None or len(lines) != len(answers):
         return zip(answers, repeat(None), strict=False)
     return zip(answers, lines, strict=True)
 
 
 def _prediction_cells(line: Line | None, weighted: Sequence[str]) -> Row:
-    """Return an example's id and references, and its weights over the tasks `weighted`, if there are any."""
+    """Return an example's id and references, and its weights over the tasks `weighted`."""
     if line is None:
         return {}
     weights = {weighted[int(position)]: weight for position, weight in line["weights"].items()} if weighted else None
@@ -439,7 +436,6 @@ def _check_task(task: str, trials: Iterable[TrialResults]) -> None:
 
 
 def _columns(paths: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
-    """Map paths to columns: short names, or the path if the name is taken."""
     return {path: path if name in set(taken) else name for path, name in short_names(paths).items()}
 
 
@@ -456,7 +452,6 @@ def _setting(trial: TrialFolder, path: str) -> Any:
 
 
 def _dtype(values: Iterable[Any]) -> str:
-    """Return the type of the column that holds these settings."""
     known = [value for value in values if value is not None]
     kinds = {type(value) for value in known}
     if kinds == {int}:

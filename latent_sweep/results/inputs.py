@@ -15,7 +15,7 @@ from latent_sweep.storage.folders import TrialFolder
 
 
 class TaskExamples(NamedTuple):
-    """A task's test examples, in their order."""
+    """A task's test examples and metric."""
 
     ids: list[str]
     inputs: list[str]
@@ -25,12 +25,7 @@ class TaskExamples(NamedTuple):
 
 @lru_cache
 def read_test_examples(settings: BenchmarkSettings, task: str) -> TaskExamples:
-    """Read a task's test examples and its metric from the benchmark on this machine.
-
-    Raises:
-        ConfigError: the benchmark does not exist, or has no such task.
-        DataError: the data is missing or malformed.
-    """
+    """Raises ConfigError if the benchmark or task does not exist; DataError if its data is missing or malformed."""
     spec = load_benchmark(settings.name)
     task_spec = next((one for one in spec.tasks if one.name == task), None)
     if task_spec is None:
@@ -47,8 +42,7 @@ def read_test_examples(settings: BenchmarkSettings, task: str) -> TaskExamples:
 class InputTexts:
     """Reads the inputs of the examples that a trial has answered.
 
-    Args:
-        trial: its settings name the benchmark; LATENT_SWEEP_DATA replaces a `data_dir` that does not exist here.
+    LATENT_SWEEP_DATA replaces a `data_dir` that does not exist here.
     """
 
     def __init__(self, trial: TrialFolder):
@@ -62,9 +56,8 @@ class InputTexts:
         Args:
             lines: the task's predictions after the newest stage; None if they are unknown.
 
-        Raises:
-            ConfigError: the benchmark does not exist.
-            DataError: the data is missing or malformed, or has other examples than those answered.
+        Raises ConfigError if the benchmark does not exist; DataError if its data is missing, malformed or not what was
+        answered.
         """
         examples = read_test_examples(self._settings, task)
         answered = None if lines is None else [(line["id"], line["references"]) for line in lines]

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 
 PENALTY = "method.ortho_lambda"
-"""The axis with the penalty's weight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +45,9 @@ class Bounds:
     bound: Array
     """The paper's: s^2 ||R~_i' R~_j||_2."""
     largest: Array
-    """The worst direction psi: s^2 max |psi' R~_i' R~_j psi|, the largest eigenvalue of the symmetric part."""
+    """The worst psi: s^2 max |psi' R~_i' R~_j psi|."""
     typical: Array
-    """The root mean square over all directions psi."""
+    """The root mean square over all psi."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +58,11 @@ class Interference:
     measure: str
     """The formula of `overlaps`."""
     overlaps: Array
-    """(T, T) symmetric, the penalty of each pair, summed or averaged over projections."""
+    """(T, T), the penalty of each pair, summed or averaged over projections."""
     shares: Array
-    """(T, T) the same, scaled to [0, 1]; NaN if a snapshot is zero."""
+    """(T, T), the same scaled to [0, 1]; NaN if a snapshot is zero."""
     chance: float
-    """The share of matrices with independent normal entries, for comparison."""
+    """The share of matrices with independent normal entries."""
     bounds: Bounds | None
     """None without a common space of factors."""
     penalty: float | None
@@ -76,14 +75,14 @@ class Interference:
 
 
 def weighted(R: Array, singular_values: Array, side: str) -> Array:
-    """Compute R~ of R (T, M, r, r): `out` is S R, `in` is R S, `none` is R; singular values are (M, r)."""
+    """Compute R~ of R (T, M, r, r): `out` is S R, `in` is R S, `none` is R; S is (M, r)."""
     if side == "out":
         return singular_values[:, :, None] * R
     return R * singular_values[:, None, :] if side == "in" else R
 
 
 def overlaps(W: Array) -> Array:
-    """Compute sum_m ||W_im' W_jm||_F^2 of every pair of tasks, (T, T), symmetric: equations (8) and (10)."""
+    """Compute sum_m ||W_im' W_jm||_F^2 of every pair of tasks, (T, T): equations (8) and (10)."""
     sums = np.empty((len(W), len(W)))
     for i, A in enumerate(W):
         for j, B in enumerate(W[: i + 1]):
@@ -102,13 +101,10 @@ def overlap_shares(W: Array) -> Array:
 
 
 def chance_share(singular_values: Array, side: str) -> float:
-    """Compute the share (`overlap_shares`) for independent entries of R, with both sums in expectation.
+    """Compute the share (`overlap_shares`) for independent entries of R, with both sums in expectation; S is (M, r).
 
     For one projection, E ||R~_i' R~_j||_F^2 = r^2 sum S^4 with Sigma on the output side and r (sum S^2)^2 on the input
     side, and E ||R~||_F^2 = r sum S^2.
-
-    Args:
-        singular_values: (M, r).
     """
     S2 = np.square(singular_values) if side != "none" else np.ones_like(singular_values)
     r = S2.shape[1]
@@ -118,15 +114,10 @@ def chance_share(singular_values: Array, side: str) -> float:
 
 
 def interference_bounds(W: Array, scale: float) -> Bounds:
-    """Compute the paper's bound, the largest and the typical interference of every pair of tasks.
+    """Compute the bounds of every pair of tasks from W (T, M, r, r) and the factor s of every delta.
 
     With K = W_i' W_j and its symmetric part H, psi' K psi = psi' H psi. For unit psi it is at most H's largest absolute
-    eigenvalue, which is at most ||K||_2, and its mean square is
-    (2 ||H||_F^2 + tr(H)^2) / (r (r + 2)).
-
-    Args:
-        W: (T, M, r, r).
-        scale: s, the factor of every delta; its square is in their products.
+    eigenvalue, which is at most ||K||_2, and its mean square is (2 ||H||_F^2 + tr(H)^2) / (r (r + 2)).
     """
     pairs = []
     r = W.shape[-1]
@@ -144,11 +135,7 @@ def interference_bounds(W: Array, scale: float) -> Bounds:
 
 
 def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:
-    """Measure the snapshots of a few trials of a sweep, see `compared_trials`.
-
-    Returns:
-        The measurements, in the sweep's order, and the reasons why other trials could not be measured.
-    """
+    """Measure a few trials of a sweep, in its order; also return why others could not be measured."""
     measured, gaps = [], []
     trials = finished_trials(sweep)
     for trial in compared_trials(trials):
@@ -161,7 +148,6 @@ def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:
 
 
 def _forgetting(of: TrialResults, trials: Sequence[TrialResults]) -> dict[str, float]:
-    """Return FM of the trials that share this one's snapshots, the first of each combination."""
     forgetting: dict[str, float] = {}
     for trial in trials:
         if trial.folder.training_id == of.folder.training_id and "FM" in trial.metrics:
@@ -198,14 +184,7 @@ def _settings_key(trial: TrialResults, keep: Callable[[str], bool]) -> str:
 
 
 def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Interference | str | None:
-    """Measure one trial's snapshots.
-
-    Args:
-        forgetting: see `Interference`.
-
-    Returns:
-        The measurement; the reason why there is none; or None if the method has nothing to measure.
-    """
+    """Measure one trial's snapshots; return the reason if that fails, and None if there is nothing to measure."""
     try:
         snapshots = trial.sweep.snapshots
         if "sum" not in method_class(trial.folder.params["method.name"]).combinations or len(trial.tasks) < 2:
@@ -236,7 +215,6 @@ def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:
 
 
 def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -> Interference | str:
-    """Measure R (T, M, r, r), weighted by the singular values of its backbone."""
     from latent_sweep.adapters.factors import stored_singular_values  # imports torch
 
     groups = trial.folder.settings()

@@ -17,7 +17,6 @@ from latent_sweep.storage.journal import final_metrics
 from latent_sweep.storage.trial_files import RowScores, checked_answers, row_scores
 
 Scores = npt.NDArray[np.float64]
-"""Scores of a task's test examples, (examples,)."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,11 @@ class Outcome:
     value: float
     """A fraction."""
     rows: Mapping[str, RowScores] | None
-    """By task, the contribution of each example: `value` is the mean over tasks of the means over examples. None if it
-    is not known."""
+    """By task, the contribution of each example: `value` is the mean over tasks of their means. None if not known."""
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the mean of a measure over trials, of the value and, if the examples are the same, by example."""
+    """Average a measure over trials: the value and, if the examples are the same, by example."""
     first, rows = outcomes[0].rows, None
     if first is not None and all(each.rows is not None and row_ids(each.rows) == row_ids(first) for each in outcomes):
         rows = {
@@ -43,7 +41,6 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def row_ids(rows: Mapping[str, RowScores]) -> dict[str, tuple[str, ...]]:
-    """Return the ids of the test examples of each task."""
     return {task: scores.ids for task, scores in rows.items()}
 
 
@@ -54,9 +51,6 @@ def outcomes(trial: TrialResults) -> dict[Measure, Outcome]:
     the last scores minus those when new, and FM the scores at the first of the task's best stages minus the last
     ones: with fixed best stages, equation (17) is linear in the examples' scores. All but AP need the answers of every
     stage (`run.keep_answers: all`).
-
-    Raises:
-        StorageError: the journal is corrupt.
     """
     matrix, last = trial.matrix, row_scores(trial.folder.path, trial.events)
     metrics = final_metrics(trial.events)

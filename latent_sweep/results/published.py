@@ -28,12 +28,7 @@ class Published:
 
 
 def find_published(settings: Mapping[str, Any], n_tasks: int) -> Published | None:
-    """Return the paper's numbers for a configuration; None if it is not in the paper.
-
-    Args:
-        settings: common to the configuration's trials, by dotted path.
-        n_tasks: of its stream.
-    """
+    """Return the paper's numbers for a configuration's common settings by path; None if it is not in the paper."""
     order, tables = str(settings.get("benchmark.order")), content()
     streams = {str(number): name for number, name in tables["benchmarks"].items()}
     if n_tasks != TASKS or settings.get("benchmark.name") != streams.get(order):
@@ -49,7 +44,6 @@ def find_published(settings: Mapping[str, Any], n_tasks: int) -> Published | Non
 
 @cache
 def content() -> Mapping[str, Any]:
-    """Return the content of `published.yaml`."""
     text = resources.files("latent_sweep.results").joinpath("published.yaml").read_text(encoding="utf-8")
     tables: Mapping[str, Any] = parse_yaml(text, "published.yaml")
     return tables

@@ -42,7 +42,6 @@ class Cell:
 
     @property
     def agrees(self) -> bool:
-        """Whether both are the same up to rounding."""
         return abs(self.stored - self.recomputed) <= max(self.rows, 1) * EPSILON
 
 
@@ -51,13 +50,11 @@ class Measure:
     """AP or FM, stored and recomputed."""
 
     stored: float | None
-    """None if the journal has none."""
     recomputed: float | None
     """None if a stage that it needs could not be rescored."""
 
     @property
     def differs(self) -> bool:
-        """Whether both are known and different."""
         if self.stored is None or self.recomputed is None:
             return False
         return abs(self.stored - self.recomputed) > ROUNDING
@@ -71,7 +68,6 @@ class Rescored:
     name: str
     status: str
     cells: tuple[Cell, ...] = ()
-    """Every entry that was rescored."""
     measures: Mapping[str, Measure] | None = None
     faults: tuple[str, ...] = ()
     """Other differences."""
@@ -81,7 +77,6 @@ class Rescored:
 
     @property
     def different(self) -> tuple[Cell, ...]:
-        """The entries that differ."""
         return tuple(cell for cell in self.cells if not cell.agrees)
 
     @property
@@ -91,12 +86,10 @@ class Rescored:
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs."""
         measures = (self.measures or {}).values()
         return bool(self.different or self.faults or any(measure.differs for measure in measures))
 
     def record(self) -> dict[str, Any]:
-        """Return the outcome as JSON values."""
         return {
             "trial_id": self.trial_id,
             "name": self.name,
@@ -111,7 +104,6 @@ class Rescored:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the outcome as text."""
         measures = (self.measures or {}).items()
         verdict = "NOT EQUAL" if self.differs else "equal" if self.equal else "equal as far as it could be rescored"
         counts = f"{len(self.cells)} scores of {sum(cell.rows for cell in self.cells)} answers recomputed"
@@ -129,11 +121,7 @@ class Rescored:
 
 
 def rescore(sweep: SweepFolder) -> list[Rescored]:
-    """Rescore every trial of a sweep from its saved predictions.
-
-    Raises:
-        StorageError: `sweep.json` or a journal is corrupt.
-    """
+    """Rescore every trial of a sweep. Raises StorageError if `sweep.json` or a journal is corrupt."""
     return [_rescored(TrialResults(sweep, folder)) for folder in sweep]
 
 
@@ -157,11 +145,7 @@ def _rescored(trial: TrialResults) -> Rescored:
 
 
 class _Rescoring:
-    """The files of one trial, to rescore its stages.
-
-    Raises:
-        OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError: a file is missing or malformed.
-    """
+    """The files of one trial. Methods raise `UNREADABLE` if one is missing or malformed."""
 
     def __init__(self, trial: TrialResults):
         self.trial, self.stages, self.tasks = trial, trial.stages, trial.tasks
@@ -177,7 +161,6 @@ class _Rescoring:
         """Scores by task, example and prediction: most answers are the same as at the stage before."""
 
     def result(self, blank: Rescored) -> Rescored:
-        """Rescore as far as possible."""
         rows: dict[int, tuple[float, ...]] = {}
         cells, left_out = [], []
         for stage, answers in self._answers():
@@ -218,11 +201,7 @@ class _Rescoring:
         return None
 
     def _inputs(self, task: str) -> list[str]:
-        """Return the inputs of a task's examples, which are not saved with the predictions.
-
-        Raises:
-            ConfigError, DataError: the benchmark's data is not available, or has other examples.
-        """
+        """Return the inputs of a task's examples, which are not saved with the predictions."""
         examples = read_test_examples(self.settings, task)
         if examples.ids != self.ids[task]:
             raise DataError(f"task {task}: its metric needs inputs, and the benchmark's data has other examples")
@@ -236,7 +215,6 @@ class _Rescoring:
         return cells
 
     def _scores(self, task: str, metric: Metric, answers: Sequence[Answer]) -> list[float]:
-        """Score the answers of a task, each distinct prediction of an example once."""
         if len(answers) != len(self.references[task]):
             raise ValueError(f"task {task}: {len(answers)} answers for {len(self.references[task])} examples")
         keys = [(task, row, answer.prediction) for row, answer in enumerate(answers)]
@@ -250,7 +228,6 @@ class _Rescoring:
         return [self._cache[key] for key in keys]
 
     def _measures(self, rows: Mapping[int, tuple[float, ...]]) -> dict[str, Measure]:
-        """Return AP and FM as stored and from the recomputed rows."""
         stored = final_metrics(self.trial.events)
         recomputed: dict[str, float] = {}
         if len(rows) == len(self.stages):

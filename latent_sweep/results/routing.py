@@ -49,10 +49,9 @@ Array = npt.NDArray[np.float64]
 Record = TypeVar("Record", TaskGmm, TaskScatter)
 
 COMBINATIONS = (*ROUTED, "ngram")
-"""The combinations that route examples; the n-gram baseline has no posterior."""
+"""The n-gram baseline has no posterior."""
 
 READ = ("router.", "benchmark.", "backbone.")
-"""Prefixes of the settings that a router reads, besides the seed."""
 
 _SAME_WEIGHT, _MAY_DIFFER = 1e-3, 0.01
 """Tolerance of a recomputed weight, and the share of examples that may exceed it, for near ties."""
@@ -73,7 +72,6 @@ class Routing:
 
     @property
     def recomputed(self) -> bool:
-        """Whether these are recomputed posteriors."""
         return self.settings.combine in ROUTED and self.gap is None
 
     @property
@@ -83,14 +81,14 @@ class Routing:
 
 
 class Reliability(NamedTuple):
-    """Accuracy by confidence, in bins of equal width from 0 to 1."""
+    """Accuracy by confidence, in bins of equal width from 0 to 1; NaN for an empty bin."""
 
     counts: npt.NDArray[np.intp]
     """(bins,) examples."""
     confidence: Array
-    """(bins,) mean largest probability; NaN for an empty bin."""
+    """(bins,) mean largest probability."""
     accuracy: Array
-    """(bins,) share of examples whose largest probability is that of their own task; NaN for an empty bin."""
+    """(bins,) share of examples whose largest probability is that of their own task."""
     calibration_error: float
     """ECE, a fraction."""
 
@@ -101,21 +99,13 @@ def own_task(probabilities: Sequence[Array]) -> list[Array]:
 
 
 def confusion(probabilities: Sequence[Array]) -> Array:
-    """Return the share of each task's examples whose largest probability is at each task, (true, routed).
-
-    Args:
-        probabilities: (examples, T) by true task. The earliest of equal ones counts.
-    """
+    """Return the share of each task's examples whose first largest probability is at each task, (true, routed)."""
     n_tasks = len(probabilities)
     return np.stack([np.bincount(rows.argmax(axis=1), minlength=n_tasks) / len(rows) for rows in probabilities])
 
 
 def reliability(probabilities: Sequence[Array]) -> Reliability:
-    """Bin the examples of all tasks by their largest probability, as the expected calibration error does.
-
-    Args:
-        probabilities: (examples, T) by true task.
-    """
+    """Bin the examples of all tasks by their largest probability, as the expected calibration error does."""
     confidence = np.concatenate([rows.max(axis=1) for rows in probabilities])
     correct = np.concatenate([rows.argmax(axis=1) == task for task, rows in enumerate(probabilities)])
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
@@ -127,11 +117,7 @@ def reliability(probabilities: Sequence[Array]) -> Reliability:
 
 
 def routings(sweep: SweepFolder) -> tuple[list[Routing], list[str]]:
-    """Read the routing of the first finished repetition of a few configurations.
-
-    Returns:
-        The routings, in the sweep's order, and the reasons why others could not be read.
-    """
+    """Read the first finished repetition of a few configurations; also return why others could not be read."""
     first: dict[str, TrialResults] = {}
     for name, trial in routed_apart(sweep, finished_trials(sweep)):
         first.setdefault(name, trial)
@@ -164,15 +150,7 @@ def routed_apart(sweep: SweepFolder, trials: Sequence[TrialResults]) -> list[tup
 
 
 def routing(trial: TrialResults, name: str) -> Routing:
-    """Read the routing of one trial.
-
-    Args:
-        name: of its configuration.
-
-    Raises:
-        StorageError: its predictions are missing or corrupt.
-        ConfigError, LookupError, OSError, TypeError, ValueError: its files are malformed.
-    """
+    """Read the routing of one trial. Raises an error of `UNREADABLE` if its files are missing, corrupt or malformed."""
     settings = RouterSettings.model_validate(trial.folder.settings()["router"])
     predictions = trial.predictions()
     if predictions is None:
@@ -187,7 +165,6 @@ def routing(trial: TrialResults, name: str) -> Routing:
 
 
 def _weights(predictions: Sequence[Any], n_tasks: int) -> Array:
-    """Return the weights of a task's predictions, (examples, T); zeros are not stored."""
     weights = np.zeros((len(predictions), n_tasks))
     for i, row in enumerate(predictions):
         for position, weight in row["weights"].items():
@@ -204,12 +181,8 @@ class StoredRouter:
     def posterior(self, kept: Sequence[Array]) -> tuple[Array, ...]:
         """Recompute p(t | x) of the test examples of every task, (examples, T) each.
 
-        Args:
-            kept: the weights used for answering.
-
-        Raises:
-            StorageError: the storage lacks records, or they give other weights.
-            LatentSweepError, LookupError, OSError, TypeError, ValueError: files are malformed.
+        Raises StorageError if the storage lacks records, or they give other weights than `kept`, those used for
+        answering; others of `UNREADABLE` if files are malformed.
         """
         router = self._router()
         embeddings = [self.embeddings(task, "test") for task in range(len(kept))]
@@ -224,9 +197,8 @@ class StoredRouter:
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
         """Return the pooled embeddings (examples, d) of a task as the router reads them, equation (11).
 
-        Raises:
-            StorageError: they are not stored, or the embedding table that scales them is not available.
-            LatentSweepError, LookupError, OSError, TypeError, ValueError: files are malformed.
+        Raises StorageError if they, or the embedding table that scales them, are not available; others of
+        `UNREADABLE` if files are malformed.
         """
         path = pooled_path(self._folder, self._pooled_name(task, split))
         if not has_valid_checksum(path):
@@ -241,11 +213,7 @@ class StoredRouter:
         return normalize_embeddings(pooled, norm, self._table_std if norm == "std" else None)
 
     def _router(self) -> GaussianRouter:
-        """Return the router over all tasks, from its records, as the trial's last stage fitted it.
-
-        Raises:
-            StorageError: a record is not in the storage.
-        """
+        """Return the router over all tasks as the trial's last stage fitted it."""
         settings, n_tasks = self._settings, len(self.trial.tasks)
         seed = int(self._groups["seed"])
         pooled_tasks = settings.cov.pooled_tasks(n_tasks, n_tasks)
@@ -294,7 +262,6 @@ class StoredRouter:
 
     @cached_property
     def _chat(self) -> Chat | None:
-        """The chat template of the prompts; None without one."""
         if not self.trial.benchmark().chat:
             return None
         from latent_sweep.backbones.tokenizers import load_tokenizer  # imports transformers
@@ -318,12 +285,7 @@ def _record(kind: type[Record], path: Path) -> Record:
 
 
 def backbone_digests(sweep: SweepFolder, lineage: str) -> dict[str, str]:
-    """Return the digests of weights and tokenizer in a snapshot's facts.
-
-    Raises:
-        StorageError: the snapshot is missing.
-        OSError, ValueError, LookupError, TypeError: its facts cannot be read.
-    """
+    """Return the digests of weights and tokenizer in a snapshot's facts. Raises an error of `UNREADABLE`."""
     path = sweep.snapshots.folder / f"{lineage}.json"
     if not path.is_file():
         raise StorageError(f"snapshot {lineage} is missing")

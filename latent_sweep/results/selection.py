@@ -17,7 +17,6 @@ UNREADABLE = (LatentSweepError, OSError, ValueError, LookupError, TypeError, Att
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file could not be read."""
     if isinstance(error, (LatentSweepError, OSError)):
         return str(error)
     return f"its files have an unexpected content ({type(error).__name__}: {error})"
@@ -46,12 +45,7 @@ def first_of_each(
     key: Callable[[TrialResults], str] = lambda trial: trial.configuration,
     most: int = MOST_DRAWN,
 ) -> list[TrialResults]:
-    """Return the first trial of each of the first configurations.
-
-    Args:
-        key: identifies a trial's configuration.
-        most: maximum number of configurations.
-    """
+    """Return the first trial of each of the first `most` configurations, which `key` identifies."""
     first: dict[str, TrialResults] = {}
     for trial in trials:
         first.setdefault(key(trial), trial)

@@ -38,7 +38,6 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Statistic | None:
-        """Return the statistic of these values; None without values."""
         if not values:
             return None
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
@@ -69,53 +68,50 @@ class Configuration:
     """Trials that differ only on repeating axes, with statistics of the finished ones."""
 
     values: Mapping[str, Any]
-    """Short name of each axis that does not repeat -> value; labels list them."""
+    """Short name of each axis that does not repeat -> value."""
     read: Mapping[str, Any]
-    """The same, with the defaults that trials read for omitted settings: see `values_read`."""
+    """The same, with the defaults of omitted settings: see `values_read`."""
     trial_ids: tuple[str, ...]
     settings: Mapping[str, Any]
-    """Settings that all of its trials have in common, by dotted path."""
+    """Those that all of its trials have in common, by path."""
     n_tasks: int
     finished_ids: tuple[str, ...]
     n_trainings: int
     """Distinct trainings of the finished trials; trials that differ only in inference share one."""
     last_finish: float | None
-    """Unix seconds; None if no trial has finished."""
+    """Unix seconds."""
     average_performance: Statistic | None
     learning_accuracy: Statistic | None
     """Mean score of the tasks right after they were learned."""
     forgetting: Statistic | None
     trainable_parameters: tuple[int, ...]
-    """Distinct numbers, over stages; empty if unknown."""
+    """Distinct numbers, over stages."""
     learning_rates: tuple[float, ...]
     steps: tuple[int, ...]
     """Distinct numbers of optimizer steps, over stages."""
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
     constants: Mapping[str, float]
-    """Task -> score of always giving its most frequent training answer, if known."""
+    """Task -> score of always giving its most frequent training answer."""
     router: Mapping[str, Statistic]
-    """Metric of `ROUTING_METRICS` -> value at the last stage that has it; for the AUROC the mean over stages."""
+    """By `ROUTING_METRICS`, at the last stage that has it; for the AUROC the mean over stages."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> all values with which its stages were learned or scored."""
     n_stopped: int = 0
-    """Trials stopped by a scheduler."""
+    """By a scheduler."""
     n_failed: int = 0
     learns_in_turn: bool = True
-    """Whether every stage of its trials learns a task."""
     matrices: tuple[ScoreMatrix, ...] = ()
     """Of the finished trials."""
     comparison: Comparison | None = None
-    """With the baseline; None for the baseline itself, or without one."""
+    """None for the baseline itself, or without one."""
 
     @property
     def n_trials(self) -> int:
-        """Number of trials."""
         return len(self.trial_ids)
 
     @property
     def n_finished(self) -> int:
-        """Number of finished trials."""
         return len(self.finished_ids)
 
 
@@ -126,11 +122,10 @@ class Cost:
     seconds_learning: float
     seconds_answering: float
     learned: int
-    """Stages learned."""
     reused: int
     """Stages found in the storage, or shared by trials of one training."""
     generated_share: float | None
-    """Share of the requested answers that were generated; None if unknown."""
+    """Share of the requested answers that were generated."""
 
 
 @dataclass(frozen=True)
@@ -148,21 +143,21 @@ class Summary:
 
     name: str
     axes: tuple[str, ...]
-    """Columns of its configurations, by short name: all axes that do not repeat, then those `added`."""
+    """Short names of all axes that do not repeat, then those `added`."""
     paths: Mapping[str, str]
-    """Short name -> dotted path of each of `axes`."""
+    """Short name -> path of each of `axes`."""
     repeats: tuple[str, ...]
     """Short names of the axes that repeat a configuration, the seed first."""
     configurations: tuple[Configuration, ...]
     ended_early: tuple[Ended, ...]
     restarted_lines: tuple[str, ...]
-    """A line for each restarted trial: the reasons, and what was changed."""
+    """A line for each restarted trial."""
     mixed: Mapping[str, Mapping[str, tuple[str, ...]]]
     """Library, `device` or `dtype` that varied -> value -> the trials computed with it."""
     tuned: tuple[str, ...]
     """A line for each selection by tuning."""
     chosen: frozenset[str]
-    """Short names of the axes whose values tuning selected."""
+    """The axes whose values tuning selected."""
     counts: Mapping[Status, int]
     driven: bool
     """Whether a process runs the sweep; otherwise running trials were interrupted."""
@@ -170,7 +165,6 @@ class Summary:
     """Time of the last event of any trial; 0 without one."""
     cost: Cost
     compute_used: tuple[Item, ...]
-    """See `results/compute_used.py`."""
     differing: tuple[str, ...] = ()
     """Those of `axes` in which it differs from the sweeps that it is compared with."""
     added: frozenset[str] = frozenset()
@@ -178,9 +172,9 @@ class Summary:
 
     @cached_property
     def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
-        """The highest mean AP for each `tested_on`, over configurations without stopped trials.
+        """The highest mean AP for each `tested_on`.
 
-        Schedulers stop the worse trials, so the mean over the others is not comparable.
+        Configurations with stopped trials are left out: schedulers stop the worse trials.
         """
         best: dict[tuple[str, ...], float] = {}
         for one in self.configurations:
@@ -197,12 +191,10 @@ class Summary:
 
     @property
     def best_average_performance(self) -> float | None:
-        """The highest of `best_average_performances`; None if there are none."""
         return max(self.best_average_performances.values(), default=None)
 
     @cached_property
     def is_compared(self) -> bool:
-        """Whether a configuration was compared with a baseline."""
         return any(configuration.comparison is not None for configuration in self.configurations)
 
     def is_best(self, configuration: Configuration) -> bool:
@@ -251,7 +243,7 @@ def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
 
     Raises:
         ConfigError: the sweep has no such axis, or not exactly one configuration fits `baseline`.
-        StorageError: `sweep.json` is missing, or it or a journal is corrupt.
+        StorageError: the sweep or a journal is missing or corrupt.
     """
     return summarize_all([sweep], over, baseline)[0]
 
@@ -261,12 +253,8 @@ def summarize_all(
 ) -> list[Summary]:
     """Summarize several sweeps, with a column for every setting in which they differ.
 
-    Sweeps that share a name are called by their folders. Configurations are compared with the baseline of their own
-    sweep, or else with that of another one.
-
-    Raises:
-        ConfigError: a sweep is given twice, or as `summarize`.
-        StorageError: a sweep or a journal is missing or corrupt.
+    Sweeps that share a name are called by their folders. The baseline in the own sweep is preferred. Raises ConfigError
+    also if a sweep is given twice.
     """
     times = Counter(sweep.path.resolve() for sweep in sweeps)
     if twice := [str(path) for path, count in times.items() if count > 1]:
@@ -333,12 +321,7 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
 
 
 def _with_differing_columns(summaries: Sequence[Summary], axes: Sequence[str], repeats: Sequence[str]) -> list[Summary]:
-    """Add a column to all configurations for each setting in which the sweeps differ, except repeating axes.
-
-    Args:
-        axes: paths of the axes of all sweeps.
-        repeats: paths of the axes that repeat a configuration.
-    """
+    """Add a column for each setting in which the sweeps differ, except repeating axes; arguments are paths."""
     settings = [[one.settings for one in summary.configurations] for summary in summaries]
     paths = differing(settings, [summary.paths.values() for summary in summaries])
     differing_paths = [path for path in paths if path not in repeats]
@@ -375,11 +358,7 @@ def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
 
 
 def summarize_one(sweep: SweepFolder, members: Sequence[TrialFolder]) -> Configuration:
-    """Summarize one of the `repetitions`, reading only its journals.
-
-    Raises:
-        StorageError: one of them is corrupt.
-    """
+    """Summarize one of the `repetitions`, reading only its journals."""
     return _configuration([_trial_summary(TrialResults(sweep, folder)) for folder in members], _columns(sweep))
 
 
@@ -388,7 +367,6 @@ def _columns(sweep: SweepFolder) -> dict[str, str]:
 
 
 def _groups(sweep: SweepFolder, columns: Mapping[str, str]) -> list[list[TrialFolder]]:
-    """Group trials by their values on these axes."""
     groups: dict[str, list[TrialFolder]] = {}
     for trial in sweep:
         groups.setdefault(json.dumps([trial.values[axis] for axis in columns]), []).append(trial)
@@ -412,9 +390,7 @@ class TrialSummary:
     name: str
     status: Status
     reason: str
-    """Why it ended without finishing."""
     restarted: str
-    """Why it was restarted, and what was changed."""
     trainable_parameters: tuple[int, ...]
     steps: tuple[int, ...]
     computed_with: Mapping[str, tuple[str, ...]]
@@ -426,9 +402,7 @@ class TrialSummary:
     measures: Mapping[Measure, float] = field(default_factory=dict)
     matrix: ScoreMatrix | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
-    """See `Configuration`."""
     router: Mapping[str, float] = field(default_factory=dict)
-    """By `ROUTING_METRICS`."""
 
 
 def _trial_summary(trial: TrialResults) -> TrialSummary:
@@ -463,7 +437,6 @@ def _trial_summary(trial: TrialResults) -> TrialSummary:
 
 
 def computed_with(learned: Sequence[Stage]) -> dict[str, tuple[str, ...]]:
-    """Map library, `device` or `dtype` to the values with which stages were learned or scored, sorted."""
     sources = [source for stage in learned for source in (stage.learned_with, stage.scored_with)]
     return _values_by_name(source.items() for source in sources)
 
@@ -559,7 +532,6 @@ class _Costs:
         self._answering, self._reused, self._generated, self._asked = 0.0, 0, 0.0, 0.0
 
     def add(self, trial: TrialResults) -> None:
-        """Add a trial's stages."""
         for stage in trial.stages:
             metrics = stage.metrics
             self._answering += metrics.get("seconds_eval", 0.0)
@@ -573,7 +545,6 @@ class _Costs:
                 self._asked += asked
 
     def total(self) -> Cost:
-        """Return the sum."""
         return Cost(
             seconds_learning=sum(self._learning.values()),
             seconds_answering=self._answering,
@@ -586,11 +557,7 @@ class _Costs:
 def _compared(
     summaries: Sequence[Summary], outcomes: Sequence[Sequence[Mapping[Repeat, Outcomes]]], baseline: Sequence[str]
 ) -> list[Summary]:
-    """Compare the configurations of all sweeps with their baselines.
-
-    Args:
-        outcomes: by sweep, configuration and repetition: see `_outcomes`.
-    """
+    """Compare the configurations of all sweeps with their baselines; `outcomes` are by sweep and configuration."""
     paths = {name: path for summary in summaries for name, path in summary.paths.items()}
     configurations = [(summary, one) for summary in summaries for one in summary.configurations]
     values = [{name: one.read.get(name) for name in paths} for _, one in configurations]
@@ -633,12 +600,10 @@ def _repeat(trial: TrialFolder, axis: str) -> str | None:
 
 
 def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the distinct values without None, ascending."""
     return tuple(sorted({value for value in values if value is not None}))
 
 
 def _routing_metrics(learned: Sequence[Stage]) -> dict[str, float]:
-    """Return a trial's routing metrics: the newest values, but the novelty AUROC's mean over stages."""
     by_name = {}
     for metric, *_ in ROUTING_METRICS:
         values = [stage.metrics[metric] for stage in learned if metric in stage.metrics]
@@ -658,7 +623,6 @@ def numeric_axes(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def numeric_axis(points: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the first of the numeric axes."""
     return next(iter(numeric_axes(points)), None)
 
 
@@ -681,7 +645,7 @@ def curves(summary: Summary) -> Curves | None:
 
 
 def protocol(configuration: Configuration) -> dict[str, tuple[Any, ...]]:
-    """Return how tasks were learned: distinct numbers of trainable parameters, learning rates and steps."""
+    """Return the distinct numbers of trainable parameters, learning rates and steps with which tasks were learned."""
     return {
         "trained": configuration.trainable_parameters,
         "rate": () if configuration.trainable_parameters == (0,) else configuration.learning_rates,

@@ -19,43 +19,34 @@ from latent_sweep.storage.trial_files import PREDICTIONS, corrupt_files, recorde
 
 @dataclass(frozen=True, eq=False)
 class TrialResults:
-    """A trial's results. Its journal is read once, when it is needed.
-
-    Raises:
-        StorageError: on reading a corrupt journal.
-    """
+    """A trial's results. Its journal is read once, when needed, and raises StorageError if it is corrupt."""
 
     sweep: SweepFolder
     folder: TrialFolder
 
     @cached_property
     def events(self) -> list[Event]:
-        """The journal."""
         return self.folder.events()
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages of the journal."""
         return stages(self.events)
 
     @property
     def status(self) -> Status:
-        """The trial's status."""
         return status(self.events)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the trial has finished all of its tasks."""
         return self.status == "finished" and len(self.stages) == self.folder.n_tasks
 
     @property
     def name(self) -> str:
-        """The settings that vary, as `lambda=0.1 seed=0`; the trial's id if none does."""
         return trial_name(self.sweep, self.folder)
 
     @property
     def configuration(self) -> str:
-        """The same without the seed."""
+        """The name without the seed."""
         names = {axis: name for axis, name in short_names(self.sweep.axes).items() if axis != self.sweep.seed_axis}
         return label({name: self.folder.values.get(axis) for axis, name in names.items()})
 
@@ -66,7 +57,6 @@ class TrialResults:
 
     @property
     def matrix(self) -> ScoreMatrix:
-        """The score matrix of the tasks seen."""
         return recorded_matrix(self.stages)
 
     @property
@@ -78,28 +68,17 @@ class TrialResults:
 
     @property
     def learns_in_turn(self) -> bool:
-        """Whether every stage learns a task."""
         return learns_in_turn(self.folder, self.stages)
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """The measures that are defined for the trial."""
         return defined_measures(self.folder, self.stages)
 
     def benchmark(self) -> BenchmarkSettings:
-        """Return the benchmark's settings.
-
-        Raises:
-            ConfigError, LookupError, ValueError: they cannot be read.
-        """
         return BenchmarkSettings.model_validate(self.folder.settings()["benchmark"])
 
     def predictions(self) -> dict[str, list[dict[str, Any]]] | None:
-        """Return the predictions after the last task, by task; None if a file does not match the journal.
-
-        Raises:
-            OSError, ValueError: a file cannot be read.
-        """
+        """Return the predictions after the last task; None if a file does not match the journal."""
         if corrupt_files(self.folder.path, self.events):
             return None
         files = {task: self.folder.path / PREDICTIONS / f"{task}.jsonl" for task in self.tasks}

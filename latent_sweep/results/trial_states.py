@@ -27,7 +27,6 @@ from latent_sweep.storage.journal import (
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
-"""The order in which messages count trials."""
 ENOUGH = 3
 """Learned stages needed before the time left is estimated."""
 RECENT = 1000
@@ -48,7 +47,6 @@ class StageState:
     row: int
     """See `journal.row_origin`."""
     reused: bool
-    """Whether its snapshot was in the store."""
     AP: float
     FM: float
     time: float
@@ -62,18 +60,17 @@ class TrialState:
     trial_id: str
     training_id: str
     name: str
-    """Its settings that vary."""
     n_tasks: int
     status: Status = "pending"
     stages: tuple[StageState, ...] = ()
     at_work: tuple[Span, ...] = ()
     """When workers worked on it. An interrupted attempt ends at its last event."""
     message: str | None = None
-    """Why it failed, was stopped or lost its worker; None if nothing is recorded."""
+    """Why it failed, was stopped or lost its worker."""
     kind: str | None = None
-    """Kind of its failure."""
+    """Of its failure."""
     task: str | None = None
-    """Task at which it failed."""
+    """At which it failed."""
     idle: bool = False
     """Whether its worker failed or was lost and no other has taken over."""
     changed: float = 0.0
@@ -86,7 +83,6 @@ class TrialState:
 
 
 def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
-    """Return a trial's state after more events of its journal."""
     stages, at_work, last = {stage.tasks_seen: stage for stage in trial.stages}, list(trial.at_work), None
     for last in events:
         if isinstance(last, Started):
@@ -115,7 +111,7 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
 
 
 def counts_text(counts: Mapping[Status, int], driven: bool) -> str:
-    """Return the number of trials of each status; without a driver, running trials are interrupted."""
+    """Without a driver, running trials are interrupted."""
     names = {"running": "running" if driven else "interrupted"}
     return ", ".join(f"{counts[status]} {names.get(status, status)}" for status in ORDER if counts.get(status))
 
@@ -128,11 +124,7 @@ def _stage(event: Stage) -> StageState:
 
 
 class Tally:
-    """Totals over the trials of a sweep, updated trial by trial.
-
-    Args:
-        trials: their states, in the sweep's order.
-    """
+    """Totals over the trials of a sweep, in its order, updated trial by trial."""
 
     def __init__(self, trials: Iterable[TrialState]):
         self.trials = list(trials)
@@ -142,7 +134,6 @@ class Tally:
         self._sum()
 
     def advance(self, number: int, trial: TrialState) -> None:
-        """Replace the state of the trial with this index."""
         before, self.trials[number] = self.trials[number], trial
         counted, spans = {id(stage) for stage in before.stages}, zip(before.at_work, trial.at_work, strict=False)
         if len(counted & {id(stage) for stage in trial.stages}) < len(counted) or any(a > b for a, b in spans):
@@ -161,7 +152,7 @@ class Tally:
 
     @property
     def counts(self) -> dict[Status, int]:
-        """Trials by status, without zeros."""
+        """By status, without zeros."""
         return {status: self._counts[status] for status in ORDER if self._counts[status]}
 
     @property
@@ -171,7 +162,6 @@ class Tally:
 
     @property
     def failed(self) -> tuple[TrialState, ...]:
-        """The trials that have failed."""
         return tuple(self.trials[number] for number in sorted(self._failed))
 
     @property

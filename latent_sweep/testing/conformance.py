@@ -54,7 +54,7 @@ ABSOLUTE, RELATIVE = 1e-4, 1e-2
 
 
 _FIRST: dict[tuple[str, str], Runs] = {}
-"""The first runs of this process by session folder and family; later ones copy their tokenized examples."""
+"""The first runs by session folder and family; later ones copy their tokenized examples."""
 
 
 class Cut(BaseException):
@@ -72,7 +72,6 @@ class Finished:
     cuts: dict[Moment, Path] = field(default_factory=dict)
     """Copies of the storage as a worker killed at that moment would leave it."""
     backbones: list[Backbone] = field(default_factory=list)
-    """The backbones that were used."""
 
 
 @dataclass
@@ -81,7 +80,7 @@ class TwoSeeds:
 
     runs: Runs
     names: Sequence[set[str]]
-    """Names of each seed's snapshots."""
+    """Of each seed's snapshots."""
     first: Sequence[Step]
     """The first seed's optimizer steps."""
 
@@ -105,7 +104,6 @@ class MethodConformance:
     @pytest.fixture(scope="class", params=FAMILIES)
     @classmethod
     def family(cls, request: pytest.FixtureRequest) -> str:
-        """Name of a tiny backbone with random weights."""
         return request.param
 
     @pytest.fixture(scope="class")
@@ -125,7 +123,6 @@ class MethodConformance:
     def finished(
         cls, new_runs: Callable[[str], Runs], family: str, tmp_path_factory: pytest.TempPathFactory
     ) -> Finished:
-        """An uninterrupted run."""
         run = Finished(new_runs("whole"))
         original = Engine.load
 
@@ -148,7 +145,6 @@ class MethodConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def two_seeds(cls, new_runs: Callable[[str], Runs], family: str) -> TwoSeeds:
-        """Two seeds, trained one after the other."""
         runs, events = new_runs("seeds"), list[Event]()
         packs = runs.packs_of(cls.gently(family))
         runs.run(packs[:1], events.append)
@@ -158,7 +154,6 @@ class MethodConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def stages(cls, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-        """Trains single stages."""
         settings = BackboneSettings.model_validate({**cls.backbone(family), "device": "cpu"})
         backbone = load_backbone(settings)
         bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
@@ -194,23 +189,19 @@ class MethodConformance:
 
     @classmethod
     def planned(cls, family: str) -> Method:
-        """Return the method with resolved settings, for planning only."""
         return cls.trial(family).method()
 
     @classmethod
     def trial(cls, family: str) -> Trial:
-        """Return the trial of `content`."""
         return Runs(Path("nowhere")).packs_of(cls.content(family))[0].trials[0]
 
     @classmethod
     def one_epoch(cls, family: str) -> Trial:
-        """Return the trial of `content` with a single epoch, for comparing single stages."""
         trial = cls.trial(family)
         return with_group(trial, "training", trial.settings.training.model_copy(update={"epochs": 1}))
 
     @classmethod
     def group(cls) -> dict[str, Any]:
-        """Return the `method:` group of `content`."""
         return {"name": cls.method, **cls.settings}
 
     @classmethod
@@ -221,7 +212,6 @@ class MethodConformance:
     # --- the tests ---
 
     def test_planning_needs_no_backbone(self, family: str) -> None:
-        """Settings resolve, identities repeat, and the default combination is the method's first."""
         first, second = self.trial(family), self.trial(family)
         assert (first.trial_id, first.lineages(), first.row_keys()) == (
             second.trial_id,
@@ -234,7 +224,6 @@ class MethodConformance:
         assert not method.reads_history(0)
 
     def test_loss_terms_are_named_and_finite(self, finished: Finished, family: str) -> None:
-        """Every step of every task reports its loss terms."""
         steps = _steps(finished.events)
         for _, of_task in itertools.groupby(steps, lambda step: step.position):
             numbers = [step.step for step in of_task]
@@ -245,7 +234,6 @@ class MethodConformance:
             assert all(isinstance(name, str) and math.isfinite(loss) for name, loss in step.losses.items())
 
     def test_every_stage_adds_a_row_of_scores(self, finished: Finished) -> None:
-        """A row has a score from 0 to 1 for each task seen."""
         stages = [event for event in finished.events if isinstance(event, StageDone)]
         assert [done.tasks_seen for done in stages] == [1, 2, 3]
         for seen, done in enumerate(stages, start=1):
@@ -255,7 +243,6 @@ class MethodConformance:
             assert all(0 <= score <= 1 for row in matrix.rows for score in row)
 
     def test_earlier_snapshots_never_change(self, finished: Finished, family: str) -> None:
-        """A stage adds its snapshot and leaves all others unchanged."""
         stages = [{n: content for n, content in files.items() if "snapshots/" in n} for files in finished.stages]
         learned = self.learned_positions(family) or {0}  # a method that trains nothing has one snapshot
         assert [len(files) for files in stages] == [2 * len([p for p in learned if p <= i]) for i in range(3)]
@@ -263,7 +250,6 @@ class MethodConformance:
             assert earlier.items() <= later.items()
 
     def test_the_backbone_stays_bit_for_bit(self, finished: Finished, family: str) -> None:
-        """The backbone after training and answering equals a freshly loaded one."""
         (backbone,) = finished.backbones
         fresh = load_backbone(BackboneSettings.model_validate(self.backbone(family))).model.state_dict()
         after = backbone.model.state_dict()
@@ -274,7 +260,6 @@ class MethodConformance:
 
     @pytest.mark.parametrize("position", [0, 1])
     def test_epochs_are_chosen_by_the_held_out_rows_alone(self, stages: Stages, family: str, position: int) -> None:
-        """Examples that a method adds or changes are never used for validation."""
         trial = self.one_epoch(family)
         if not trial.method().learns_from(position, len(trial.tasks)):
             pytest.skip("this stage trains nothing")
@@ -331,14 +316,12 @@ class MethodConformance:
         assert not list((runs.folder / "checkpoints").glob("*"))
 
     def test_a_finished_run_has_nothing_to_do(self, finished: Finished, family: str, tmp_path: Path) -> None:
-        """A second run of a finished trial emits no event."""
         copy, events = Runs(tmp_path / "copy"), list[Event]()
         shutil.copytree(finished.runs.folder, copy.folder)
         copy.run(copy.packs_of(self.content(family)), events.append)
         assert events == []
 
     def test_another_seed_is_another_training(self, two_seeds: TwoSeeds, family: str) -> None:
-        """Two seeds share no snapshot, by name or content."""
         folder, names = two_seeds.runs.folder / "snapshots", two_seeds.names
         assert not names[0] & names[1]
         if self.learned_positions(family):
@@ -348,7 +331,6 @@ class MethodConformance:
     def test_the_parameter_count_is_what_is_trained(
         self, new_runs: Callable[[str], Runs], family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """`parameter_count` predicts a learner's trainable parameters from shapes alone."""
         counts: list[int] = []
 
         def count(trainings: Sequence[Any], *others: Any) -> Iterator[None]:
@@ -368,7 +350,6 @@ class MethodConformance:
     def test_two_seeds_side_by_side_end_as_each_alone(
         self, two_seeds: TwoSeeds, new_runs: Callable[[str], Runs], family: str
     ) -> None:
-        """In one pack, two seeds end as each does alone, to rounding."""
         together, content = new_runs("together"), self.gently(family)
         packs = together.packs_of(content | {"run": {**content["run"], "pack": ["seed"]}})
         packable = packs[0].trials[0].method().packable
@@ -377,7 +358,6 @@ class MethodConformance:
         _check_snapshots(together, two_seeds.runs, two_seeds.names[0] | two_seeds.names[1])
 
     def test_micro_batches_add_up(self, two_seeds: TwoSeeds, new_runs: Callable[[str], Runs], family: str) -> None:
-        """Micro-batches of one row give the loss terms and snapshots of whole batches, to rounding."""
         if not self.trial(family).method().packable:
             pytest.skip("its random draws depend on the rows of a pass")
         runs, content, events = new_runs("row-by-row"), self.gently(family), list[Event]()
@@ -423,7 +403,6 @@ class MethodConformance:
 
 
 def _steps(events: Sequence[Event]) -> list[Step]:
-    """Return the optimizer steps among events."""
     return [event for event in events if isinstance(event, Step) and event.doing == "learning"]
 
 
@@ -444,7 +423,6 @@ def _other_files(files: Mapping[str, bytes], expected: Mapping[str, bytes]) -> s
 
 
 def _check_snapshots(runs: Runs, expected: Runs, names: Set[str]) -> None:
-    """Check that exactly these snapshots are stored and equal the expected ones to rounding."""
     assert {path.stem for path in (runs.folder / "snapshots").glob("*.safetensors")} == names != set()
     for name in names:
         tensors, others = (load_file(each.folder / "snapshots" / f"{name}.safetensors") for each in (runs, expected))

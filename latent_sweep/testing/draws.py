@@ -33,7 +33,7 @@ GENERATORS: Mapping[str, Callable[[], Any]] = {
 """The state of each shared generator, as a comparable value."""
 
 OUTSIDE_STEPS = ("examples", "after_step", "finish", "facts")
-"""Members of a learner that are called outside the seeded part of a step."""
+"""Methods of a learner that are called outside the seeded part of a step."""
 
 
 class Draws:
@@ -44,15 +44,12 @@ class Draws:
 
     @contextmanager
     def watching(self, name: str) -> Iterator[None]:
-        """Record draws within the block."""
         before = {generator: state() for generator, state in GENERATORS.items()}
         yield
         if drawn := {generator for generator, state in GENERATORS.items() if state() != before[generator]}:
             self.callers.setdefault(name, set()).update(drawn)
 
     def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its draws recorded."""
-
         @wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
             with self.watching(name):
@@ -76,7 +73,7 @@ def validated_rows(stages: Stages, trial: Trial, position: int, held_out: Sequen
 
 
 def shared_draws(stages: Stages, trial: Trial, position: int) -> dict[str, set[str]]:
-    """Train a stage; return the shared generators that its method draws from, by member, and `step` for steps.
+    """Train a stage; return the shared generators that its method draws from, by caller, and `step` for steps.
 
     Steps may draw if the method is not packable: outside packs their draws are repeatable.
     """

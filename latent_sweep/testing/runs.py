@@ -12,14 +12,10 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import Pack, expand, pack
-from latent_sweep.training.events import Activity, StageDone, Step
+from latent_sweep.training.events import Activity, StageDone, Step, ignore_event
 from latent_sweep.training.pack import run_pack
 
 Event = Step | StageDone
-
-
-def _ignore(event: Event) -> None:
-    """Ignore an event."""
 
 
 @dataclass
@@ -29,26 +25,21 @@ class Runs:
     folder: Path
     """The storage."""
     name: str = "tiny"
-    """Name of the sweeps."""
     stages: list[StageDone] = field(default_factory=list)
-    """All finished stages, in order."""
 
     @property
     def sweep(self) -> SweepFolder:
-        """The folder of the sweep."""
         return SweepFolder(Storage(self.folder), self.name)
 
     def take_tokens(self, other: Runs) -> Runs:
-        """Copy the tokenized examples of other runs, and return itself."""
         shutil.copytree(other.folder / "tokens", self.folder / "tokens")
         return self
 
     def packs_of(self, content: Mapping[str, Any]) -> list[Pack]:
-        """Return the packs of a sweep file's content."""
         sweep = parse_sweep(content, "test")
         return pack(expand(sweep), sweep.run.pack)
 
-    def run(self, packs: Sequence[Pack], on: Callable[[Event], None] = _ignore) -> None:
+    def run(self, packs: Sequence[Pack], on: Callable[[Event], None] = ignore_event) -> None:
         """Run packs; `on` receives every step and stage, and may raise to interrupt the run."""
 
         def emit(event: Activity | Event) -> None:

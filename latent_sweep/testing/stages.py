@@ -77,15 +77,9 @@ def learn(
     seed_parts: Sequence[Any] = (0, "task"),
     **others: Any,
 ) -> TrainingSummary:
-    """Train one learner alone.
+    """Train one learner alone, with `others` of `Trainer`.
 
-    Args:
-        checkpoint: path of its checkpoint file.
-        others: of `Trainer`, e.g. `validation` and `on_step`.
-
-    Raises:
-        NonFiniteLoss: its loss or gradient became NaN or infinite.
-        RuntimeError: no gradient reaches the first adapted projection.
+    Raises NonFiniteLoss, and RuntimeError if no gradient reaches the first adapted projection.
     """
     at = TaskCheckpoint(Storage(checkpoint.parent), checkpoint)
     (outcome,) = train_pack(
@@ -116,7 +110,7 @@ class Stages:
 
         Args:
             longer: number of additional tasks in the trial.
-            largest_rank: largest rank of the sweep.
+            largest_rank: of the sweep.
             validation: held-out examples that the best epoch is chosen by.
         """
         s, task = trial.settings, trial.tasks[position]
@@ -132,7 +126,6 @@ class Stages:
         return learner.finish()
 
     def remembered(self, trial: Trial, position: int) -> Mapping[str, Tensor]:
-        """Return the snapshot of a stage, trained once per lineage."""
         lineage = trial.lineages()[position]
         if lineage not in self._snapshots:
             self._snapshots[lineage] = self.snapshot(trial, position)
@@ -182,7 +175,6 @@ def variants(group: Settings) -> list[tuple[str, Settings]]:
 
 
 def leaves(group: Settings) -> set[str]:
-    """Return the dotted paths of a group's fields."""
     paths: set[str] = set()
     for name in type(group).model_fields:
         value = getattr(group, name)
@@ -191,7 +183,6 @@ def leaves(group: Settings) -> set[str]:
 
 
 def with_group(trial: Trial, name: str, group: Settings) -> Trial:
-    """Return the trial with another settings group."""
     settings = trial.settings.model_copy(update={name: group})
     return dataclasses.replace(trial, settings=settings, backbone=backbone_identity(settings.backbone))
 
@@ -200,11 +191,7 @@ def with_group(trial: Trial, name: str, group: Settings) -> Trial:
 
 
 def undeclared(stages: Stages, trial: Trial, written: Mapping[str, Any], position: int) -> set[str]:
-    """Return dotted paths of the method's settings that change a stage's snapshot but not its lineage.
-
-    Args:
-        written: the trial's `method:` group in the sweep file.
-    """
+    """Return dotted paths of the method's settings, as `written`, that change a stage's snapshot but not its lineage."""
     paths: set[str] = set()
     for settings, start in _starts(trial, written, position):
         if not start.method().learns_from(position, len(start.tasks)):
