@@ -31,8 +31,8 @@ def embedding_map(sweep: SweepFolder, folder: TrialFolder) -> list[Picture] | st
     trial = finished_trial(sweep, folder)
     if trial is None:
         return f"{folder.trial_id}: it has not finished, or its journal cannot be read"
-    router = StoredRouter(trial)
     try:
+        router = StoredRouter(trial)
         embeddings = [spread(router.embeddings(task, "test"), MOST_ROWS) for task in range(len(trial.tasks))]
     except UNREADABLE as error:
         return f"{trial.name}: {reason(error)}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.backbones.registry import BackboneSettings, describe
+from latent_sweep.errors import StorageError
 from latent_sweep.methods import method_class
 from latent_sweep.results.routing import backbone_digests
 from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, finished_trials, first_of_each, reason
@@ -139,20 +141,16 @@ def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:
     measured, gaps = [], []
     trials = finished_trials(sweep)
     for trial in compared_trials(trials):
-        result = interference_of(trial, _forgetting(trial, trials))
-        if isinstance(result, str):
-            gaps.append(f"{trial.name}: {result}")
-        elif result is not None:
-            measured.append(result)
+        forgetting: dict[str, float] = {}
+        for other in trials:
+            if other.folder.training_id == trial.folder.training_id and "FM" in other.metrics:
+                forgetting.setdefault(str(other.folder.params.get("router.combine", "")), other.metrics["FM"])
+        try:
+            if (result := interference_of(trial, forgetting)) is not None:
+                measured.append(result)
+        except UNREADABLE as error:
+            gaps.append(f"{trial.name}: {reason(error)}")
     return measured, gaps
-
-
-def _forgetting(of: TrialResults, trials: Sequence[TrialResults]) -> dict[str, float]:
-    forgetting: dict[str, float] = {}
-    for trial in trials:
-        if trial.folder.training_id == of.folder.training_id and "FM" in trial.metrics:
-            forgetting.setdefault(str(trial.folder.params.get("router.combine", "")), trial.metrics["FM"])
-    return forgetting
 
 
 def compared_trials(trials: Sequence[TrialResults], most: int = MOST_DRAWN) -> list[TrialResults]:
@@ -170,12 +168,9 @@ def compared_trials(trials: Sequence[TrialResults], most: int = MOST_DRAWN) -> l
     for by_weight in alike.values():
         if 0 in by_weight and len(by_weight) > 1:
             return [by_weight[weight] for weight in sorted(by_weight)][:most]
-    return first_of_each(trainings, _training_key, most)
-
-
-def _training_key(trial: TrialResults) -> str:
-    """Identify the configuration of a training: trials that differ in the router share their snapshots."""
-    return _settings_key(trial, lambda path: path != "seed" and not path.startswith(("router.", "eval")))
+    # trials that differ in the router share their snapshots
+    key = partial(_settings_key, keep=lambda path: path != "seed" and not path.startswith(("router.", "eval")))
+    return first_of_each(trainings, key, most)
 
 
 def _settings_key(trial: TrialResults, keep: Callable[[str], bool]) -> str:
@@ -183,38 +178,33 @@ def _settings_key(trial: TrialResults, keep: Callable[[str], bool]) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Interference | str | None:
-    """Measure one trial's snapshots; return the reason if that fails, and None if there is nothing to measure."""
-    try:
-        snapshots = trial.sweep.snapshots
-        if "sum" not in method_class(trial.folder.params["method.name"]).combinations or len(trial.tasks) < 2:
-            return None  # only the newest snapshot answers, or it contains the earlier ones
-        tensors = []
-        for lineage in (stage.lineage for stage in trial.stages):
-            if (fault := snapshots.fault(lineage)) is not None:
-                return f"snapshot {lineage} {fault}"
-            snapshot = snapshots.get(lineage)
-            if snapshot is None:
-                return f"snapshot {lineage} is missing"
-            tensors.append(snapshot.tensors)
-        if all(set(names) == {"R"} for names in tensors):
-            return _of_latent(trial, _stacked(tensors, "R"), forgetting)
-        if all({"A", "B"} <= set(names) for names in tensors):
-            A = _stacked(tensors, "A")
-            W = A.swapaxes(-1, -2)
-            chance = float(np.sqrt(1 / A.shape[-1]))
-            measure = "sum over projections of ||A_i A_j'||_F^2"
-            return Interference(trial, measure, overlaps(W), overlap_shares(W), chance, None, None, forgetting)
+def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Interference | None:
+    """Measure one trial's snapshots; None if there is nothing to measure. Raises an error of `UNREADABLE`."""
+    snapshots = trial.sweep.snapshots
+    if "sum" not in method_class(trial.folder.params["method.name"]).combinations or len(trial.tasks) < 2:
+        return None  # only the newest snapshot answers, or it contains the earlier ones
+    tensors = []
+    for lineage in (stage.lineage for stage in trial.stages):
+        fault = snapshots.fault(lineage)
+        snapshot = snapshots.get(lineage) if fault is None else None
+        if snapshot is None:
+            raise StorageError(f"snapshot {lineage} {fault or 'is missing'}")
+        tensors.append(snapshot.tensors)
+    if all(set(names) == {"R"} for names in tensors):
+        return _of_latent(trial, _stacked(tensors, "R"), forgetting)
+    if not all({"A", "B"} <= set(names) for names in tensors):
         return None
-    except UNREADABLE as error:
-        return reason(error)
+    A = _stacked(tensors, "A")
+    W, chance = A.swapaxes(-1, -2), float(np.sqrt(1 / A.shape[-1]))
+    measure = "sum over projections of ||A_i A_j'||_F^2"
+    return Interference(trial, measure, overlaps(W), overlap_shares(W), chance, None, None, forgetting)
 
 
 def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:
     return np.stack([snapshot[name].double().numpy() for snapshot in tensors])
 
 
-def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -> Interference | str:
+def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -> Interference:
     from latent_sweep.adapters.factors import stored_singular_values  # imports torch
 
     groups = trial.folder.settings()
@@ -222,15 +212,15 @@ def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -
     backbone = BackboneSettings.model_validate(groups["backbone"])
     spec = describe(backbone)
     if spec is None:
-        return "the shapes of its backbone are not known on this machine"
+        raise StorageError("the shapes of its backbone are unknown on this machine")
     digest = backbone_digests(trial.sweep, trial.stages[-1].lineage)["weights"]
     folder = trial.sweep.storage.folder / "factors"
     stored = stored_singular_values(list(spec.adapted(backbone)), digest, R.shape[-1], folder, settings.svd)
     if stored is None:
-        return f"the singular values of its backbone's weights are not in {folder} on this machine"
+        raise StorageError(f"the singular values of its backbone's weights are not in {folder} on this machine")
     S, side, ortho = stored.astype(np.float64), settings.sigma_side, settings.ortho
     if len(S) != R.shape[1]:
-        return f"its snapshots have {R.shape[1]} projections, and its backbone {len(S)}"
+        raise StorageError(f"its snapshots have {R.shape[1]} projections, and its backbone {len(S)}")
     bounds = interference_bounds(weighted(R, S, side), settings.s)
     if ortho.normalise == "spectral":
         S = S / S[:, :1]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import Metric, ScoreMatrix, score_rows, takes_input
 from latent_sweep.results.inputs import read_test_examples
+from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Stage, final_metrics
@@ -47,11 +47,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measure:
-    """AP or FM, stored and recomputed."""
+    """AP or FM, stored and recomputed; None if unknown."""
 
     stored: float | None
     recomputed: float | None
-    """None if a stage that it needs could not be rescored."""
 
     @property
     def differs(self) -> bool:
@@ -60,24 +59,24 @@ class Measure:
         return abs(self.stored - self.recomputed) > ROUNDING
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rescored:
     """The outcome of rescoring a trial."""
 
     trial_id: str
     name: str
     status: str
-    cells: tuple[Cell, ...] = ()
-    measures: Mapping[str, Measure] | None = None
-    faults: tuple[str, ...] = ()
+    cells: list[Cell] = field(default_factory=list)
+    measures: dict[str, Measure] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
     """Other differences."""
-    left_out: tuple[str, ...] = ()
+    left_out: list[str] = field(default_factory=list)
     """Stored results that could not be rescored, with the reasons."""
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
     @property
-    def different(self) -> tuple[Cell, ...]:
-        return tuple(cell for cell in self.cells if not cell.agrees)
+    def different(self) -> list[Cell]:
+        return [cell for cell in self.cells if not cell.agrees]
 
     @property
     def equal(self) -> bool:
@@ -86,35 +85,29 @@ class Rescored:
 
     @property
     def differs(self) -> bool:
-        measures = (self.measures or {}).values()
-        return bool(self.different or self.faults or any(measure.differs for measure in measures))
+        return bool(self.different or self.faults or any(measure.differs for measure in self.measures.values()))
 
     def record(self) -> dict[str, Any]:
-        return {
-            "trial_id": self.trial_id,
-            "name": self.name,
-            "status": self.status,
+        content = asdict(self)
+        n_cells, left_out = len(content.pop("cells")), content.pop("left_out")
+        differences = [asdict(cell) for cell in self.different]
+        return content | {
             "equal": self.equal,
-            "scored_again": len(self.cells),
-            "differences": [asdict(cell) for cell in self.different],
-            "measures": {name: asdict(measure) for name, measure in (self.measures or {}).items()},
-            "faults": list(self.faults),
-            "not_scored_again": list(self.left_out),
-            "notes": list(self.notes),
+            "scored_again": n_cells,
+            "differences": differences,
+            "not_scored_again": left_out,
         }
 
     def lines(self) -> Iterator[str]:
-        measures = (self.measures or {}).items()
+        measures = self.measures.items()
         verdict = "NOT EQUAL" if self.differs else "equal" if self.equal else "equal as far as it could be rescored"
         counts = f"{len(self.cells)} scores of {sum(cell.rows for cell in self.cells)} answers recomputed"
         percentages = [f"{name} {100 * one.recomputed:.2f} %" for name, one in measures if one.recomputed is not None]
         yield f"{self.name}: {verdict}; {', '.join([counts, *percentages])}"
-        for cell in self.different:
-            values = f"stored {cell.stored!r}, recomputed {cell.recomputed!r}"
-            yield f"  stage {cell.stage}, task {cell.task}, {cell.rows} examples: {values}"
-        for name, measure in measures:
-            if measure.differs:
-                yield f"  {name}: stored {measure.stored!r}, recomputed {measure.recomputed!r}"
+        different: list[tuple[str, Cell | Measure]] = [(name, one) for name, one in measures if one.differs]
+        cells = [(f"stage {cell.stage}, task {cell.task}, {cell.rows} examples", cell) for cell in self.different]
+        for name, one in [*cells, *different]:
+            yield f"  {name}: stored {one.stored!r}, recomputed {one.recomputed!r}"
         yield from (f"  {fault}" for fault in self.faults)
         yield from (f"  not rescored: {reason}" for reason in self.left_out)
         yield from (f"  note: {note}" for note in self.notes)
@@ -126,22 +119,23 @@ def rescore(sweep: SweepFolder) -> list[Rescored]:
 
 
 def _rescored(trial: TrialResults) -> Rescored:
-    path, n_tasks = trial.folder.path, trial.folder.n_tasks
+    path, n_tasks, n_learned = trial.folder.path, trial.folder.n_tasks, len(trial.stages)
     result = Rescored(trial.folder.trial_id, trial.name, trial.status)
-    if not trial.stages:
-        return replace(result, notes=(f"{result.status}, without a finished stage",))
-    if result.status == "running":
-        return replace(result, left_out=("the trial is running: its files may be ahead of its journal",))
-    if damaged := corrupt_files(path, trial.events):
-        faults = tuple(f"{damage.path} {damage.fault}" for damage in damaged)
-        return replace(result, faults=faults, left_out=("its files are corrupt; see `latent-sweep verify --repair`",))
-    if len(trial.stages) < n_tasks:
-        result = replace(result, notes=(f"{result.status} after {len(trial.stages)} of {n_tasks} tasks",))
-    try:
-        return _Rescoring(trial).result(result)
-    except (OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
-        fault = f"{path}: a file has an unexpected content: {type(error).__name__}: {error}"
-        return replace(result, faults=(fault,), left_out=("its files could not be read",))
+    if not n_learned:
+        result.notes.append(f"{result.status}, without a finished stage")
+    elif result.status == "running":
+        result.left_out.append("the trial is running: its files may be ahead of its journal")
+    elif damaged := corrupt_files(path, trial.events):
+        result.faults += [f"{damage.path} {damage.fault}" for damage in damaged]
+        result.left_out.append("its files are corrupt; see `latent-sweep verify --repair`")
+    else:
+        result.notes += [f"{result.status} after {n_learned} of {n_tasks} tasks"] * (n_learned < n_tasks)
+        try:
+            _Rescoring(trial).into(result)
+        except UNREADABLE as error:
+            result.faults.append(f"{path}: a file has an unexpected content: {type(error).__name__}: {error}")
+            result.left_out.append("its files could not be read")
+    return result
 
 
 class _Rescoring:
@@ -150,7 +144,10 @@ class _Rescoring:
     def __init__(self, trial: TrialResults):
         self.trial, self.stages, self.tasks = trial, trial.stages, trial.tasks
         self.stored = trial.folder.read_json(SCORES)["scores"]
-        lines = {task: _lines(trial.folder.path / PREDICTIONS / f"{task}.jsonl") for task in self.tasks}
+        lines = {
+            task: list(map(json.loads, (trial.folder.path / PREDICTIONS / f"{task}.jsonl").read_bytes().splitlines()))
+            for task in self.tasks
+        }
         self.newest: Answers = {
             task: [Answer(line["prediction"], line["score"]) for line in own] for task, own in lines.items()
         }
@@ -160,35 +157,30 @@ class _Rescoring:
         self._cache: dict[tuple[str, int, str], float] = {}
         """Scores by task, example and prediction: most answers are the same as at the stage before."""
 
-    def result(self, blank: Rescored) -> Rescored:
-        rows: dict[int, tuple[float, ...]] = {}
-        cells, left_out = [], []
-        for stage, answers in self._answers():
+    def into(self, result: Rescored) -> None:
+        """Rescore as far as possible."""
+        saved = saved_answers(self.trial.folder.path, self.stages)
+        kept: dict[int, Answers] = {stage.tasks_seen: dict(answers) for stage, answers in saved}
+        kept.setdefault(len(self.stages), self.newest)
+        rows: list[tuple[float, ...] | None] = []
+        for stage in self.stages:
+            answers, row = kept.get(stage.tasks_seen), None
             if answers is None:
-                left_out.append(f"stage {stage.tasks_seen}: its answers were not kept (run.keep_answers: last)")
+                result.left_out.append(f"stage {stage.tasks_seen}: its answers were not kept (run.keep_answers: last)")
             elif problem := self._unscorable({task: stage.scored_by[task] for task in answers}):
-                left_out.append(f"stage {stage.tasks_seen}: {problem}")
+                result.left_out.append(f"stage {stage.tasks_seen}: {problem}")
             else:
-                row = self._cells(stage, answers)
-                cells += row
-                rows[stage.tasks_seen] = tuple(cell.recomputed for cell in row)
-        faults, notes = self._check_data()
-        return replace(
-            blank,
-            cells=tuple(cells),
-            measures=self._measures(rows),
-            faults=tuple(faults),
-            left_out=tuple(left_out),
-            notes=(*blank.notes, *notes),
-        )
-
-    def _answers(self) -> Iterator[tuple[Stage, Answers | None]]:
-        """Yield every stage with its answers, None if they were not kept; the newest answers are the predictions."""
-        path = self.trial.folder.path
-        kept = {stage.tasks_seen: dict(answers) for stage, answers in saved_answers(path, self.stages)}
-        for stage in self.stages[:-1]:
-            yield stage, kept.get(stage.tasks_seen)
-        yield self.stages[-1], kept.get(len(self.stages), self.newest)
+                cells = self._cells(stage, answers)
+                result.cells += cells
+                row = tuple(cell.recomputed for cell in cells)
+            rows.append(row)
+        self._check_data(result)
+        whole = [row for row in rows if row is not None]
+        recomputed = {} if rows[-1] is None else {"AP": float(np.mean(rows[-1]))}
+        if len(whole) == len(rows):
+            recomputed = ScoreMatrix(self.tasks, tuple(whole)).measures()
+        stored = final_metrics(self.trial.events)
+        result.measures = {name: Measure(stored.get(name), recomputed.get(name)) for name in MEASURES}
 
     def _unscorable(self, metrics: Mapping[str, Metric]) -> str | None:
         """Return why answers cannot be scored here: a missing metric, or missing inputs that it needs."""
@@ -227,33 +219,19 @@ class _Rescoring:
             self._cache |= dict(zip(new, map(float, scores), strict=True))
         return [self._cache[key] for key in keys]
 
-    def _measures(self, rows: Mapping[int, tuple[float, ...]]) -> dict[str, Measure]:
-        stored = final_metrics(self.trial.events)
-        recomputed: dict[str, float] = {}
-        if len(rows) == len(self.stages):
-            recomputed = ScoreMatrix(self.tasks, tuple(rows[seen] for seen in sorted(rows))).measures()
-        elif (last := rows.get(len(self.stages))) is not None:
-            recomputed = {"AP": float(np.mean(last))}
-        return {name: Measure(stored.get(name), recomputed.get(name)) for name in MEASURES}
-
-    def _check_data(self) -> tuple[list[str], list[str]]:
-        """Compare ids, references and metrics with the benchmark's data; return faults, and notes on missing data."""
+    def _check_data(self, result: Rescored) -> None:
+        """Compare ids, references and metrics with the benchmark's data, if it is available."""
         metrics = self.stages[-1].scored_by
-        faults, notes = [], []
         for task in self.tasks:
             try:
                 ids, _, references, metric = read_test_examples(self.settings, task)
             except (ConfigError, DataError) as error:
-                notes.append(f"references of {task} were not compared with the benchmark's data: {error}")
+                result.notes.append(f"references of {task} were not compared with the benchmark's data: {error}")
                 continue
-            if metrics.get(task, metric) != metric:
-                faults.append(f"task {task}: scored by {metrics[task]}; its benchmark has {metric}")
+            if metrics[task] != metric:
+                result.faults.append(f"task {task}: scored by {metrics[task]}; its benchmark has {metric}")
             if ids != self.ids[task]:
-                faults.append(f"task {task}: the benchmark's data has other examples, by their ids")
+                result.faults.append(f"task {task}: the benchmark's data has other examples, by their ids")
             elif other := sum(map(list.__ne__, self.references[task], references)):
-                faults.append(f"task {task}: {other} of {len(ids)} examples have other references than the benchmark's")
-        return faults, notes
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]  # str.splitlines splits at more characters
+                different = f"{other} of {len(ids)} examples have other references than the benchmark's"
+                result.faults.append(f"task {task}: {different}")

@@ -176,7 +176,18 @@ class StoredRouter:
     """A trial's router and the embeddings that it routes, read from the storage."""
 
     def __init__(self, trial: TrialResults):
-        self.trial, self._folder = trial, trial.sweep.storage.folder
+        groups, benchmark = trial.folder.settings(), trial.benchmark()
+        self.trial, self._folder, self._seed = trial, trial.sweep.storage.folder, int(groups["seed"])
+        self._settings = RouterSettings.model_validate(groups["router"])
+        self._backbone = BackboneSettings.model_validate(groups["backbone"])
+        self._benchmark, self._spec = benchmark, load_benchmark(benchmark.name)
+        self._tasks = task_sequence(benchmark, self._spec)
+        self._digests = backbone_digests(trial.sweep, trial.stages[-1].lineage)
+        self._chat: Chat | None = None
+        if benchmark.chat:
+            from latent_sweep.backbones.tokenizers import load_tokenizer  # imports transformers
+
+            self._chat = chat_of(load_tokenizer(self._backbone))
 
     def posterior(self, kept: Sequence[Array]) -> tuple[Array, ...]:
         """Recompute p(t | x) of the test examples of every task, (examples, T) each.
@@ -206,21 +217,19 @@ class StoredRouter:
                 f"the pooled embeddings of task {self.trial.tasks[task]} are not in {path.parent} on this machine; "
                 "trials with router.combine soft or hard store them"
             )
-        pooled = load_file(path)["pooled"]
         norm = self._settings.embed_norm
         if norm == "std" and self._table_std is None:
             raise StorageError("its backbone's embedding table, which scales pooled embeddings, is not on this machine")
-        return normalize_embeddings(pooled, norm, self._table_std if norm == "std" else None)
+        return normalize_embeddings(load_file(path)["pooled"], norm, self._table_std if norm == "std" else None)
 
     def _router(self) -> GaussianRouter:
         """Return the router over all tasks as the trial's last stage fitted it."""
         settings, n_tasks = self._settings, len(self.trial.tasks)
-        seed = int(self._groups["seed"])
         pooled_tasks = settings.cov.pooled_tasks(n_tasks, n_tasks)
         mixtures, fold = [], PooledScatter()
         for task in range(n_tasks):
             pooled = self._pooled_name(task, "train")
-            mixtures.append(_record(TaskGmm, record_path(self._folder, gmm_name(pooled, settings, seed))))
+            mixtures.append(_record(TaskGmm, record_path(self._folder, gmm_name(pooled, settings, self._seed))))
             if task < pooled_tasks:
                 name = scatter_name(pooled, settings)
                 fold.add(name, _record(TaskScatter, record_path(self._folder, name)))
@@ -228,45 +237,12 @@ class StoredRouter:
         return GaussianRouter(settings).fit(mixtures, covariance)
 
     def _pooled_name(self, task: int, split: Split) -> str:
-        b, backbone = self.trial.benchmark(), self._backbone
-        digests = self._backbone_digests
+        b, digests, spec = self._benchmark, self._digests, self._tasks[task]
         lengths = b.max_source_length if self._settings.pool.truncate else WHOLE_PROMPT
-        data = data_digest(self._spec, self._tasks[task], split, b)
-        answers = target_length(b, self._tasks[task])
-        tokens = token_cache_name(data, b, digests["tokenizer"], family_of(backbone.name), lengths, answers, self._chat)
+        data, answers = data_digest(self._spec, spec, split, b), target_length(b, spec)
+        family = family_of(self._backbone.name)
+        tokens = token_cache_name(data, b, digests["tokenizer"], family, lengths, answers, self._chat)
         return pooled_name(tokens, digests["weights"], self._settings)
-
-    @cached_property
-    def _groups(self) -> Any:
-        return self.trial.folder.settings()
-
-    @cached_property
-    def _settings(self) -> RouterSettings:
-        return RouterSettings.model_validate(self._groups["router"])
-
-    @cached_property
-    def _backbone(self) -> BackboneSettings:
-        return BackboneSettings.model_validate(self._groups["backbone"])
-
-    @cached_property
-    def _spec(self) -> Any:
-        return load_benchmark(self.trial.benchmark().name)
-
-    @cached_property
-    def _tasks(self) -> Any:
-        return task_sequence(self.trial.benchmark(), self._spec)
-
-    @cached_property
-    def _backbone_digests(self) -> dict[str, str]:
-        return backbone_digests(self.trial.sweep, self.trial.stages[-1].lineage)
-
-    @cached_property
-    def _chat(self) -> Chat | None:
-        if not self.trial.benchmark().chat:
-            return None
-        from latent_sweep.backbones.tokenizers import load_tokenizer  # imports transformers
-
-        return chat_of(load_tokenizer(self._backbone))
 
     @cached_property
     def _table_std(self) -> float | None:

@@ -191,7 +191,7 @@ def with_group(trial: Trial, name: str, group: Settings) -> Trial:
 
 
 def undeclared(stages: Stages, trial: Trial, written: Mapping[str, Any], position: int) -> set[str]:
-    """Return dotted paths of the method's settings, as `written`, that change a stage's snapshot but not its lineage."""
+    """Return paths of the method's settings that change a stage's snapshot but not its lineage."""
     paths: set[str] = set()
     for settings, start in _starts(trial, written, position):
         if not start.method().learns_from(position, len(start.tasks)):

@@ -59,7 +59,7 @@ def test_a_whole_sweep_is_equal(finished, capsys):
         assert {name: (m.stored, m.recomputed) for name, m in found.measures.items()} == {
             name: (metrics[name], pytest.approx(metrics[name])) for name in ("AP", "FM")
         }
-        assert found.notes == ()
+        assert not found.notes
     assert main(["rescore", str(folder.path), "--json"]) == 0
     first, _ = json.loads(capsys.readouterr().out)
     assert (first["equal"], first["scored_again"], first["differences"]) == (True, 3, [])
