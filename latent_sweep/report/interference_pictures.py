@@ -17,6 +17,7 @@ from latent_sweep.report.style import (
     NORMAL,
     PAGE,
     SMALL,
+    color_bar,
     heat_map,
     matrix_height,
     new_figure,
@@ -69,9 +70,11 @@ def overlap_figure(tasks: Sequence[str], overlaps: Array, shares: Array) -> Figu
     raw = raw / 10.0**power
     unit = f"overlap (in 1e{power})" if power else "overlap"
     names, columns = numbered(tasks)[1:], positions(len(tasks))
-    heat_map(parts[0], names, columns[:-1], raw, short_number, norm_of(raw), unit)
+    image = heat_map(parts[0], names, columns[:-1], raw, short_number, norm_of(raw))
+    color_bar(parts[:1], image, unit)
     names = columns[1:] if side_by_side else names
-    heat_map(parts[1], names, columns[:-1], share, "{:.2f}".format, Normalize(0, 1), "overlap, from 0 to 1")
+    image = heat_map(parts[1], names, columns[:-1], share, "{:.2f}".format, Normalize(0, 1))
+    color_bar(parts[1:], image, "overlap, from 0 to 1")
     return figure
 
 

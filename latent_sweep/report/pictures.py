@@ -10,12 +10,13 @@ import dataclasses
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from latent_sweep.labels import format_value, label
@@ -25,13 +26,16 @@ from latent_sweep.report.style import (
     COLORS,
     COLUMN,
     DASHES,
+    FAINT,
     GRAYS,
     INK,
     MARKERS,
     NORMAL,
     PAGE,
+    SMALL,
+    color_bar,
     decimals,
-    draw_cells,
+    heat_map,
     new_figure,
     plain,
     tidy,
@@ -49,6 +53,8 @@ EQUAL = 4
 _GRAY = "#c8c8c8"
 
 Array = npt.NDArray[np.float64]
+Line = tuple[str, Any, Array, Array]
+"""Name, x, mean and deviation."""
 
 
 def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
@@ -84,10 +90,10 @@ def _different(ranked: Sequence[Configuration]) -> tuple[list[Configuration], st
     alike: dict[tuple[ScoreMatrix, ...], list[Configuration]] = {}
     for one in ranked:
         alike.setdefault(one.matrices, []).append(one)
-    groups = [_listed(list(map(_name, members))) for members in alike.values() if len(members) > 1]
+    groups = [_listed(list(map(_name, equal))) for equal in alike.values() if len(equal) > 1]
     more = f"; and {len(groups) - EQUAL} more groups" if len(groups) > EQUAL else ""
     clause = f"; drawn once, as their scores are the same: {'; '.join(groups[:EQUAL])}{more}" if groups else ""
-    return [members[0] for members in alike.values()], clause
+    return [equal[0] for equal in alike.values()], clause
 
 
 def _repetitions_alike(
@@ -135,46 +141,44 @@ def _wrapped(name: str, width: int) -> str:
     return plain("\n".join(textwrap.wrap(name, width, max_lines=3, placeholder=" …")))
 
 
-def _behind(ranked: Sequence[Any]) -> str:
+def _behind(ranked: Sized) -> str:
     left = len(ranked) - NAMED
     return f"; the {NAMED} with the highest AP are named, the other {left} are gray" if left > 0 else ""
 
 
-def _band(values: Sequence[Sequence[float]]) -> tuple[Array, Array]:
+def _best_of(shown: Sized, ranked: Sized) -> str:
+    return f"; the {len(shown)} with the highest AP of {len(ranked)}" if len(shown) < len(ranked) else ""
+
+
+def _band(values: npt.ArrayLike) -> tuple[Array, Array]:
     """Return mean and sample standard deviation over trials, in percent; the latter is 0 for one trial."""
     table = 100 * np.asarray(values, dtype=np.float64)
     return table.mean(0), table.std(0, ddof=1) if len(table) > 1 else np.zeros(table.shape[1])
 
 
-def _draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Array, Array]]) -> None:
-    """Draw lines of (name, x, mean, deviation), the first with color, name and band."""
+def _draw_lines(axes: Axes, lines: Sequence[Line], title: str, x_name: str) -> None:
+    """Draw lines, the first with color, name and band."""
     for position, (name, x, mean, deviation) in reversed(list(enumerate(lines))):
         if position >= NAMED:
             axes.plot(x, mean, color=_GRAY, linewidth=0.6)
             continue
-        color = COLORS[position]
-        style: dict[str, Any] = {
-            "marker": MARKERS[position],
-            "markersize": 3.5,
-            "linestyle": DASHES[position % len(DASHES)],
-            "linewidth": 1.3,
-        }
-        axes.plot(x, mean, color=color, label=name, **style)
+        color, dash = COLORS[position], DASHES[position % len(DASHES)]
+        (line,) = axes.plot(x, mean, color=color, label=name, linestyle=dash, linewidth=1.3)
+        line.set(marker=MARKERS[position], markersize=3.5)
         low, high = np.clip((mean - deviation, mean + deviation), 0, 100)  # scores lie between 0 and 100
         axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
     low, high = axes.get_ylim()
     if high - low < 1:  # all are equal: a finer axis would show noise
         axes.set_ylim(max(0, low - 5), min(100, high + 5))
-    axes.grid(color="#e4e4e4", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=7)
+    axes.grid(color=FAINT, linewidth=0.5)
+    axes.set(title=title, xlabel=plain(x_name))
+    tidy(axes)
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
     if len(names) > 1:
-        options: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 7}
+        options: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}
         columns = max(1, min(3, int(110 / max(map(len, names)))))
         figure.legend(handles[::-1], [shortened(name, 90) for name in names[::-1]], ncols=columns, **options)
 
@@ -184,17 +188,14 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
     left, right = figure.subplots(1, 2, sharey=True)
     performance, new = [], []
     for one in ranked:
-        stages = range(1, len(one.matrices[0].rows) + 1)
-        performance.append((_name(one), stages, *_band([list(map(np.mean, matrix.rows)) for matrix in one.matrices])))
-        mean_new, deviation = _band([_mean_when_new(matrix) for matrix in one.matrices])
-        new.append((_name(one), stages, mean_new if one.learns_in_turn else np.nan * mean_new, deviation))
-    _draw_lines(left, performance)
-    _draw_lines(right, new)
-    left.set_title("AP of the tasks seen", fontsize=8)
-    right.set_title("mean score when new", fontsize=8)
-    left.set_ylabel("score (%)", fontsize=8)
-    for axes in (left, right):
-        axes.set_xlabel("tasks seen", fontsize=8)
+        name, stages = _name(one), np.arange(1, len(one.matrices[0].rows) + 1)
+        performance.append((name, stages, *_band([list(map(np.mean, matrix.rows)) for matrix in one.matrices])))
+        diagonals = [[row[-1] for row in matrix.rows] for matrix in one.matrices]
+        mean_new, deviation = _band(np.cumsum(diagonals, axis=1) / stages)
+        new.append((name, stages, mean_new if one.learns_in_turn else np.nan * mean_new, deviation))
+    left.set_ylabel("score (%)")
+    for axes, lines, title in ((left, performance, "AP of the tasks seen"), (right, new, "mean score when new")):
+        _draw_lines(axes, lines, title, "tasks seen")
         axes.xaxis.get_major_locator().set_params(integer=True)
     _add_legend(figure, left)
     return Picture(
@@ -204,11 +205,6 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
         f"if tasks are learned in turn; means over finished trials, bands of one standard deviation{_behind(ranked)}",
         figure,
     )
-
-
-def _mean_when_new(matrix: ScoreMatrix) -> list[float]:
-    diagonal = [row[task] for task, row in enumerate(matrix.rows)]
-    return list(np.cumsum(diagonal) / np.arange(1, len(diagonal) + 1))
 
 
 def forgetting_by_task(matrices: Sequence[ScoreMatrix]) -> Array:
@@ -223,27 +219,21 @@ def forgetting_by_task(matrices: Sequence[ScoreMatrix]) -> Array:
 def _forgetting(ranked: Sequence[Configuration]) -> Picture:
     alike = [one for one in ranked if one.matrices[0].tasks == ranked[0].matrices[0].tasks]
     shown = alike[:ROWS]
-    tasks = shown[0].matrices[0].tasks[:-1]
+    tasks = [shortened(task, 16) for task in shown[0].matrices[0].tasks[:-1]]
     values = 100 * np.array([forgetting_by_task(one.matrices) for one in shown])
     figure = new_figure(PAGE, 1.3 + 0.28 * len(shown))
     axes = figure.add_subplot()
     largest = max(10.0, float(np.abs(values).max()))
-    image = axes.imshow(values, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto")
-    draw_cells(axes, values, np.abs(values) > 0.6 * largest, decimals(0), 7 if len(tasks) <= 10 else 6)
-    axes.set_xticks(range(len(tasks)), [shortened(task, 16) for task in tasks], rotation=40, ha="right", fontsize=7)
-    axes.set_yticks(range(len(shown)), [_wrapped(_name(one), 36) for one in shown], fontsize=7)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)
-    rest = f"; the {len(shown)} with the highest AP of {len(alike)}" if len(shown) < len(alike) else ""
+    norm, size = Normalize(-largest, largest), SMALL if len(tasks) <= 10 else 6
+    names = [_wrapped(_name(one), 36) for one in shown]
+    image = heat_map(axes, names, tasks, values, decimals(0), norm, cmap="PuOr_r", size=size)
+    axes.set_xticks(range(len(tasks)), tasks, rotation=40, ha="right")
+    color_bar([axes], image)
+    rest = _best_of(shown, alike)
     if others := len(ranked) - len(alike):
         rest += f"; left out, as their streams of tasks differ from that with the highest AP: {others}"
-    return Picture(
-        "forgetting",
-        "Forgetting by task",
-        f"best score minus the last one, in percentage points, means over finished trials{rest}",
-        figure,
-    )
+    caption = f"best score minus the last one, in percentage points, means over finished trials{rest}"
+    return Picture("forgetting", "Forgetting by task", caption, figure)
 
 
 def _matrices(ranked: Sequence[Configuration]) -> Picture:
@@ -253,31 +243,20 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
     rows = math.ceil(len(shown) / columns)
     width = PAGE if columns > 1 or size > 6 else COLUMN
     figure = new_figure(width, rows * (0.86 * width / columns + 0.9))
-    image = None
-    for place, one in enumerate(shown, start=1):
-        axes = figure.add_subplot(rows, columns, place)
-        tasks = one.matrices[0].tasks
+    for index, one in enumerate(shown, start=1):
+        axes = figure.add_subplot(rows, columns, index)
+        tasks = [shortened(task, 12) for task in one.matrices[0].tasks]
         mean = np.full((len(tasks), len(tasks)), np.nan)
         for i in range(len(tasks)):
             mean[i, : i + 1] = 100 * np.mean([matrix.rows[i] for matrix in one.matrices], axis=0)
-        image = axes.imshow(mean, cmap="YlGnBu", vmin=0, vmax=100)
-        draw_cells(axes, mean, mean > 55, decimals(0), 7 if size <= 8 else 5)
-        axes.set_title(_wrapped(_name(one), 84 // columns if columns > 1 else 40), fontsize=7)
-        axes.set_xticks(range(len(tasks)), [shortened(task, 12) for task in tasks], rotation=60, ha="right")
-        axes.set_yticks(range(len(tasks)), [shortened(task, 12) for task in tasks])
-        axes.tick_params(length=0, labelsize=6)
-        axes.spines[:].set_visible(False)
-    if image is not None:
-        bar = figure.colorbar(image, ax=figure.axes, fraction=0.025, pad=0.02)
-        bar.ax.tick_params(labelsize=6)
-        bar.outline.set_visible(False)
-    rest = f"; the {len(shown)} with the highest AP of {len(ranked)}" if len(shown) < len(ranked) else ""
-    return Picture(
-        "matrices",
-        "Score matrices",
-        f"score (%) on each task (columns) after learning each task (rows), means over finished trials{rest}",
-        figure,
-    )
+        letters = SMALL if size <= 8 else 5
+        image = heat_map(axes, tasks, tasks, mean, decimals(0), Normalize(0, 100), size=letters, aspect="equal")
+        axes.set_title(_wrapped(_name(one), 84 // columns if columns > 1 else 40), fontsize=SMALL)
+        axes.set_xticks(range(len(tasks)), tasks, rotation=60, ha="right")
+        axes.tick_params(labelsize=6)
+    color_bar(figure.axes, image)
+    caption = "score (%) on each task (columns) after learning each task (rows), means over finished trials"
+    return Picture("matrices", "Score matrices", caption + _best_of(shown, ranked), figure)
 
 
 def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
@@ -289,24 +268,21 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
     columns = figure.subplots(1, len(MEASURES), sharey=True)
     for axes, measure in zip(columns, MEASURES, strict=True):
         axes.axvline(0, color=INK, linewidth=0.7)
-        for row, (_, differences) in enumerate(shown):
-            if (difference := differences.get(measure)) is None:
-                continue
-            low, high = difference.interval or (difference.mean, difference.mean)
-            color = COLORS[0] if difference.significant else GRAYS[1]
-            inside = color if difference.significant else "white"
-            axes.plot([100 * low, 100 * high], [row, row], color=color, linewidth=1.2)
+        drawn = [(row, each[measure]) for row, (_, each) in enumerate(shown) if measure in each]
+        for row, difference in drawn:
+            color, inside = (COLORS[0],) * 2 if difference.significant else (GRAYS[1], "white")
+            interval = difference.interval or (difference.mean, difference.mean)
+            axes.plot([100 * bound for bound in interval], [row, row], color=color, linewidth=1.2)
             axes.plot([100 * difference.mean], [row], "o", markersize=4, color=color, markerfacecolor=inside)
-        axes.set_title(measure, fontsize=NORMAL)
-        axes.grid(axis="x", color="#e4e4e4", linewidth=0.5)
+        axes.set_title(measure)
+        axes.grid(axis="x", color=FAINT, linewidth=0.5)
         tidy(axes)
     figure.supxlabel("difference (percentage points)", fontsize=NORMAL)
     columns[0].set_yticks(range(len(shown)), [_wrapped(_name(one), 36) for one, _ in shown])
     columns[0].set_ylim(len(shown) - 0.5, -0.5)
-    rest = f"; the {len(shown)} with the highest AP of {len(compared)}" if len(shown) < len(compared) else ""
     caption = (
         "means of the pairs, with 95 % intervals; gray and hollow if the interval contains 0, or without one"
-        f"{rest}; {'; '.join(itertools.chain(*comparison_notes([summary])))}"
+        f"{_best_of(shown, compared)}; {'; '.join(itertools.chain(*comparison_notes([summary])))}"
     )
     return [Picture("differences", "Differences from the baseline", caption, figure)]
 
@@ -314,105 +290,89 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
 # --- against settings
 
 
+def _grouped(configurations: Iterable[Configuration], *axes: str) -> dict[str, list[Configuration]]:
+    """Group configurations by all settings but these axes, if each of them varies in the group."""
+    groups: dict[str, list[Configuration]] = {}
+    for one in _along(configurations, *axes):
+        others = {name: value for name, value in one.values.items() if name not in axes}
+        groups.setdefault(label(others), []).append(one)
+    return {
+        name: group
+        for name, group in groups.items()
+        if all(len({one.values[axis] for one in group}) > 1 for axis in axes)
+    }
+
+
+def _along(configurations: Iterable[Configuration], *axes: str) -> list[Configuration]:
+    return [one for one in configurations if all(one.values[axis] is not None for axis in axes)]
+
+
 def _curves(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Picture], list[str]]:
     """Draw AP and FM against each numeric axis, a line per point of the others, without stopped configurations."""
     pictures, gaps = [], []
     for axis in numeric_axes([one.values for one in summary.configurations]):
-        lines = _lines([one for one in ranked if not one.n_stopped], axis)
+        lines = _grouped((one for one in ranked if not one.n_stopped), axis)
         if not lines:
-            gaps += [f"AP and FM against {axis}: {_STOPPED}"] * bool(_lines(ranked, axis))
+            gaps += [f"AP and FM against {axis}: {_STOPPED}"] * bool(_grouped(ranked, axis))
             continue
         figure = new_figure(PAGE, 2.5 + 0.13 * min(NAMED, len(lines)))
         columns = figure.subplots(1, 2)
         measures = {"AP": ScoreMatrix.average_performance, "FM": ScoreMatrix.forgetting}
         for axes, (title, measure) in zip(columns, measures.items(), strict=True):
             drawn = []
-            for name, members in lines.items():
-                points = sorted(members, key=lambda one: one.values[axis])
+            for name, group in lines.items():
+                points = sorted(group, key=lambda one: one.values[axis])
                 bands = [_band([[measure(matrix)] for matrix in one.matrices]) for one in points]
-                mean, deviation = (np.concatenate([band[part] for band in bands]) for part in (0, 1))
+                mean, deviation = np.concatenate(bands, axis=1)
                 if title == "FM":
                     mean = np.where([one.learns_in_turn and one.n_tasks > 1 for one in points], mean, np.nan)
                 drawn.append((name, [one.values[axis] for one in points], mean, deviation))
-            _draw_lines(axes, drawn)
             scale_x(axes, sorted({x for _, values, _, _ in drawn for x in values}))
-            axes.set_title(f"{title} (%)", fontsize=8)
-            axes.set_xlabel(plain(axis), fontsize=8)
+            _draw_lines(axes, drawn, f"{title} (%)", axis)
         _add_legend(figure, columns[0])
-        pictures.append(
-            Picture(
-                f"against_{_file_name(axis)}",
-                f"Against {axis}",
-                f"average performance and forgetting measure, means over finished trials, bands of one standard "
-                f"deviation{_behind(list(lines))}{_without_stopped(_along(ranked, axis))}",
-                figure,
-            )
+        caption = (
+            "average performance and forgetting measure, means over finished trials, bands of one standard deviation"
+            f"{_behind(lines)}{_without_stopped(_along(ranked, axis))}"
         )
+        pictures.append(Picture(f"against_{_file_name(axis)}", f"Against {axis}", caption, figure))
     return pictures, gaps
-
-
-def _lines(ranked: Sequence[Configuration], axis: str) -> dict[str, list[Configuration]]:
-    """Group configurations that differ along one axis alone; the group with the best one first."""
-    lines: dict[str, list[Configuration]] = {}
-    for one in _along(ranked, axis):
-        lines.setdefault(label({name: value for name, value in one.values.items() if name != axis}), []).append(one)
-    return {name: members for name, members in lines.items() if len(members) > 1}
-
-
-def _along(members: Sequence[Configuration], *axes: str) -> list[Configuration]:
-    return [one for one in members if all(one.values[axis] is not None for axis in axes)]
 
 
 def _interactions(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Picture], list[str]]:
     """Draw AP over each pair of numeric axes, for each point of the others, without stopped configurations."""
     pictures, gaps = [], []
     for x_axis, y_axis in itertools.combinations(numeric_axes([one.values for one in summary.configurations]), 2):
-        grids = _grids([one for one in summary.configurations if not one.n_stopped], x_axis, y_axis)
+        grids = _grids((one for one in summary.configurations if not one.n_stopped), x_axis, y_axis)
         if not grids:
             gaps += [f"AP over {x_axis} and {y_axis}: {_STOPPED}"] * bool(_grids(ranked, x_axis, y_axis))
             continue
-        shown = list(grids.items())[:4]
-        figure = new_figure(PAGE if len(shown) > 1 else COLUMN, 2.9 * math.ceil(len(shown) / 2))
-        for place, (name, members) in enumerate(shown, start=1):
-            axes = figure.add_subplot(math.ceil(len(shown) / 2), min(2, len(shown)), place)
-            xs, ys = (sorted({one.values[axis] for one in members}) for axis in (x_axis, y_axis))
+        shown, n_rows = list(grids.items())[:4], math.ceil(min(4, len(grids)) / 2)
+        figure = new_figure(PAGE if len(shown) > 1 else COLUMN, 2.9 * n_rows)
+        for index, (name, group) in enumerate(shown, start=1):
+            axes = figure.add_subplot(n_rows, min(2, len(shown)), index)
+            xs, ys = (sorted({one.values[axis] for one in group}) for axis in (x_axis, y_axis))
             table = np.full((len(ys), len(xs)), np.nan)
-            for one in members:
+            for one in group:
                 if one.average_performance is not None:
-                    place_of = ys.index(one.values[y_axis]), xs.index(one.values[x_axis])
-                    table[place_of] = 100 * one.average_performance.mean
-            low, high = float(np.nanmin(table)), float(np.nanmax(table))
-            axes.imshow(table, cmap="YlGnBu", aspect="auto", origin="lower")
-            draw_cells(axes, table, table > low + 0.55 * (high - low), decimals(1), 7)
-            axes.set_xticks(range(len(xs)), [format_value(value) for value in xs], fontsize=7)
-            axes.set_yticks(range(len(ys)), [format_value(value) for value in ys], fontsize=7)
-            axes.set_xlabel(plain(x_axis), fontsize=8)
-            axes.set_ylabel(plain(y_axis), fontsize=8)
-            axes.set_title(_wrapped(name, 48), fontsize=7)
-            axes.spines[:].set_visible(False)
-            axes.tick_params(length=0)
+                    cell = ys.index(one.values[y_axis]), xs.index(one.values[x_axis])
+                    table[cell] = 100 * one.average_performance.mean
+            columns, rows = (list(map(format_value, values)) for values in (xs, ys))
+            heat_map(axes, rows, columns, table, decimals(1), Normalize(np.nanmin(table), np.nanmax(table)))
+            axes.invert_yaxis()
+            axes.set(xlabel=plain(x_axis), ylabel=plain(y_axis))
+            axes.set_title(_wrapped(name, 48), fontsize=SMALL)
         more = len(grids) - len(shown)
         rest = f"; {more} more points of the other settings are not drawn" if more else ""
-        left = _without_stopped(_along(ranked, x_axis, y_axis))
+        caption = f"AP (%), means over finished trials{rest}{_without_stopped(_along(ranked, x_axis, y_axis))}"
         file = f"{_file_name(x_axis)}_and_{_file_name(y_axis)}"
-        pictures.append(
-            Picture(file, f"{x_axis} and {y_axis}", f"AP (%), means over finished trials{rest}{left}", figure)
-        )
+        pictures.append(Picture(file, f"{x_axis} and {y_axis}", caption, figure))
     return pictures, gaps
 
 
-def _grids(members: Sequence[Configuration], x_axis: str, y_axis: str) -> dict[str, list[Configuration]]:
-    """Group configurations that differ along two axes alone, if both vary and a trial has finished."""
-    groups: dict[str, list[Configuration]] = {}
-    for one in _along(members, x_axis, y_axis):
-        others = {name: value for name, value in one.values.items() if name not in (x_axis, y_axis)}
-        groups.setdefault(label(others), []).append(one)
-    return {name: each for name, each in groups.items() if _is_grid(each, x_axis, y_axis)}
-
-
-def _is_grid(members: Sequence[Configuration], x_axis: str, y_axis: str) -> bool:
-    vary = all(len({one.values[axis] for one in members}) > 1 for axis in (x_axis, y_axis))
-    return vary and any(one.average_performance is not None for one in members)
+def _grids(configurations: Iterable[Configuration], *axes: str) -> dict[str, list[Configuration]]:
+    """Group configurations that differ along two axes alone, if a trial has finished."""
+    grids = _grouped(configurations, *axes)
+    return {name: group for name, group in grids.items() if any(one.average_performance for one in group)}
 
 
 def _file_name(text: str) -> str:

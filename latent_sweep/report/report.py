@@ -5,12 +5,10 @@ Tables for people have percentages with two decimals. CSV has four, as its reade
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +28,9 @@ from latent_sweep.report.tables import (
     value_range,
     without_comparison,
 )
-from latent_sweep.results.comparison import Comparison, Difference
-from latent_sweep.results.definition import MEASURES, Measure
-from latent_sweep.results.summaries import ROUTING_METRICS, Statistic, Summary, protocol
+from latent_sweep.results.comparison import Comparison
+from latent_sweep.results.definition import MEASURES
+from latent_sweep.results.summaries import ROUTING_METRICS, Summary, protocol
 from latent_sweep.security import printable
 
 FORMATS = ("text", "markdown", "csv", "latex")
@@ -56,8 +54,9 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             row |= {f"{name}_{part}": _percent(getattr(statistic, part, None)) for part in ("mean", "std")}
         row["best_AP"] = summary.is_best(one)
         row |= {name: value_range(values, json.dumps) or None for name, values in protocol(one).items()}
-        row |= _comparison_record(one.comparison, summary.is_compared)
-        row |= {f"score/{task}": _mean(one.task_scores.get(task)) for task in tasks}
+        if summary.is_compared:
+            row |= _comparison_record(one.comparison or Comparison("", 0, {}))
+        row |= {f"score/{task}": _percent(getattr(one.task_scores.get(task), "mean", None)) for task in tasks}
         if with_constants:
             row |= {f"constant/{task}": _percent(one.constants.get(task)) for task in tasks}
         row |= {measure.metric: _rounded(router_value(one, measure)) for measure in measures}
@@ -66,28 +65,15 @@ def records(summary: Summary) -> list[dict[str, Any]]:
     return rows
 
 
-def _comparison_record(comparison: Comparison | None, is_compared: bool) -> dict[str, Any]:
-    if not is_compared:
-        return {}
-    own = comparison or Comparison("", 0, {})
-    row: dict[str, Any] = {"baseline": own.baseline or None, "n_pairs": own.n}
+def _comparison_record(comparison: Comparison) -> dict[str, Any]:
+    row: dict[str, Any] = {"baseline": comparison.baseline or None, "n_pairs": comparison.n}
     for measure in MEASURES:
-        row |= _difference_record(measure, own.differences.get(measure))
+        difference = comparison.differences.get(measure)
+        low, high = difference.interval if difference and difference.interval else (None, None)
+        values = {"": difference.mean if difference else None, "_low": low, "_high": high}
+        row |= {f"{measure}_difference{part}": _percent(value) for part, value in values.items()}
+        row[f"{measure}_resampled"] = difference.resampled if difference else "nothing"
     return row
-
-
-def _difference_record(measure: Measure, difference: Difference | None) -> dict[str, Any]:
-    low, high = difference.interval if difference and difference.interval else (None, None)
-    mean = difference.mean if difference else None
-    values = {"difference": mean, "difference_low": low, "difference_high": high}
-    return {
-        **{f"{measure}_{part}": _percent(value) for part, value in values.items()},
-        f"{measure}_resampled": difference.resampled if difference else "nothing",
-    }
-
-
-def _mean(statistic: Statistic | None) -> float | None:
-    return None if statistic is None else _percent(statistic.mean)
 
 
 def _percent(fraction: float | None) -> float | None:
@@ -100,18 +86,15 @@ def _rounded(value: float | None) -> float | None:
 
 def score_matrix_csv(tasks: Sequence[str], scores: Sequence[Sequence[float | None]]) -> str:
     """Return the score matrix as CSV: a row per task learned, a column per task scored, fractions."""
-    return _csv(
-        ["after", *tasks],
-        ([task, *("" if score is None else score for score in row)] for task, row in zip(tasks, scores, strict=False)),
-    )
+    rows = [dict(zip(tasks, row, strict=False)) for row in scores]
+    return _csv([{"after": task} | dict.fromkeys(tasks) | row for task, row in zip(tasks, rows, strict=False)])
 
 
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_inert, header))
-    writer.writerows([*map(_inert, row), *[""] * (len(header) - len(row))] for row in rows)
-    return text.getvalue()
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    from pandas import DataFrame
+
+    frame = DataFrame([{_inert(name): _inert(value) for name, value in row.items()} for row in rows], dtype=object)
+    return frame.to_csv(index=False, lineterminator="\n")
 
 
 def _inert(cell: Any) -> Any:
@@ -139,13 +122,13 @@ def render(summary: Summary, format: str = "text", width: int | None = None, ver
     if format not in FORMATS:
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")
     if format == "csv":
-        return printable(_csv_table(records(summary)))
-    parts = sections(summary)
+        return printable(_csv(list(map(_csv_cells, records(summary)))))
+    parts = _noted(sections(summary), verbose)
     if format != "markdown":
-        return printable(_listed(format, parts, summary.name, width, verbose))
+        return printable(_listed(format, parts, summary.name, width))
     marked = " Highest AP in bold." * any(map(summary.is_marked, summary.configurations))
     head = f"# Sweep {_escape_markdown(summary.name)}\n\n{counts(summary)}.{marked}\n\n"
-    return printable(head + _list_markdown([replace(parts[0], title=""), *parts[1:]], verbose))
+    return printable(head + _list_markdown([replace(parts[0], title=""), *parts[1:]]))
 
 
 def render_all(
@@ -156,37 +139,36 @@ def render_all(
         return render(summaries[0], format, width, verbose)
     if format == "csv":
         rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary)]
-        return printable(_csv_table(rows))
+        return printable(_csv(list(map(_csv_cells, rows))))
     single = [render(without_comparison(summary), format, width, verbose) for summary in summaries]
     names = " and ".join(summary.name for summary in summaries)
-    joint = _listed(format, joint_sections(summaries), names, width, verbose)
+    joint = _listed(format, _noted(joint_sections(summaries), verbose), names, width)
     return printable(joint) + "\n" + "\n".join(single)
 
 
-def _csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return _csv(columns, ([_csv_cell(name, row.get(name)) for name in columns] for row in rows))
+def _csv_cells(row: Mapping[str, Any]) -> dict[str, str | None]:
+    scores = ("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_")
+    return {
+        name: f"{value:.{DECIMALS}f}"
+        if isinstance(value, float) and name.startswith(scores)
+        else None
+        if value is None
+        else format_value(value)
+        for name, value in row.items()
+    }
 
 
-def _csv_cell(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    is_score = name.startswith(("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_"))
-    return f"{value:.{DECIMALS}f}" if isinstance(value, float) and is_score else format_value(value)
+def _noted(parts: Sequence[Section], verbose: bool) -> list[Section]:
+    return [replace(section, notes=[*section.notes, *section.details]) if verbose else section for section in parts]
 
 
-def _listed(format: str, parts: Sequence[Section], name: str, width: int | None, verbose: bool) -> str:
+def _listed(format: str, parts: Sequence[Section], name: str, width: int | None) -> str:
     if format == "markdown":
-        return _list_markdown(parts, verbose)
-    parts = [replace(section, notes=_notes(section, verbose)) for section in parts]
+        return _list_markdown(parts)
     return latex(parts, name) if format == "latex" else plain(parts, width)
 
 
-def _notes(section: Section, verbose: bool) -> list[str]:
-    return [*section.notes, *(section.details if verbose else ())]
-
-
-def _list_markdown(parts: Sequence[Section], verbose: bool) -> str:
+def _list_markdown(parts: Sequence[Section]) -> str:
     blocks = []
     for section in parts:
         if section.title:
@@ -198,7 +180,7 @@ def _list_markdown(parts: Sequence[Section], verbose: bool) -> str:
             ]
             lines = [list(map(_escape_markdown, table.header)), ["---"] * len(table.header), *rows]
             blocks.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-        blocks.append("\n".join(f"- {_escape_markdown(note)}" for note in _notes(section, verbose)))
+        blocks.append("\n".join(f"- {_escape_markdown(note)}" for note in section.notes))
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 

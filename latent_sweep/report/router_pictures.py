@@ -24,6 +24,7 @@ from latent_sweep.report.style import (
     MARKERS,
     PAGE,
     SMALL,
+    color_bar,
     heat_map,
     matrix_height,
     new_figure,
@@ -144,16 +145,17 @@ def confusion_picture(routing: Routing, number: int) -> Picture:
 def confusion_figure(tasks: Sequence[str], shares: Array) -> Figure:
     figure = new_figure(PAGE if len(tasks) > 6 else 4.6, matrix_height(len(tasks)))
     axes = figure.add_subplot()
-    percent = 100 * shares
-    columns = positions(len(tasks))
-    heat_map(axes, numbered(tasks), columns, percent, _whole_percent, Normalize(0, 100), "examples (%)")
-    axes.set_xlabel("routed to")
-    axes.set_ylabel("task of the example")
+    image = heat_map(
+        axes,
+        numbered(tasks),
+        positions(len(tasks)),
+        100 * shares,
+        lambda value: f"{value:.0f}" if value >= 0.5 else "",
+        Normalize(0, 100),
+    )
+    color_bar([axes], image, "examples (%)")
+    axes.set(xlabel="routed to", ylabel="task of the example")
     return figure
-
-
-def _whole_percent(value: float) -> str:
-    return f"{value:.0f}" if value >= 0.5 else ""
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------

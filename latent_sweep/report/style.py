@@ -7,7 +7,7 @@ lightness. Text is at least `SMALL` points at the figure's size. Pyplot is never
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from latent_sweep.results.selection import short_task_names
 
@@ -84,12 +85,15 @@ def heat_map(
     values: npt.NDArray[np.float64],
     formatted: Callable[[float], str],
     norm: Normalize,
-    label: str,
-) -> None:
+    cmap: str = "YlGnBu",
+    size: float = SMALL,
+    aspect: Literal["auto", "equal"] = "auto",
+) -> AxesImage:
     """Draw a matrix (rows, columns) as colored cells with numbers; NaN leaves a cell blank."""
     masked = np.ma.masked_invalid(values)
-    image = axes.imshow(masked, cmap="YlGnBu", norm=norm, aspect="auto")
-    draw_cells(axes, values, np.ma.filled(norm(masked), 0) > 0.55, formatted, SMALL)
+    image = axes.imshow(masked, cmap=cmap, norm=norm, aspect=aspect)
+    lightness = image.to_rgba(masked)[..., :3] @ [0.3, 0.59, 0.11]
+    draw_cells(axes, values, lightness < 0.55, formatted, size)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
@@ -98,8 +102,12 @@ def heat_map(
     tidy(axes)
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
-    figure: Any = axes.figure
-    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+    return image
+
+
+def color_bar(axes: Sequence[Axes], image: AxesImage, label: str = "") -> None:
+    figure: Any = axes[0].figure
+    bar = figure.colorbar(image, ax=list(axes), fraction=0.05, pad=0.02)
     bar.set_label(label, fontsize=NORMAL)
     bar.ax.tick_params(which="both", labelsize=SMALL)
     bar.ax.yaxis.set_major_formatter("{x:g}")  # matplotlib's exponents are smaller than the other text
