@@ -1,27 +1,24 @@
-"""Pictures for the tracker and for pages: the score matrix as a heat map, and AP against a setting.
+"""The score matrix as a heat map.
 
 Figures are made from `matplotlib.figure.Figure`, not by pyplot: no global state changes, so any thread may draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from io import BytesIO
-from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont
-from matplotlib.ticker import FixedLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
 
-from latent_sweep.report.style import FAINT, INK, decimals, draw_cells, new_figure, plain
+from latent_sweep.report.style import INK, decimals, draw_cells, new_figure, plain
 
 _LONGEST_TASK_NAME = 30
 QUICK_DPI = 100
@@ -105,43 +102,6 @@ def _font(pixels: float) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(findfont("DejaVu Sans"), pixels)
 
 
-def curve_png(x_name: str, x_values: Sequence[float], series: Mapping[str, tuple[list[float], list[float]]]) -> bytes:
-    content = BytesIO()
-    curve_figure(x_name, x_values, series).savefig(content, format="png")
-    return content.getvalue()
-
-
-def curve_figure(
-    x_name: str,
-    x_values: Sequence[float],
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    y_name: str = "AP (%)",
-) -> Figure:
-    """Draw mean lines with bands of one standard deviation over ascending x values.
-
-    Args:
-        series: label -> (means, standard deviations), one entry per x value; NaN leaves a gap or no band.
-    """
-    figure = new_figure(7.6 if len(series) > 1 else 6.0, 4.0)
-    axes = figure.add_subplot()
-    colors = colormaps["viridis"](np.linspace(0.05, 0.85, max(len(series), 2)))
-    band = 0.15 if len(series) <= 4 else 0.06
-    for color, marker, (label, (means, stds)) in zip(colors, cycle("osD^vP"), series.items(), strict=False):
-        mean, std = np.asarray(means, dtype=float), np.asarray(stds, dtype=float)
-        axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=color, label=plain(label))
-        low, high = np.clip((mean - std, mean + std), 0, 100)  # scores lie between 0 and 100
-        axes.fill_between(x_values, low, high, color=color, alpha=band, linewidth=0)
-    scale_x(axes, x_values)
-    axes.set_xlabel(plain(x_name))
-    axes.set_ylabel(y_name)
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-    return figure
-
-
 def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> npt.NDArray[np.float64]:
     percent = np.full((n, n), np.nan)
     for i, row in enumerate(scores):
@@ -152,14 +112,3 @@ def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> npt.NDA
 
 def shortened(name: str, longest: int = _LONGEST_TASK_NAME) -> str:
     return plain(name if len(name) <= longest else name[: longest - 1] + "…")
-
-
-def scale_x(axes: Axes, x_values: Sequence[float]) -> None:
-    """Put a tick at every value; the scale is symlog if the values span decades or include 0."""
-    sizes = [abs(x) for x in x_values if x != 0]
-    spans_decades = len(sizes) > 1 and max(sizes) >= 20 * min(sizes)
-    if spans_decades or (sizes and len(sizes) < len(x_values)):
-        axes.set_xscale("symlog", linthresh=min(sizes), linscale=0.6)
-    axes.xaxis.set_major_locator(FixedLocator(list(x_values)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([f"{x:g}" for x in x_values])

@@ -7,6 +7,7 @@ and the caption has their number.
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import math
 import textwrap
@@ -18,10 +19,11 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from latent_sweep.labels import format_value, label
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.report.figures import Picture, scale_x, shortened
+from latent_sweep.report.figures import Picture, shortened
 from latent_sweep.report.style import (
     COLORS,
     COLUMN,
@@ -307,35 +309,53 @@ def _along(configurations: Iterable[Configuration], *axes: str) -> list[Configur
     return [one for one in configurations if all(one.values[axis] is not None for axis in axes)]
 
 
+def _lines(ranked: Sequence[Configuration], axis: str) -> dict[str, list[Configuration]]:
+    return _grouped((one for one in ranked if not one.n_stopped), axis)
+
+
 def _curves(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Picture], list[str]]:
-    """Draw AP and FM against each numeric axis, a line per point of the others, without stopped configurations."""
-    pictures, gaps = [], []
-    for axis in numeric_axes([one.values for one in summary.configurations]):
-        lines = _grouped((one for one in ranked if not one.n_stopped), axis)
-        if not lines:
-            gaps += [f"AP and FM against {axis}: {_STOPPED}"] * bool(_grouped(ranked, axis))
-            continue
-        figure = new_figure(PAGE, 2.5 + 0.13 * min(NAMED, len(lines)))
-        columns = figure.subplots(1, 2)
-        measures = {"AP": ScoreMatrix.average_performance, "FM": ScoreMatrix.forgetting}
-        for axes, (title, measure) in zip(columns, measures.items(), strict=True):
-            drawn = []
-            for name, group in lines.items():
-                points = sorted(group, key=lambda one: one.values[axis])
-                bands = [_band([[measure(matrix)] for matrix in one.matrices]) for one in points]
-                mean, deviation = np.concatenate(bands, axis=1)
-                if title == "FM":
-                    mean = np.where([one.learns_in_turn and one.n_tasks > 1 for one in points], mean, np.nan)
-                drawn.append((name, [one.values[axis] for one in points], mean, deviation))
-            scale_x(axes, sorted({x for _, values, _, _ in drawn for x in values}))
-            _draw_lines(axes, drawn, f"{title} (%)", axis)
-        _add_legend(figure, columns[0])
-        caption = (
-            "average performance and forgetting measure, means over finished trials, bands of one standard deviation"
-            f"{_behind(lines)}{_without_stopped(_along(ranked, axis))}"
-        )
-        pictures.append(Picture(f"against_{_file_name(axis)}", f"Against {axis}", caption, figure))
-    return pictures, gaps
+    axes = numeric_axes([one.values for one in summary.configurations])
+    pictures = [_curve(ranked, axis) for axis in axes if _lines(ranked, axis)]
+    stopped = [axis for axis in axes if _grouped(ranked, axis) and not _lines(ranked, axis)]
+    return pictures, [f"AP and FM against {axis}: {_STOPPED}" for axis in stopped]
+
+
+def _curve(ranked: Sequence[Configuration], axis: str) -> Picture:
+    """Draw AP and FM against a numeric axis, a line per point of the others, without stopped configurations."""
+    lines = _lines(ranked, axis)
+    figure = new_figure(PAGE, 2.5 + 0.13 * min(NAMED, len(lines)))
+    columns = figure.subplots(1, 2)
+    measures = {"AP": ScoreMatrix.average_performance, "FM": ScoreMatrix.forgetting}
+    for axes, (title, measure) in zip(columns, measures.items(), strict=True):
+        drawn = []
+        for name, group in lines.items():
+            points = sorted(group, key=lambda one: one.values[axis])
+            bands = [_band([[measure(matrix)] for matrix in one.matrices]) for one in points]
+            mean, deviation = np.concatenate(bands, axis=1)
+            if title == "FM":
+                mean = np.where([one.learns_in_turn and one.n_tasks > 1 for one in points], mean, np.nan)
+            drawn.append((name, [one.values[axis] for one in points], mean, deviation))
+        scale_x(axes, sorted({x for _, values, _, _ in drawn for x in values}))
+        _draw_lines(axes, drawn, f"{title} (%)", axis)
+    _add_legend(figure, columns[0])
+    caption = (
+        "average performance and forgetting measure, means over finished trials, bands of one standard deviation"
+        f"{_behind(lines)}{_without_stopped(_along(ranked, axis))}"
+    )
+    return Picture(f"against_{_file_name(axis)}", f"Against {axis}", caption, figure)
+
+
+def curve_axis(summary: Summary) -> str | None:
+    """Return the first axis against which there is a curve."""
+    ranked = _ranked(summary)
+    axes = numeric_axes([one.values for one in summary.configurations])
+    return next((axis for axis in axes if _lines(ranked, axis)), None)
+
+
+def curve_png(summary: Summary, axis: str) -> bytes:
+    content = io.BytesIO()
+    _curve(_ranked(summary), axis).figure.savefig(content, format="png")
+    return content.getvalue()
 
 
 def _interactions(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Picture], list[str]]:
@@ -377,3 +397,14 @@ def _grids(configurations: Iterable[Configuration], *axes: str) -> dict[str, lis
 
 def _file_name(text: str) -> str:
     return "".join(character if character.isalnum() or character in "-_" else "_" for character in text)
+
+
+def scale_x(axes: Axes, x_values: Sequence[float]) -> None:
+    """Put a tick at every value; the scale is symlog if the values span decades or include 0."""
+    sizes = [abs(x) for x in x_values if x != 0]
+    spans_decades = len(sizes) > 1 and max(sizes) >= 20 * min(sizes)
+    if spans_decades or (sizes and len(sizes) < len(x_values)):
+        axes.set_xscale("symlog", linthresh=min(sizes), linscale=0.6)
+    axes.xaxis.set_major_locator(FixedLocator(list(x_values)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([f"{x:g}" for x in x_values])

@@ -212,16 +212,6 @@ class Summary:
         return self.is_best(configuration) and not all(map(self.is_best, rivals))
 
 
-@dataclass(frozen=True)
-class Curves:
-    """AP in percent against one numeric axis, a series for each combination of values on the others."""
-
-    x_name: str
-    x_values: tuple[float, ...]
-    series: Mapping[str, tuple[list[float], list[float]]]
-    """Label -> (means, standard deviations), one entry per x value; NaN if nothing finished or n = 1."""
-
-
 def end_reason(events: Sequence[Event]) -> str:
     """Return why a failed or stopped trial ended; empty for any other."""
     last = events[-1] if events else None
@@ -620,28 +610,6 @@ def numeric_axes(points: Sequence[Mapping[str, Any]]) -> list[str]:
         if all(type(value) in (int, float) for value in values) and len(set(values)) > 1:
             axes.append(axis)
     return axes
-
-
-def numeric_axis(points: Sequence[Mapping[str, Any]]) -> str | None:
-    return next(iter(numeric_axes(points)), None)
-
-
-def curves(summary: Summary) -> Curves | None:
-    """Return AP against the first numeric axis, if any; configurations with stopped trials are left out."""
-    x_name = numeric_axis([one.values for one in summary.configurations])
-    if x_name is None:
-        return None
-    drawn = [one for one in summary.configurations if one.values[x_name] is not None]
-    x_values = sorted({one.values[x_name] for one in drawn})
-    series: dict[str, tuple[list[float], list[float]]] = {}
-    for one in drawn:
-        rest = {name: value for name, value in one.values.items() if name != x_name}
-        means, stds = series.setdefault(label(rest), ([float("nan")] * len(x_values), [float("nan")] * len(x_values)))
-        statistic, index = one.average_performance, x_values.index(one.values[x_name])
-        if statistic is not None and not one.n_stopped:
-            means[index] = 100 * statistic.mean
-            stds[index] = float("nan") if statistic.std is None else 100 * statistic.std
-    return Curves(x_name, tuple(x_values), series)
 
 
 def protocol(configuration: Configuration) -> dict[str, tuple[Any, ...]]:

@@ -197,9 +197,7 @@ def configuration_content(
 
 def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
     """Return the sweep's own run, the parent of the others: tables, the figure, the best AP."""
-    from latent_sweep.report.figures import (
-        curve_png,  # needs matplotlib
-    )
+    from latent_sweep.report import pictures  # needs matplotlib
 
     work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
     summary = replace(summary, driven=False)  # uploaded at the end of a run by the process that drives it
@@ -214,8 +212,8 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
     for path in sorted((sweep.path / MODEL_FOLDER).rglob("*")):
         if path.is_file():
             artifacts[path.relative_to(sweep.path).as_posix()] = path
-    if (curves := summaries.curves(summary)) is not None:
-        artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_png, curves.x_name, curves.x_values, curves.series)
+    if (axis := pictures.curve_axis(summary)) is not None:
+        artifacts[f"{axis}_vs_AP.png"] = partial(pictures.curve_png, summary, axis)
     return RunContent(
         kind="sweep",
         key=sweep.sweep_id,

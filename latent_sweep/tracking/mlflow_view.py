@@ -29,7 +29,7 @@ def saved_view(sweep: SweepFolder) -> str:
 
 def view_state(sweep: SweepFolder) -> dict[str, Any]:
     axes = {axis: name for axis, name in short_names(sweep.axes).items() if axis != sweep.seed_axis}
-    numeric = summaries.numeric_axis([{name: trial.values[axis] for axis, name in axes.items()} for trial in sweep])
+    numeric = summaries.numeric_axes([{name: trial.values[axis] for axis, name in axes.items()} for trial in sweep])
     params = [*axes.values(), "seed"]
     return {
         "searchFilter": f"tags.sweep_id = '{sweep.sweep_id}' and tags.kind = 'trial'",
@@ -50,7 +50,7 @@ def view_state(sweep: SweepFolder) -> dict[str, Any]:
             _section("sweep", "comparison", display=True),
             *(_section(prefix, prefix, display=False) for prefix in _FOLDED),
         ],
-        "compareRunCharts": _charts(numeric, list(axes.values())),
+        "compareRunCharts": _charts(next(iter(numeric), None), list(axes.values())),
     }
 
 

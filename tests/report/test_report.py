@@ -19,9 +19,10 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import METHOD_NAMES, distinct_labels, label, short_names
 from latent_sweep.methods import METHODS
 from latent_sweep.report import report
-from latent_sweep.report.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
+from latent_sweep.report.figures import QUICK_DPI, score_matrix_figure, score_matrix_png
 from latent_sweep.report.latex import latex
 from latent_sweep.report.page import render_page
+from latent_sweep.report.pictures import curve_axis
 from latent_sweep.report.tables import FAILED, NOTHING_LEARNED, STOPPED, Cell, Section, Table, sections, together
 from latent_sweep.results import summaries
 from latent_sweep.storage.checksummed import checksummed_json
@@ -481,7 +482,7 @@ def test_an_unstarted_sweep_renders(tmp_path, format):
     summary = summaries.summarize(write_sweep(tmp_path, {"seed": [0, 1]}))
     assert report.render(summary, format)
     assert summary.best_average_performance is None
-    assert summaries.curves(summary) is None
+    assert curve_axis(summary) is None
 
 
 def test_latex_and_markdown_escape_special_characters(tmp_path):
@@ -531,22 +532,6 @@ def test_close_values_keep_different_labels():
     assert label({"lambda": 0.1, "combine": "soft", "seed": 0}) == "lambda=0.1 combine=soft seed=0"
 
 
-def test_curves_use_the_first_numeric_axis_and_leave_gaps(tmp_path):
-    sweep = write_sweep(
-        tmp_path, {"router.combine": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]}
-    )
-    for trial, average in zip(sweep, (0.3, 0.4, 0.5, 0.6, 0.7), strict=False):
-        run_to_end(trial, average, 0.0)
-    curves = summaries.curves(summaries.summarize(sweep))
-    assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
-    means, stds = curves.series["combine=soft"]
-    np.testing.assert_allclose(means, [55.0, 35.0])
-    np.testing.assert_allclose(stds, [100 * math.sqrt(0.005)] * 2)
-    means, stds = curves.series["combine=hard"]
-    np.testing.assert_allclose(means, [np.nan, 70.0])
-    assert np.isnan(stds).all()
-
-
 def test_rows_with_failed_trials_are_noted(tmp_path):
     """A configuration that diverges for some seeds may have the highest AP over the others."""
     sweep = write_sweep(tmp_path, {"method.rank": [4, 8], "seed": [0, 1]})
@@ -584,26 +569,6 @@ def test_methods_that_do_not_learn_in_turn_are_noted(tmp_path):
     ) * 3
     assert report.render(summary).count(note) == 2, "under the table, and under the differences"
     assert note in " ".join(together([summary, summary]).notes)
-
-
-def test_curves_leave_out_configurations_with_stopped_trials(tmp_path):
-    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
-    *trials, last = sweep
-    for trial, average in zip(trials, (0.3, 0.4, 0.5), strict=True):
-        run_to_end(trial, average, 0.0)
-    journal_of(last).append("stopped", tasks_seen=1, reason="below the median")
-    ((means, _),) = summaries.curves(summaries.summarize(sweep)).series.values()
-    np.testing.assert_allclose(means, [np.nan, 35.0])
-
-
-def test_curves_leave_out_methods_without_the_setting(tmp_path):
-    sweep = write_sweep(tmp_path, {"backbone.targets": [["q", "v"]], "method.ortho_lambda": [None, 0.1, 0.0]})
-    for trial, average in zip(sweep, (0.2, 0.3, 0.4), strict=True):
-        run_to_end(trial, average, 0.0)
-    curves = summaries.curves(summaries.summarize(sweep))
-    assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
-    ((means, _),) = curves.series.values()
-    np.testing.assert_allclose(means, [40.0, 30.0])
 
 
 def test_the_score_matrix_as_csv():
@@ -658,18 +623,6 @@ def test_fifteen_long_task_names_do_not_overlap():
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
     assert not any(a.overlaps(b) for i, a in enumerate(cells) for b in cells[i + 1 :])
     assert all(box.x0 >= 0 and box.y0 >= 0 for box in boxes)
-
-
-@pytest.mark.parametrize(
-    ("x_values", "scale"), [([0.0, 0.01, 0.1], "symlog"), ([1e-5, 1e-3], "symlog"), ([1, 3, 5, 8], "linear")]
-)
-def test_the_x_axis_is_symlog_for_decades_and_zero(x_values, scale):
-    n = len(x_values)
-    figure = curve_figure("lambda", x_values, {"": ([50.0] * n, [1.0] * n)})
-    axes = figure.axes[0]
-    assert axes.get_xscale() == scale
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == [f"{x:g}" for x in x_values]
-    assert axes.get_legend() is None
 
 
 @pytest.mark.parametrize("format", ["text", "markdown"])
@@ -739,6 +692,4 @@ def test_latex_escapes_leading_brackets(hostile, tmp_path):
 
 
 def test_figures_draw_dollars_literally():
-    figure = curve_figure("$x", [1, 2], {"a=$\\frac{": ([50.0] * 2, [1.0] * 2), "a=$b$": ([40.0] * 2, [1.0] * 2)})
-    figure.draw_without_rendering()
     score_matrix_figure(["$\\frac$", "b"], [[0.5], [0.5, 0.5]]).draw_without_rendering()

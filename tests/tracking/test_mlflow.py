@@ -21,7 +21,7 @@ from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, 
 
 from latent_sweep.cli.main import main
 from latent_sweep.errors import StorageError, TrackingError
-from latent_sweep.report import figures
+from latent_sweep.report import figures, pictures
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.sweep.tuning import TUNING
 from latent_sweep.tracking import mlflow as mlflow_tracker
@@ -76,7 +76,7 @@ def plain_matrices(monkeypatch):
 
 @pytest.fixture
 def plain_pictures(plain_matrices, monkeypatch):
-    monkeypatch.setattr(figures, "curve_png", lambda name, values, series: b"a picture")
+    monkeypatch.setattr(pictures, "curve_png", lambda summary, axis: b"a picture")
 
 
 def runs_of(client, sweep, kind):

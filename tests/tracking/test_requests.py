@@ -10,7 +10,7 @@ from helpers.mlflow_server import empty_database
 from helpers.sweep_folders import TASKS, finish, learn, run_copies, run_to_end, start, write_sweep
 
 from latent_sweep.errors import TrackingError
-from latent_sweep.report import figures
+from latent_sweep.report import figures, pictures
 from latent_sweep.storage.folders import TrialFolder
 from latent_sweep.tracking import mlflow as mlflow_tracker
 from latent_sweep.tracking.mlflow import MlflowTracker
@@ -80,7 +80,7 @@ def server(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def plain_pictures(monkeypatch):
     monkeypatch.setattr(figures, "score_matrix_png", lambda tasks, scores: b"a picture")
-    monkeypatch.setattr(figures, "curve_png", lambda name, values, series: b"a picture")
+    monkeypatch.setattr(pictures, "curve_png", lambda summary, axis: b"a picture")
 
 
 def sweep_of(tmp_path, request, axes):
