@@ -123,11 +123,7 @@ _MEASURE_DETAILS = (
     "LA, learning accuracy: mean score of each task right after it was learned",
     "FM, forgetting measure: mean over the earlier tasks of the best score minus the last one",
 )
-_PROTOCOL = {
-    "trained": "trainable parameters of a task",
-    "rate": "learning rate",
-    "steps": "optimizer steps of a task",
-}
+_PROTOCOL = {"trained": "trainable parameters of a task", "rate": "learning rate", "steps": "optimizer steps of a task"}
 _ROUTER_DETAILS = (
     "means over the finished trials, after the last task",
     "novelty AUROC: examples of unseen tasks against seen tasks by their Mahalanobis distance, mean over the earlier "

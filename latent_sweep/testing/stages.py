@@ -99,12 +99,7 @@ class Stages:
         self._number = itertools.count()
 
     def snapshot(
-        self,
-        trial: Trial,
-        position: int,
-        longer: int = 0,
-        largest_rank: int = 16,
-        validation: Sequence[Example] = (),
+        self, trial: Trial, position: int, longer: int = 0, largest_rank: int = 16, validation: Sequence[Example] = ()
     ) -> Mapping[str, Tensor]:
         """Return the snapshot of a stage, trained on six examples in two batches.
 

@@ -178,11 +178,7 @@ def test_folders_meet_servers_expectations(opened, tmp_path, family, name, expec
 
 
 def test_cards_name_the_losses(opened, tmp_path):
-    losses = {
-        "latent_lora": "posterior",
-        "gain_lora": "gates are not in these folders",
-        "inc_lora": "loses nothing",
-    }
+    losses = {"latent_lora": "posterior", "gain_lora": "gates are not in these folders", "inc_lora": "loses nothing"}
     for name, part in losses.items():
         export_peft(opened("tiny-llama", name), tmp_path / name)
         card = (tmp_path / name / "README.md").read_text()

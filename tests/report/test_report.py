@@ -270,10 +270,7 @@ def test_constant_answers_are_a_row_below_the_scores_by_task(tmp_path):
     assert [one.constants for one in found.configurations] == [dict(zip(TASKS, (0.26, 0.27, 0.28), strict=True))] * 2
     assert ["constant", "26.00", "27.00", "28.00"] in [line.split() for line in report.render(found).splitlines()]
     assert "| constant | 26.00 | 27.00 | 28.00 |" in report.render(found, "markdown")
-    assert re.search(
-        r"constant(?: & *\$?2[678]\.00\$?){3} ",
-        report.render(found, "latex"),
-    )
+    assert re.search(r"constant(?: & *\$?2[678]\.00\$?){3} ", report.render(found, "latex"))
     assert re.search(r"constant</t[dh]>\s*<td[^>]*>26\.00</td>", render_page([sweep]))
     for row in csv.DictReader(io.StringIO(report.render(found, "csv"))):
         assert [row[f"constant/{task}"] for task in TASKS] == ["26.0000", "27.0000", "28.0000"]

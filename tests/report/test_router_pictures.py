@@ -20,11 +20,7 @@ from latent_sweep.data.prompts import encode_prompt, split_prompts
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.errors import StorageError
 from latent_sweep.report.embedding_map import embedding_figure, embedding_map, layout
-from latent_sweep.report.interference_pictures import (
-    bounds_figure,
-    interference_pictures,
-    overlap_figure,
-)
+from latent_sweep.report.interference_pictures import bounds_figure, interference_pictures, overlap_figure
 from latent_sweep.report.page import render_page
 from latent_sweep.report.router_pictures import (
     confusion_figure,
