@@ -15,18 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.metrics import (
+from latent_sweep.metrics.answers import (
     METRICS,
     Metric,
     RefsPolicy,
-    ScoreMatrix,
-    ambiguous_numbers,
     bleu,
     chrf,
     cut_answer,
     edit_similarity,
     exact_match,
-    lacks_value,
     metric_source,
     normalize_answer,
     number_match,
@@ -39,6 +36,8 @@ from latent_sweep.metrics import (
     token_f1,
     token_f1_char,
 )
+from latent_sweep.metrics.matrix import ScoreMatrix
+from latent_sweep.metrics.numerals import ambiguous_numbers, lacks_value
 
 MATRIX = ScoreMatrix(tasks=("a", "b", "c"), rows=((0.9,), (0.5, 0.8), (0.7, 0.9, 0.6)))
 

@@ -20,7 +20,7 @@ from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.execution.local import run_local
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.storage.folders import SweepFolder, open_sweep
 from latent_sweep.storage.journal import stages, status
 from latent_sweep.storage.storage import Storage

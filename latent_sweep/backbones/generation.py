@@ -25,7 +25,7 @@ from latent_sweep.backbones.batches import common_tokens, last_positions, pad_pr
 from latent_sweep.backbones.layouts import ALIGNED
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.sharing import pays_for_prompts
-from latent_sweep.metrics import cut_answer
+from latent_sweep.metrics.answers import cut_answer
 
 WORTHWHILE_TOKENS = 64
 """Tokens that sharing a prefix must save: on a CPU another pass costs as much as 20 to 50 tokens."""

@@ -18,7 +18,7 @@ from latent_sweep.data.faults import unknown_name, validation_faults
 from latent_sweep.data.hub import pinned
 from latent_sweep.data.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
-from latent_sweep.metrics import check_metric, first_equivalent
+from latent_sweep.metrics.answers import check_metric, first_equivalent
 from latent_sweep.security import quoted
 from latent_sweep.settings import (
     FROM_PRESET,

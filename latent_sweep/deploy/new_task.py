@@ -12,7 +12,7 @@ from latent_sweep.data.loaders import count_examples, load_examples, source_dige
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark, scoring_metric
 from latent_sweep.deploy.content import ModelContent
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import metric_source
+from latent_sweep.metrics.answers import metric_source
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings import content_hash

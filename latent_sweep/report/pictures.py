@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from latent_sweep.labels import format_value, label
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.report.figures import Picture, shortened
 from latent_sweep.report.style import (
     COLORS,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, scoring_metric
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import Metric
+from latent_sweep.metrics.answers import Metric
 from latent_sweep.storage.folders import TrialFolder
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.errors import StorageError
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.results.definition import Measure
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.journal import final_metrics

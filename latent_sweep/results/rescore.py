@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import Metric, ScoreMatrix, score_rows, takes_input
+from latent_sweep.metrics.answers import Metric, score_rows, takes_input
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.results.inputs import read_test_examples
 from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults

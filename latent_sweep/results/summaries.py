@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on

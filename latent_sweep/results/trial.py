@@ -10,7 +10,7 @@ from typing import Any
 
 from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.labels import label, short_names
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.results.definition import Measure, defined_measures, defined_metrics, learns_in_turn, trial_name
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Stage, Status, final_metrics, stages, status

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.errors import StorageError
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.checksummed import quarantine
 from latent_sweep.storage.folders import SweepFolder

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 
 from latent_sweep.data.examples import Example
 from latent_sweep.data.schema import Allowance
-from latent_sweep.metrics import (
+from latent_sweep.metrics.answers import (
     Metric,
     RefsPolicy,
-    ambiguous_numbers,
     first_equivalent,
-    lacks_value,
     metric_source,
     normalize_answer,
     rouge_coverage,
@@ -29,6 +27,7 @@ from latent_sweep.metrics import (
     takes_input,
     to_nfc,
 )
+from latent_sweep.metrics.numerals import ambiguous_numbers, lacks_value
 from latent_sweep.sweep.reader import spread
 
 ROWS = 64

@@ -42,7 +42,7 @@ from latent_sweep.data.schema import (
 from latent_sweep.data.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.memo import memo_scope
-from latent_sweep.metrics import metric_source
+from latent_sweep.metrics.answers import metric_source
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings import canonical_json, content_hash

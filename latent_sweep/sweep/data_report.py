@@ -20,7 +20,7 @@ from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, family_o
 from latent_sweep.data.schema import BenchmarkSettings, Split, load_benchmark
 from latent_sweep.data.text_tokens import special_tokens
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import normalize_answer
+from latent_sweep.metrics.answers import normalize_answer
 from latent_sweep.sweep.answer_checks import AnswerReport, Problem, other_form
 from latent_sweep.sweep.data_checks import Case, Findings, TaskPrompts, check_case
 from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS

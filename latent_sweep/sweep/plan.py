@@ -54,7 +54,7 @@ from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.protocol import Method, MethodSettings
-from latent_sweep.metrics import metric_source
+from latent_sweep.metrics.answers import metric_source
 from latent_sweep.routing.gaussian import ROUTED, RouterSettings
 from latent_sweep.settings import (
     canonical_json,

@@ -16,7 +16,7 @@ from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.data.chat import Chat
 from latent_sweep.data.prompts import FRAMES, PromptParts
 from latent_sweep.data.text_tokens import tokenize, unknown_id
-from latent_sweep.metrics import cut_answer, normalize_answer
+from latent_sweep.metrics.answers import cut_answer, normalize_answer
 from latent_sweep.settings import content_hash
 
 SAMPLE = 8

@@ -25,7 +25,7 @@ from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
-from latent_sweep.metrics import score_rows
+from latent_sweep.metrics.answers import score_rows
 from latent_sweep.routing.combination import Combiner, Gates
 from latent_sweep.routing.gaussian import ROUTED, PooledScatter, TaskGmm
 from latent_sweep.settings import canonical_json

@@ -24,7 +24,7 @@ from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.generation import answer_text, generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.methods.protocol import Method
-from latent_sweep.metrics import Metric, RefsPolicy, score_rows, trimmed
+from latent_sweep.metrics.answers import Metric, RefsPolicy, score_rows, trimmed
 from latent_sweep.routing.combination import Array
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions

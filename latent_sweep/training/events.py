@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 
 ActivityName = Literal[
     "starting", "loading the backbone", "checking", "tokenizing", "preparing", "fitting the router", "answering"

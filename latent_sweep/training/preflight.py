@@ -17,7 +17,7 @@ from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.data.schema import scoring_metric
 from latent_sweep.errors import StorageError
 from latent_sweep.methods.protocol import Method
-from latent_sweep.metrics import score_rows, takes_input
+from latent_sweep.metrics.answers import score_rows, takes_input
 from latent_sweep.routing.combination import Array
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.storage.failures import failure_kind

@@ -15,7 +15,7 @@ from latent_sweep.data.schema import Split
 from latent_sweep.errors import ConfigError, NonFiniteLoss
 from latent_sweep.methods import checked, source_of
 from latent_sweep.methods.protocol import Method, TaskData
-from latent_sweep.metrics import metric_source
+from latent_sweep.metrics.answers import metric_source
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.failures import failure_kind, free_frames
 from latent_sweep.storage.folders import SweepFolder

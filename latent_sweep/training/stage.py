@@ -11,7 +11,7 @@ from typing import Any
 from latent_sweep.data.prompts import definitions
 from latent_sweep.data.schema import scoring_metric, stop_of, target_length
 from latent_sweep.methods import checked
-from latent_sweep.metrics import takes_input
+from latent_sweep.metrics.answers import takes_input
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.predictions import GENERATED, mark_stage_cached
 from latent_sweep.storage.snapshots import Snapshot

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from latent_sweep.metrics import cut_answer, score_rows
+from latent_sweep.metrics.answers import cut_answer, score_rows
 
 Example = Mapping[str, Any]
 """`prompt_ids` and `target_ids`; a test row has `references`, the accepted texts."""

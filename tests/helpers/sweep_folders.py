@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, open_sweep
 from latent_sweep.storage.journal import Journal

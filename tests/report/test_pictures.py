@@ -10,7 +10,7 @@ from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
 from latent_sweep.cli.main import main
-from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.report.export import export_pictures
 from latent_sweep.report.pictures import (
     MATRICES,

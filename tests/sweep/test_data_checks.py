@@ -21,7 +21,7 @@ from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer, tokenizer_at_hand
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import exact_match
+from latent_sweep.metrics.answers import exact_match
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.data_checks import _cases, check_sweep
