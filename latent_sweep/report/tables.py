@@ -176,7 +176,7 @@ def _main_notes(summary: Summary) -> tuple[list[str], list[str]]:
     if len({tested_on(one.settings) for one in summary.configurations}) > 1:
         notes.append(f"the highest AP is marked among rows with {COMPARABLE}; no others are comparable")
     notes += _row_notes([summary])
-    columns = _protocol_beside_axes(summary)
+    columns = _protocol_columns(summary)
     differing = _differing(columns)
     details = [*_MEASURE_DETAILS, "; ".join(f"{name}: {text}" for name, text in _PROTOCOL.items() if name in columns)]
     alike = {
@@ -240,41 +240,31 @@ def _words(source: str) -> str:
 def _agreements(pair: tuple[Summary, Summary]) -> Iterator[str]:
     """Yield how far two sweeps rank their common configurations alike, for each set of tasks that they are tested on.
 
-    Settings selected by tuning do not tell configurations apart here.
+    Settings selected by tuning do not tell configurations apart here. Nothing is said if all have the same AP.
     """
-    chosen = pair[0].chosen | pair[1].chosen
-    first, second = (_by_label(summary, chosen) for summary in pair)
+    from scipy.stats import kendalltau  # takes half a second
+
+    first, second = (_by_label(summary, pair[0].chosen | pair[1].chosen) for summary in pair)
     groups: dict[tuple[str, str], list[tuple[Configuration, Configuration]]] = {}
     for name in (name for name in first if name in second):
         groups.setdefault((_benchmark(first[name]), _benchmark(second[name])), []).append((first[name], second[name]))
     for (benchmark, _), both in groups.items():
-        if len(both) >= _RANKING:
-            yield from _agreement(pair, f" on {benchmark}" if len(groups) > 1 else "", both)
-
-
-def _agreement(
-    pair: tuple[Summary, Summary], where: str, both: Sequence[tuple[Configuration, Configuration]]
-) -> Iterator[str]:
-    from scipy.stats import kendalltau  # takes half a second
-
-    means = [(_exact_mean(ours), _exact_mean(theirs)) for ours, theirs in both]
-    tau = float(kendalltau(*zip(*means, strict=True)).statistic)
-    if math.isnan(tau):
-        return
-    swapped = sum((a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(means, 2))
-    finished = sorted({one.n_finished for each in both for one in each})
-    varying = f"; n is {value_range(finished, str)}" if finished[1:] else ""
-    yield (
-        f"{pair[0].name} and {pair[1].name} rank their {len(both)} common configurations{where} by AP with Kendall's "
-        f"tau {tau:.2f} (1: alike, 0: unrelated, -1: reversed); {swapped} of {math.comb(len(both), 2)} pairs swap"
-        f"{varying}"
-    )
-
-
-def _exact_mean(configuration: Configuration) -> float:
-    """Return the mean AP without rounding errors, which would break ties."""
-    assert configuration.average_performance is not None
-    return round(configuration.average_performance.mean, EXACT)
+        # rounding errors would break ties
+        means = [
+            [round(one.average_performance.mean, EXACT) for one in each if one.average_performance] for each in both
+        ]
+        tau = float(kendalltau(*zip(*means, strict=True)).statistic) if len(both) >= _RANKING else math.nan
+        if math.isnan(tau):
+            continue
+        where = f" on {benchmark}" if len(groups) > 1 else ""
+        swapped = sum((a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(means, 2))
+        finished = sorted({one.n_finished for each in both for one in each})
+        varying = f"; n is {value_range(finished, str)}" if finished[1:] else ""
+        yield (
+            f"{pair[0].name} and {pair[1].name} rank their {len(both)} common configurations{where} by AP with "
+            f"Kendall's tau {tau:.2f} (1: alike, 0: unrelated, -1: reversed); {swapped} of {math.comb(len(both), 2)} "
+            f"pairs swap{varying}"
+        )
 
 
 def _benchmark(configuration: Configuration) -> str:
@@ -298,39 +288,36 @@ _RARE = "its settings"
 """No axis has this name, as it has a space."""
 
 
-class _Axes:
-    """The columns that identify configurations: one per axis, and a common one for axes that few of them have."""
+class _Columns:
+    """The columns that identify configurations.
 
-    def __init__(self, summary: Summary):
-        values = {name: [one.values[name] for one in summary.configurations] for name in summary.axes}
-        rare = [name for name, column in values.items() if 2 * column.count(None) > len(column)]
-        self._rare = rare if len(rare) > 1 else []
-        self.header = list(dict.fromkeys(_RARE if name in self._rare else name for name in summary.axes))
-
-    def cells(self, configuration: Configuration) -> list[Cell]:
-        rare = Cell(label({name: configuration.read[name] for name in self._rare}) or "-")
-        return [rare if self._rare and name == _RARE else _setting(configuration.read[name]) for name in self.header]
-
-
-class _Names:
-    """The columns that identify configurations: of one sweep its axes, of several their names and differences."""
+    Of one sweep these are its axes, with a common column for axes that few configurations have; of several their names
+    and the settings in which they differ.
+    """
 
     def __init__(self, summaries: Sequence[Summary]):
-        self._axes = _Axes(summaries[0]) if len(summaries) == 1 else None
-        self._labels = {
-            id(one): label({name: value for name, value in one.values.items() if name not in summary.differing})
-            for summary in summaries
-            for one in summary.configurations
-        }
-        self._apart = list(dict.fromkeys(name for summary in summaries for name in summary.differing))
-        labels = ["configuration"] * any(self._labels.values())
-        self.header = self._axes.header if self._axes else ["sweep", *labels, *self._apart]
+        (first, *others) = summaries
+        self._single, self._rare = not others, list[str]()
+        if self._single:
+            values = {name: [one.values[name] for one in first.configurations] for name in first.axes}
+            rare = [name for name, column in values.items() if 2 * column.count(None) > len(column)]
+            self._rare = rare if len(rare) > 1 else []
+            self.header = list(dict.fromkeys(_RARE if name in self._rare else name for name in first.axes))
+            return
+        self._differing = list(dict.fromkeys(name for summary in summaries for name in summary.differing))
+        labels = any(_label_within(summary, one) for summary in summaries for one in summary.configurations)
+        self.header = ["sweep", *["configuration"] * labels, *self._differing]
 
-    def cells(self, summary: Summary, configuration: Configuration) -> list[Cell]:
-        if self._axes:
-            return self._axes.cells(configuration)
-        labels = [Cell(self._labels[id(configuration)] or "-")] * ("configuration" in self.header)
-        return [Cell(summary.name), *labels, *(_setting(configuration.read.get(name)) for name in self._apart)]
+    def cells(self, summary: Summary, one: Configuration) -> list[Cell]:
+        if self._single:
+            rare = Cell(label({name: one.read[name] for name in self._rare}) or "-")
+            return [rare if self._rare and name == _RARE else _setting(one.read[name]) for name in self.header]
+        labels = [Cell(_label_within(summary, one) or "-")] * ("configuration" in self.header)
+        return [Cell(summary.name), *labels, *(_setting(one.read.get(name)) for name in self._differing)]
+
+
+def _label_within(summary: Summary, configuration: Configuration) -> str:
+    return label({name: value for name, value in configuration.values.items() if name not in summary.differing})
 
 
 def _setting(value: Any) -> Cell:
@@ -359,12 +346,14 @@ def _protocol_cells(summary: Summary) -> dict[str, list[Cell]]:
     return columns
 
 
-def _protocol_beside_axes(summary: Summary) -> dict[str, list[Cell]]:
+def _protocol_columns(summary: Summary) -> dict[str, list[Cell]]:
     """Return these columns without the learning rate if an axis shows the same."""
-    axes, columns = _Axes(summary), _protocol_cells(summary)
+    axes, columns = _Columns([summary]), _protocol_cells(summary)
     rates = [cell.text for cell in columns.get("rate", ())]
     for index, name in enumerate(axes.header):
-        if name.endswith("learning_rate") and rates == [axes.cells(one)[index].text for one in summary.configurations]:
+        if name.endswith("learning_rate") and rates == [
+            axes.cells(summary, one)[index].text for one in summary.configurations
+        ]:
             del columns["rate"]
             break
     return columns
@@ -378,13 +367,13 @@ def _differing(columns: Mapping[str, list[Cell]]) -> dict[str, list[Cell]]:
 
 
 def _main(summary: Summary) -> Table:
-    axes, columns = _Axes(summary), _differing(_protocol_beside_axes(summary))
+    axes, columns = _Columns([summary]), _differing(_protocol_columns(summary))
     rows = []
     for row, one in enumerate(summary.configurations):
         count = str(one.n_trials) if one.n_finished == one.n_trials else f"{one.n_finished}/{one.n_trials}"
         rows.append(
             [
-                *axes.cells(one),
+                *axes.cells(summary, one),
                 Cell(count, one.n_finished),
                 _score(one.average_performance, summary.is_marked(one)),
                 _score(one.learning_accuracy),
@@ -396,7 +385,7 @@ def _main(summary: Summary) -> Table:
 
 
 def _all_configurations(summaries: Sequence[Summary]) -> Table:
-    names, rows = _Names(summaries), []
+    names, rows = _Columns(summaries), []
     groups: dict[tuple[str, ...], int] = {}
     with_rate = not any(name.endswith("learning_rate") for name in names.header)
     for summary in summaries:
@@ -423,7 +412,7 @@ def by_performance(configuration: Configuration) -> tuple[bool, float]:
 
 
 def _compared(summaries: Sequence[Summary]) -> Table | None:
-    names, rows, sources = _Names(summaries), [], []
+    names, rows, sources = _Columns(summaries), [], []
     for summary, one in _compared_configurations(summaries):
         comparison = one.comparison
         assert comparison is not None
@@ -469,7 +458,7 @@ _LIMITS = ("benchmark.train_per_task", "benchmark.test_per_task", "training.max_
 
 
 def _published(summary: Summary) -> Table | None:
-    axes, rows = _Axes(summary), []
+    axes, rows = _Columns([summary]), []
     for one in summary.configurations:
         published = find_published(one.settings, one.n_tasks)
         if published is None or one.n_stopped:  # then the mean is not over all seeds
@@ -482,10 +471,10 @@ def _published(summary: Summary) -> Table | None:
         }
         rows.append(
             [
-                *axes.cells(one),
+                *axes.cells(summary, one),
                 Cell(str(published.table), published.table),
-                *_beside(one.average_performance, published.average_performance),
-                *_beside(one.forgetting, published.forgetting),
+                *_paper_cells(one.average_performance, published.average_performance),
+                *_paper_cells(one.forgetting, published.forgetting),
                 Cell(label(other) or "-"),
             ]
         )
@@ -500,7 +489,7 @@ def _published_notes() -> list[str]:
     ]
 
 
-def _beside(ours: Statistic | None, paper: float) -> list[Cell]:
+def _paper_cells(ours: Statistic | None, paper: float) -> list[Cell]:
     gap = None if ours is None else ours.mean - paper
     return [_fraction(paper), _score(ours, spread=False), Cell("-" if gap is None else points(gap), gap)]
 
@@ -511,7 +500,7 @@ def tasks_of(summary: Summary) -> list[str]:
 
 
 def _by_task(summary: Summary) -> Table | None:
-    tasks, axes = tasks_of(summary), _Axes(summary)
+    tasks, axes = tasks_of(summary), _Columns([summary])
     if not tasks:
         return None
     constants = list(_constants(summary))
@@ -519,7 +508,7 @@ def _by_task(summary: Summary) -> Table | None:
     header = ["answers"] if unnamed else axes.header
     rows = [
         [
-            *([Cell("trials")] if unnamed else axes.cells(one)),
+            *([Cell("trials")] if unnamed else axes.cells(summary, one)),
             *(_score(one.task_scores.get(task), spread=False) for task in tasks),
         ]
         for one in summary.configurations
@@ -557,12 +546,12 @@ def _task_notes(summary: Summary) -> list[str]:
 
 
 def _router(summary: Summary) -> Table | None:
-    axes, rows = _Axes(summary), []
+    axes, rows = _Columns([summary]), []
     for configuration in summary.configurations:
         if configuration.router:
             values = [router_value(configuration, measure) for measure in ROUTING_METRICS]
             cells = [Cell("-" if value is None else f"{value:.2f}", value) for value in values]
-            rows.append([*axes.cells(configuration), *cells])
+            rows.append([*axes.cells(summary, configuration), *cells])
     header = [*axes.header, *(measure.heading for measure in ROUTING_METRICS)]
     return Table(header, rows, len(axes.header)) if rows else None
 
