@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, registered_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
@@ -39,16 +39,13 @@ def base_model(settings: BackboneSettings) -> str:
     return spec.source
 
 
-def front_matter(content: ModelContent, library: str) -> list[str]:
+def front_matter(content: ModelContent, library: str) -> str:
+    """Return the YAML front matter that a hub reads."""
     settings = content.trial.settings.backbone
-    return [
-        "---",
-        f"base_model: {base_model(settings)}",
-        f"license: {LICENSES.get(settings.name, 'unknown')}",
-        f"library_name: {library}",
-        "tags: [continual-learning, latent_sweep]",
-        "---",
-    ]
+    return (
+        f"---\nbase_model: {base_model(settings)}\nlicense: {LICENSES.get(settings.name, 'unknown')}\n"
+        f"library_name: {library}\ntags: [continual-learning, latent_sweep]\n---"
+    )
 
 
 def prompts_end(context: Context) -> str:
@@ -63,95 +60,66 @@ def prompts_end(context: Context) -> str:
 
 
 def provenance(content: ModelContent, context: Context) -> list[str]:
-    """Return the sections that every card has."""
+    """Return the paragraphs that every card has: base model, tasks with scores, and provenance."""
     settings, origin = content.trial.settings, content.origin
     backbone = settings.backbone
     revision = f" at revision {backbone.revision}" if backbone.revision else ""
     note = ", quantized to Q4_1 by its package and converted back: not the published weights"
-    trained_with = _listed(content.learned[-1].snapshot.facts["computed_with"])
-    lines = [
-        "## Base model",
-        "",
-        f"{base_model(backbone)}{revision}{note if backbone.name == EMBEDDED else ''}, in {backbone.dtype}. "
-        f"License of its weights: {LICENSES.get(backbone.name, 'unknown')}. Digest of its embedding table and adapted "
-        f"projections: {context.backbone.weights_digest}; of its tokenizer: {context.backbone.tokenizer_digest}.",
-        "",
-        "## Tasks",
-        "",
-        "In the order of learning. Scores are from the sweep after its last task, in percent.",
-        "",
-        "| task | metric | score | snapshot |",
-        "|---|---|---|---|",
-    ]
+    computed_with = content.learned[-1].snapshot.facts["computed_with"]
+    rows = ["| task | metric | score | snapshot |", "|---|---|---|---|"]
     for task in content.learned:
         score = origin.scores.get(task.spec.name)
         shown = "learned later" if score is None else f"{100 * score:.2f}"
-        lines.append(f"| {task.spec.name} | {task.spec.metric} | {shown} | {task.snapshot.lineage} |")
+        rows.append(f"| {task.spec.name} | {task.spec.metric} | {shown} | {task.snapshot.lineage} |")
     measures = [f"{name} {100 * origin.measures[name]:.2f}" for name in ("AP", "FM") if name in origin.measures]
     return [
-        *lines,
-        "",
+        "## Base model",
+        f"{base_model(backbone)}{revision}{note if backbone.name == EMBEDDED else ''}, in {backbone.dtype}. "
+        f"License of its weights: {LICENSES.get(backbone.name, 'unknown')}. Digest of its embedding table and adapted "
+        f"projections: {context.backbone.weights_digest}; of its tokenizer: {context.backbone.tokenizer_digest}.",
+        "## Tasks",
+        "In the order of learning. Scores are from the sweep after its last task, in percent.",
+        "\n".join(rows),
         "## Provenance",
-        "",
         f"Sweep {origin.sweep}, trial {origin.name} ({origin.trial_id}): {', '.join(measures)} (percent). Method "
         f"{settings.method.name}, snapshots combined by `{settings.router.combine}`, seed {settings.seed}, benchmark "
-        f"{content.trial.spec.name} (version {content.trial.spec.version}). Trained with "
-        f"{trained_with}; written with {_listed(versions.installed())}.",
-        "",
+        f"{content.trial.spec.name} (version {content.trial.spec.version}). Trained with {_listed(computed_with)}; "
+        f"written with {_listed(versions.installed())}.",
     ]
 
 
-def model_card(content: ModelContent, context: Context) -> str:
-    lines = [
-        *front_matter(content, "latent_sweep"),
-        "",
-        f"# {content.trial.settings.method.name} after {len(content.learned)} tasks",
-        "",
-        f"A model of latent_sweep: a frozen backbone with {ANSWERING[content.trial.settings.router.combine]}.",
-        "",
-        "```python",
-        "from latent_sweep import ContinualModel",
-        "",
-        'model = ContinualModel.from_folder("this/folder")',
-        f'model.answer(["..."], task="{content.tasks[-1]}")',
-        "```",
-        "",
-        f"The backbone is not included and must be available. {_rows_note(content)}",
-        *_needs(content),
-        *_limits(content),
-        "",
-        *provenance(content, context),
-    ]
-    return "\n".join(lines)
+def card(*paragraphs: str) -> bytes:
+    """Join the paragraphs of a card, without empty ones."""
+    return ("\n\n".join(filter(None, paragraphs)) + "\n").encode()
 
 
-def _rows_note(content: ModelContent) -> str:
+def model_card(content: ModelContent, context: Context) -> bytes:
+    """Return the card of a model folder."""
     # a plugin may keep anything
-    if content.trial.method().keeps_rows or content.outside_module is not None:
-        return "The task data that its method keeps is in its snapshots."
-    return "It contains no task data."
-
-
-def _needs(content: ModelContent) -> Sequence[str]:
-    if content.outside_module is None:
-        return ()
-    return [
-        "",
+    keeps_rows = content.trial.method().keeps_rows or content.outside_module is not None
+    rows = "The task data that its method keeps is in its snapshots." if keeps_rows else "It contains no task data."
+    plugin = (
         f"It needs `{content.outside_module}`, which must be importable: the method is a plugin, and its code is not "
-        "in this folder.",
-    ]
-
-
-def _limits(content: ModelContent) -> Sequence[str]:
+        "in this folder."
+    )
     limits = {task.spec.name: task.farthest for task in content.learned if task.farthest is not None}
-    if not limits:
-        return ()
-    listed = ", ".join(f"{name} {limit:.4g}" for name, limit in limits.items())
-    return [
-        "",
+    novelty = (
         "A text is flagged as novel if its Mahalanobis distance from all learned tasks exceeds the limit of the task "
-        f"that it is routed to, the {NOVELTY_QUANTILE:g} quantile of held-out examples: {listed}.",
-    ]
+        f"that it is routed to, the {NOVELTY_QUANTILE:g} quantile of held-out examples: "
+        f"{', '.join(f'{name} {limit:.4g}' for name, limit in limits.items())}."
+    )
+    return card(
+        front_matter(content, "latent_sweep"),
+        f"# {content.trial.settings.method.name} after {len(content.learned)} tasks",
+        f"A model of latent_sweep: a frozen backbone with {ANSWERING[content.trial.settings.router.combine]}.",
+        "```python\nfrom latent_sweep import ContinualModel\n\n"
+        'model = ContinualModel.from_folder("this/folder")\n'
+        f'model.answer(["..."], task="{content.tasks[-1]}")\n```',
+        f"The backbone is not included and must be available. {rows}",
+        plugin if content.outside_module is not None else "",
+        novelty if limits else "",
+        *provenance(content, context),
+    )
 
 
 def _listed(facts: Mapping[str, str]) -> str:

@@ -71,7 +71,7 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
         )  # computes factors that do not exist yet
         for factors in kept_factors(digest, method.rank(), context.storage.folder / "factors"):
             write_file(path / "factors" / factors.name, factors.read_bytes())
-    write_file(path / "README.md", model_card(content, context).encode())
+    write_file(path / "README.md", model_card(content, context))
     files = {name: file_digest(path / name) for name in _files(path)}
     write_checksummed_json(path / MODEL_FILE, _described(content) | {"files": files}, indent=1)
     return path

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from latent_sweep.backbones.files import WEIGHTS
 from latent_sweep.deploy.adapters import adapter_for
-from latent_sweep.deploy.card import front_matter, prompts_end, provenance
+from latent_sweep.deploy.card import card, front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
 from latent_sweep.errors import ConfigError
 from latent_sweep.storage.files import committing, write_file
@@ -52,11 +52,11 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
             generation.eos_token_id = [*ends, *({model.context.chat.end} - {*ends})]
         generation.save_pretrained(path)
         backbone.tokenizer.save_pretrained(path)
-    write_file(path / "README.md", _card(model, adapter).encode())
+    write_file(path / "README.md", _card(model, adapter))
     return path
 
 
-def _card(model: ContinualModel, adapter: Adapter) -> str:
+def _card(model: ContinualModel, adapter: Adapter) -> bytes:
     dtype = model.trial.settings.backbone.dtype
     rounding = (
         "Merged weights are rounded to bfloat16, unlike a separate adapter: a near tie of two tokens can go the other "
@@ -64,14 +64,10 @@ def _card(model: ContinualModel, adapter: Adapter) -> str:
         if dtype == "bfloat16"
         else ""
     )
-    lines = [
-        *front_matter(model.content, "transformers"),
-        "",
+    return card(
+        front_matter(model.content, "transformers"),
         f"# {model.trial.settings.method.name}, merged {adapter.learned}",
-        "",
         f"The backbone with the adapter `{adapter.name}` added to its weights: no adapter needs to be loaded. "
         f"{rounding}{prompts_end(model.context)}",
-        "",
         *provenance(model.content, model.context),
-    ]
-    return "\n".join(lines)
+    )

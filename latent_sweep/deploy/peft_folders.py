@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.data.schema import stop_of, target_length
 from latent_sweep.deploy.adapters import Adapter, adapters_of
-from latent_sweep.deploy.card import base_model, front_matter, prompts_end, provenance
+from latent_sweep.deploy.card import base_model, card, front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
 from latent_sweep.storage.files import write_file
 
@@ -49,7 +49,7 @@ def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
     path = new_folder(folder)
     for adapter in adapters:
         _write(model, adapter, path / adapter.name)
-    write_file(path / "README.md", _card(model, adapters, path).encode())
+    write_file(path / "README.md", _card(model, adapters, path))
     return [path / adapter.name for adapter in adapters]
 
 
@@ -64,7 +64,7 @@ def _write(model: ContinualModel, adapter: Adapter, folder: Path) -> None:
     write_file(folder / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
     config = _config(model, adapter.rank, alpha)
     write_file(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
-    write_file(folder / "README.md", _card(model, [adapter], folder).encode())
+    write_file(folder / "README.md", _card(model, [adapter], folder))
 
 
 def _alpha(adapter: Adapter) -> tuple[float, int]:
@@ -100,16 +100,6 @@ def target_modules(model: Any, targets: Sequence[str]) -> list[str]:
     return short if matching == set(targets) else sorted(targets)
 
 
-def _where_the_base_is(name: str) -> list[str]:
-    if name != EMBEDDED:
-        return []
-    return [
-        "The base is in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; the hub does not "
-        f"have `{name}`.",
-        "",
-    ]
-
-
 def _ends(model: ContinualModel) -> str:
     spec, settings = model.trial.spec, model.trial.settings.benchmark
     ends: dict[str, list[str]] = {}
@@ -121,7 +111,7 @@ def _ends(model: ContinualModel) -> str:
     return "; ".join(f"{end} ({', '.join(names)})" for end, names in ends.items())
 
 
-def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> str:
+def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> bytes:
     content, settings, rank = model.content, model.trial.settings, max(adapter.rank for adapter in adapters)
     base, names = base_model(settings.backbone), [adapter.name for adapter in adapters]
     alone = len(adapters) == 1 and folder.name == names[0]
@@ -136,32 +126,21 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
     )
     tgi = f"LORA_ADAPTERS={','.join(f'{name}={path}' for name, path in paths.items())} text-generation-launcher "
     learned = adapters[0].learned if len(adapters) == 1 else f"for {', '.join(names)}"
-    lines = [
-        *front_matter(content, "peft"),
-        "",
+    base_note = (
+        "The base is in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; the hub does not "
+        f"have `{EMBEDDED}`."
+    )
+    return card(
+        front_matter(content, "peft"),
         f"# LoRA adapters of {settings.method.name} {learned}",
-        "",
         f"Rank {rank}. {LOST[settings.router.combine]}",
-        "",
         f"Prompts must be those of training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
         f"{prompts_end(model.context)} Answers are greedy, and end at {_ends(model)}.",
-        "",
-        *_where_the_base_is(settings.backbone.name),
-        "```python",
-        "from peft import PeftModel",
-        f"from transformers import {kind}",
-        "",
-        f'base = {kind}.from_pretrained("{base}", dtype="{settings.backbone.dtype}")',
-        f'model = PeftModel.from_pretrained(base, "{paths[names[0]]}")',
-        "```",
-        "",
+        base_note if settings.backbone.name == EMBEDDED else "",
+        f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n"
+        f'base = {kind}.from_pretrained("{base}", dtype="{settings.backbone.dtype}")\n'
+        f'model = PeftModel.from_pretrained(base, "{paths[names[0]]}")\n```',
         "For servers that read such folders and support the architecture; neither has been tested with this one:",
-        "",
-        "```bash",
-        vllm,
-        f"{tgi}--model-id {base}",
-        "```",
-        "",
+        f"```bash\n{vllm}\n{tgi}--model-id {base}\n```",
         *provenance(content, model.context),
-    ]
-    return "\n".join(lines)
+    )

@@ -213,7 +213,7 @@ def metric_function(name: Metric) -> Callable[..., float]:
         raise ConfigError(
             f"found {name!r}; expected a function of the prediction, its references and, optionally, the row's input"
         )
-    if _optional_third(function):
+    if any(each.default is None for each in _positional(function)[2:3]):
         raise ConfigError(
             f"found {name!r}; its third parameter has the default None, so the row's input would never be passed. "
             "Remove the default, or make the parameter keyword-only if it is not the input"
@@ -238,22 +238,16 @@ def takes_input(name: Metric) -> bool:
     return _arguments(metric_function(name)) == 3
 
 
-def _arguments(function: Callable[..., float]) -> int:
+def _positional(function: Callable[..., float]) -> list[inspect.Parameter]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return [each for each in inspect.signature(function).parameters.values() if each.kind in kinds]
     except ValueError:  # some C functions have no signature
-        return 0
-    return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters)
+        return []
 
 
-def _optional_third(function: Callable[..., float]) -> bool:
-    """Return whether a function's third parameter defaults to None, so that it would never get the input."""
-    try:
-        third = list(inspect.signature(function).parameters.values())[2:3]
-    except ValueError:
-        return False
-    return any(each.kind is each.POSITIONAL_OR_KEYWORD and each.default is None for each in third)
+def _arguments(function: Callable[..., float]) -> int:
+    return sum(each.default is each.empty for each in _positional(function))
 
 
 def score_rows(
