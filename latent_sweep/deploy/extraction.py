@@ -11,20 +11,16 @@ from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
 from latent_sweep.errors import ConfigError, StorageError, clause
 from latent_sweep.results.definition import trial_name
+from latent_sweep.results.trial import TrialResults, listed
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.journal import final_metrics, repair_advice, stages, status
+from latent_sweep.storage.journal import final_metrics, repair_advice, stages
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Trial, plan_trial
 from latent_sweep.sweep.schema import TrialSettings, WrittenTrial, resolved_settings
 from latent_sweep.training.context import Context
 
 BEST = "best"
-
-_LISTED = 8
-
-
-# --- selecting a trial -----------------------------------------------------------------------------------------------
 
 
 def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
@@ -36,38 +32,31 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
 
     Raises ConfigError unless exactly one finished trial matches.
     """
-    trials = list(sweep)
-    events = {trial.trial_id: trial.events() for trial in trials}
-    finished = [trial for trial in trials if status(events[trial.trial_id]) == "finished"]
+    trials = [TrialResults(sweep, folder) for folder in sweep]
     if wanted == BEST:
+        finished = [trial for trial in trials if trial.status == "finished"]
         if not finished:
             raise ConfigError(
                 f"sweep {sweep.name}: no trial has finished; expected one. Run the sweep to its end first."
             )
-        return max(finished, key=lambda trial: final_metrics(events[trial.trial_id])["AP"])
-    names = {trial.trial_id: trial_name(sweep, trial) for trial in trials}
-    same = [trial for trial in trials if wanted in (trial.trial_id, names[trial.trial_id])]
-    matches = same or [trial for trial in trials if trial.trial_id.startswith(wanted)]
-    if not matches:
-        matches = [trial for trial in trials if set(wanted.split()) <= set(names[trial.trial_id].split())]
+        return max(finished, key=lambda trial: final_metrics(trial.events)["AP"]).folder
+    words = set(wanted.split())
+    matches = (
+        [trial for trial in trials if wanted in (trial.folder.trial_id, trial.name)]
+        or [trial for trial in trials if trial.folder.trial_id.startswith(wanted)]
+        or [trial for trial in trials if words <= set(trial.name.split())]
+    )
     if len(matches) != 1:
-        problem = f"fits {len(matches)} trials" if matches else "fits no trial"
-        listed = [f"\n  {trial.trial_id}  {names[trial.trial_id]}" for trial in matches or trials]
-        more = f"\n  ... and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         raise ConfigError(
-            f"sweep {sweep.name}: found trial {quoted(wanted)}, which {problem}; expected {BEST}, an id or its "
-            f"beginning, or the name of one of:{''.join(listed[:_LISTED])}{more}"
+            f"sweep {sweep.name}: found trial {quoted(wanted)}, which fits {len(matches) or 'no'} trials; expected "
+            f"{BEST}, an id or its beginning, or the name of one of:{listed(matches or trials)}"
         )
-    (trial,) = matches
-    if trial not in finished:
+    if matches[0].status != "finished":
         raise ConfigError(
-            f"sweep {sweep.name}: trial {trial.trial_id} is {status(events[trial.trial_id])}; expected a finished one. "
+            f"sweep {sweep.name}: trial {matches[0].folder.trial_id} is {matches[0].status}; expected a finished one. "
             "Run the sweep to its end first."
         )
-    return trial
-
-
-# --- planning it again -----------------------------------------------------------------------------------------------
+    return matches[0].folder
 
 
 def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
@@ -116,9 +105,6 @@ def largest_rank(sweep: SweepFolder, trial: Trial) -> int:
     others = {folder.training_id: folder for folder in sweep if folder.params.get("backbone.name") == own.name}
     trials = [replace(trial, settings=_settings(folder)) for folder in others.values()]
     return max(each.method().rank() for each in trials if each.settings.backbone.targets == own.targets)
-
-
-# --- collecting its content ------------------------------------------------------------------------------------------
 
 
 def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> ModelContent:

@@ -25,7 +25,6 @@ from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.protocol import Method
 from latent_sweep.routing.combination import FittedTasks, Rows, pool, table_std, texts_read, weigh
 from latent_sweep.routing.gaussian import ROUTED, GaussianRouter, normalize_embeddings
-from latent_sweep.routing.ngram import TaskNgrams
 from latent_sweep.security import quoted
 from latent_sweep.settings import local_path
 from latent_sweep.storage.folders import open_sweep
@@ -146,7 +145,7 @@ class ContinualModel:
             ConfigError: the backbone is not the one that its snapshots were trained on.
         """
         self.context.check([task.snapshot for task in self.content.learned])
-        return self._run().method
+        return ActiveRun(Run((self.trial,), self.content.largest_rank), [], self.context).method
 
     def close(self) -> None:
         """Remove the adapters from the backbone."""
@@ -198,9 +197,11 @@ class ContinualModel:
         whole = s.router.combine in ROUTED and not s.router.pool.truncate
         rows = self._rows(self._encoded(texts, position, WHOLE_PROMPT) if whole else ids)
         router = self._router
-        fitted_tasks = FittedTasks(len(self.tasks), router, self._ngrams(), self._gates)
+        learned = self.content.learned
+        ngrams = [task.records.ngrams for task in learned if task.records.ngrams is not None]
+        fitted_tasks = FittedTasks(len(learned), router, ngrams, self._gates)
         weights = weigh(s.router.combine, fitted_tasks, rows, position)
-        snapshots = [task.snapshot for task in self.content.learned]
+        snapshots = [task.snapshot for task in learned]
         answers, _ = self._evaluator.answers(snapshots, weights, ids["prompt_ids"], end=self._end(position))
         distances = [None] * len(texts) if router is None else router.distances(rows.embeddings())
         return [
@@ -255,9 +256,6 @@ class ContinualModel:
     def _router(self) -> GaussianRouter | None:
         return fitted(self.trial.settings.router, [task.records for task in self.content.learned])
 
-    def _ngrams(self) -> list[TaskNgrams]:
-        return [task.records.ngrams for task in self.content.learned if task.records.ngrams is not None]
-
     def _gates(self, tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
         return self.method.gates([task.snapshot.tensors for task in self.content.learned[:tasks_seen]], prompts)
 
@@ -308,7 +306,10 @@ class ContinualModel:
     def _learn(self, lesson: NewTask) -> None:
         self.context.check([task.snapshot for task in self.content.learned])
         position, engine = len(self.tasks), self.context.engine
-        context = Context(_decided(lesson.reading, self.context), self._storage, engine)
+        trial = lesson.reading
+        if trial.settings.training.gradient_checkpointing == "auto":
+            trial = with_checkpointing(trial, self.context.backbone.device.type != "cpu")
+        context = Context(trial, self._storage, engine)
         try:
             run = ActiveRun(Run((context.trial,), self.content.largest_rank), [], context)
             run.snapshots = [task.snapshot for task in self.content.learned]
@@ -336,9 +337,6 @@ class ContinualModel:
         for name in ("method", "_router", "_evaluator"):
             self.__dict__.pop(name, None)
 
-    def _run(self) -> ActiveRun:
-        return ActiveRun(Run((self.trial,), self.content.largest_rank), [], self.context)
-
     # --- saving ---
 
     def save(self, folder: str | Path) -> Path:
@@ -360,9 +358,3 @@ def _on(trial: Trial, device: Device | None, folder: str | Path | None = None) -
     update = {name: value for name, value in changed.items() if value is not None}
     backbone = trial.settings.backbone.model_copy(update=update)
     return replace(trial, settings=trial.settings.model_copy(update={"backbone": backbone}))
-
-
-def _decided(trial: Trial, context: Context) -> Trial:
-    if trial.settings.training.gradient_checkpointing != "auto":
-        return trial
-    return with_checkpointing(trial, context.backbone.device.type != "cpu")

@@ -50,7 +50,10 @@ def new_task(
                 "benchmark's task without rows"
             )
         source = trial.spec if benchmark is None else load_benchmark(str(benchmark))
-        task = _named(source, task)
+        named = {one.name: one for one in source.tasks}
+        if task not in named:
+            raise ConfigError(f"task: found {quoted(task)}; benchmark {source.name} has {', '.join(named)}")
+        task = named[task]
     elif not rows or benchmark is not None:
         raise ConfigError(
             f"task: found the task {task.name} "
@@ -79,14 +82,6 @@ def new_task(
     return NewTask(task, replace(reading, spec=_holding(trial.spec, task)), reading)
 
 
-def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
-    task = next((task for task in source.tasks if task.name == name), None)
-    if task is None:
-        names = ", ".join(task.name for task in source.tasks)
-        raise ConfigError(f"task: found {quoted(name)}; benchmark {source.name} has {names}")
-    return task
-
-
 def _own_benchmark(
     spec: BenchmarkSpec, task: TaskSpec, rows: Sequence[ExampleLike], held_out: Sequence[ExampleLike]
 ) -> BenchmarkSpec:
@@ -106,19 +101,16 @@ def _own_benchmark(
 
 
 def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:
-    location = {"layout": source.layout, "folder": source.folder}
-    spec = _holding(trial.spec, task).model_copy(update=location)
+    b = trial.settings.benchmark
+    spec = _holding(trial.spec, task).model_copy(update={"layout": source.layout, "folder": source.folder})
     digests: dict[tuple[str, str], str | None] = {
-        (task.name, split): source_digest(spec, task, split, trial.settings.benchmark) for split in SPLITS
+        (task.name, split): source_digest(spec, task, split, b) for split in SPLITS
     }
-    metric = scoring_metric(trial.settings.benchmark, task)
+    metric = scoring_metric(b, task)
     code = {metric: digest} if (digest := metric_source(metric)) else {}
+    metrics = {**trial.metric_sources, **code}
     return replace(
-        trial,
-        tasks=(*trial.tasks, task),
-        spec=spec,
-        sources={**trial.sources, **digests},
-        metric_sources={**trial.metric_sources, **code},
+        trial, tasks=(*trial.tasks, task), spec=spec, sources={**trial.sources, **digests}, metric_sources=metrics
     )
 
 
@@ -131,12 +123,11 @@ def _holding(spec: BenchmarkSpec, task: TaskSpec) -> BenchmarkSpec:
 def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> None:
     """Refuse more examples than the trial takes per task, which would select a subset."""
     b = trial.settings.benchmark
-    for name, limit, given in (("train", b.train_per_task, rows), ("test", b.test_per_task, held_out)):
+    for limit, name, given in ((b.train_per_task, "train", rows), (b.test_per_task, "test", held_out)):
         if limit is not None and given > limit:
-            what = "training rows" if name == "train" else "held-out rows"
             raise ConfigError(
-                f"task {task.name}: found {given:,} {what}; this model's trial takes {limit:,} per task "
-                f"(benchmark.{name}_per_task). Give at most {limit:,}"
+                f"task {task.name}: found {given:,} {'training' if name == 'train' else 'held-out'} rows; expected at "
+                f"most {limit:,}, which this model's trial takes per task (benchmark.{name}_per_task)"
             )
 
 

@@ -105,12 +105,11 @@ def bounds_figure(measured: Sequence[Interference]) -> Figure:
             (-0.26, 0, 0.26), GRAYS, (one.bounds.bound, one.bounds.largest, one.bounds.typical), strict=True
         ):
             drawn.append(values)
-            low, first, middle, third, high = np.percentile(values, (0, 25, 50, 75, 100))
-            axes.bxp(
-                [dict(whislo=low, q1=first, med=middle, q3=third, whishi=high, fliers=[])],
+            axes.boxplot(
+                [values],
                 positions=[position + offset],
                 widths=0.2,
-                showfliers=False,
+                whis=(0, 100),
                 patch_artist=True,
                 boxprops=dict(facecolor=shade, edgecolor=INK, linewidth=0.8),
                 medianprops=dict(color="white" if shade == GRAYS[-1] else "black", linewidth=1.4),

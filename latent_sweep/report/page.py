@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.text import Text
@@ -18,7 +18,7 @@ from latent_sweep.report.figures import Picture
 from latent_sweep.report.interference_pictures import interference_pictures
 from latent_sweep.report.pictures import sweep_pictures
 from latent_sweep.report.router_pictures import router_pictures
-from latent_sweep.report.tables import Section, counts, has_held_out, joint_sections, sections, without_comparison
+from latent_sweep.report.tables import counts, has_held_out, joint_sections, sections, without_comparison
 from latent_sweep.results.definition import trial_name
 from latent_sweep.results.flips import Flip, flips
 from latent_sweep.results.summaries import Configuration, Summary, summarize_all
@@ -26,27 +26,6 @@ from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import printable
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.sweep.plan import values_read
-
-
-@dataclass(frozen=True)
-class Part:
-    """A sweep's part of a page; each picture has its image, and flipped answers the name of their trial."""
-
-    name: str
-    counts: str
-    facts: Sequence[tuple[str, str]]
-    sections: Sequence[Section]
-    pictures: Sequence[tuple[Picture, Markup]]
-    not_drawn: Sequence[str]
-    flips: Sequence[tuple[str, Sequence[Flip]]]
-
-    @property
-    def contents(self) -> list[tuple[str, str]]:
-        """Return the anchor and title of each heading."""
-        headings = [(one.name, "Results" if one.name == "main" else one.title) for one in self.sections]
-        headings += [("pictures", "Pictures")] * bool(self.pictures)
-        headings += [(f"flips-{i}", f"Answers: {name}") for i, (name, _) in enumerate(self.flips, start=1)]
-        return [(f"{self.name}-{anchor}", title) for anchor, title in headings]
 
 
 def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()) -> str:
@@ -95,17 +74,17 @@ def _extreme_trial(
     return next(trial for trial in sweep if trial.trial_id == chosen.finished_ids[0])
 
 
-def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> Part:
+def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> dict[str, Any]:
     pictures, not_drawn = all_pictures(sweep, summary)
-    return Part(
-        summary.name,
-        counts(summary),
-        _facts(sweep, summary),
-        sections(summary if alone else without_comparison(summary)),
-        [(picture, _image(picture)) for picture in pictures],
-        not_drawn,
-        _flips(sweep, summary),
-    )
+    return {
+        "name": summary.name,
+        "counts": counts(summary),
+        "facts": _facts(sweep, summary),
+        "sections": sections(summary if alone else without_comparison(summary)),
+        "pictures": [(picture, _image(picture)) for picture in pictures],
+        "not_drawn": not_drawn,
+        "flips": _flips(sweep, summary),
+    }
 
 
 def _flips(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequence[Flip]]]:

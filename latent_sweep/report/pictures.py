@@ -289,9 +289,6 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
     return [Picture("differences", "Differences from the baseline", caption, figure)]
 
 
-# --- against settings
-
-
 def _grouped(configurations: Iterable[Configuration], *axes: str) -> dict[str, list[Configuration]]:
     """Group configurations by all settings but these axes, if each of them varies in the group."""
     groups: dict[str, list[Configuration]] = {}

@@ -64,9 +64,6 @@ def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
     return pictures, gaps
 
 
-# --- the posterior of the right task ---------------------------------------------------------------------------------
-
-
 def posterior_picture(routing: Routing, number: int) -> Picture:
     """Draw box plots of p(correct task | x) over each task's test examples: figure 4 of the paper."""
     posteriors = own_task(routing.probabilities)
@@ -86,9 +83,8 @@ def posterior_figure(tasks: Sequence[str], posteriors: Sequence[Array]) -> Figur
     axes = figure.add_subplot()
     places = np.arange(len(tasks))
     ink = dict(color=INK, linewidth=0.8)
-    # `bxp` and not `boxplot`: an argument of the latter was renamed between the supported versions
-    axes.bxp(
-        [_box(values) for values in posteriors],
+    axes.boxplot(
+        list(posteriors),
         positions=places,
         widths=0.55,
         patch_artist=True,
@@ -114,20 +110,10 @@ def posterior_figure(tasks: Sequence[str], posteriors: Sequence[Array]) -> Figur
     return figure
 
 
-def _box(values: Array) -> dict[str, Any]:
-    from matplotlib.cbook import boxplot_stats
-
-    stats: dict[str, Any] = boxplot_stats(values)[0]
-    return stats
-
-
 _HORIZONTAL: dict[str, Any] = (
-    {"orientation": "horizontal"} if "orientation" in inspect.signature(Axes.bxp).parameters else {"vert": False}
+    {"orientation": "horizontal"} if "orientation" in inspect.signature(Axes.boxplot).parameters else {"vert": False}
 )
 """matplotlib 3.10 renamed the argument."""
-
-
-# --- where examples go -----------------------------------------------------------------------------------------------
 
 
 def confusion_picture(routing: Routing, number: int) -> Picture:
@@ -156,9 +142,6 @@ def confusion_figure(tasks: Sequence[str], shares: Array) -> Figure:
     color_bar([axes], image, "examples (%)")
     axes.set(xlabel="routed to", ylabel="task of the example")
     return figure
-
-
-# --- calibration -----------------------------------------------------------------------------------------------------
 
 
 def reliability_picture(routed: Sequence[Routing]) -> Picture:
@@ -201,8 +184,6 @@ def reliability_figure(parts: Sequence[tuple[str, Reliability]]) -> Figure:
         above.title.set_fontsize(SMALL)
     return figure
 
-
-# --- novelty ---------------------------------------------------------------------------------------------------------
 
 Stages = dict[int, list[float]]
 """Values of finished repetitions by the number of tasks seen."""
@@ -252,9 +233,6 @@ def novelty_figure(by_name: Mapping[str, Stages]) -> Figure:
     if len(by_name) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=SMALL)
     return figure
-
-
-# --- captions --------------------------------------------------------------------------------------------------------
 
 
 def _title(routing: Routing) -> str:

@@ -23,7 +23,7 @@ from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.definition import defined_metrics
 from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.summaries import ROUTING_METRICS, end_reason
-from latent_sweep.results.trial import TrialResults
+from latent_sweep.results.trial import TrialResults, listed
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Stage, attempts, repair_advice
@@ -334,12 +334,9 @@ class SweepResults:
             ]
         if len(fitting) == 1:
             return fitting[0]
-        problem = f"fits {len(fitting)} trials" if fitting else "fits no trial"
-        listed = [f"\n  {trial.folder.trial_id}  {trial.name}" for trial in fitting or trials]
-        more = f"\n  ... and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         raise ConfigError(
-            f"sweep {self.name}: found trial {quoted(wanted)}, which {problem}; expected an id, a prefix of one, "
-            f"or settings of exactly one of:{''.join(listed[:_LISTED])}{more}\n"
+            f"sweep {self.name}: found trial {quoted(wanted)}, which fits {len(fitting) or 'no'} trials; expected an "
+            f"id, a prefix of one, or settings of exactly one of:{listed(fitting or trials)}\n"
             "Give more of the id or further settings; `trials()` lists them."
         )
 
@@ -354,9 +351,6 @@ class SweepResults:
                 f"{', '.join(self.axes.values()) or 'none'}; or another setting's path, such as training.learning_rate."
             )
         return path
-
-
-_LISTED = 8
 
 
 def _key(trial: TrialResults) -> Row:

@@ -73,9 +73,6 @@ class Interference:
     """FM, a fraction, by the `router.combine` of trials with the same snapshots."""
 
 
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
 def weighted(R: Array, singular_values: Array, side: str) -> Array:
     """Compute R~ of R (T, M, r, r): `out` is S R, `in` is R S, `none` is R; S is (M, r)."""
     if side == "out":
@@ -131,9 +128,6 @@ def interference_bounds(W: Array, scale: float) -> Bounds:
         pairs.append([np.linalg.norm(K, 2, axis=(-2, -1)).mean(), largest.mean(), np.sqrt(mean_square).mean()])
     bound, largest, typical = scale**2 * np.array(pairs).reshape(-1, 3).T
     return Bounds(bound, largest, typical)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections import Counter
@@ -428,12 +427,12 @@ def _trial_summary(trial: TrialResults) -> TrialSummary:
 
 def computed_with(learned: Sequence[Stage]) -> dict[str, tuple[str, ...]]:
     sources = [source for stage in learned for source in (stage.learned_with, stage.scored_with)]
-    return _values_by_name(source.items() for source in sources)
+    return _values_by_name(item for source in sources for item in source.items())
 
 
-def _values_by_name(sources: Iterable[Iterable[tuple[str, str]]]) -> dict[str, tuple[str, ...]]:
+def _values_by_name(items: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
     by_name: dict[str, set[str]] = {}
-    for name, value in itertools.chain.from_iterable(sources):
+    for name, value in items:
         by_name.setdefault(name, set()).add(value)
     return {name: tuple(sorted(values)) for name, values in by_name.items()}
 
@@ -498,7 +497,7 @@ def _configuration(members: Sequence[TrialSummary], columns: Mapping[str, str]) 
         constants={task: score for each in finished for task, score in each.constants.items()},
         router=_statistics([metric.metric for metric in ROUTING_METRICS], [each.router for each in finished]),
         computed_with=_values_by_name(
-            ((name, value) for name, values in each.computed_with.items() for value in values) for each in members
+            (name, value) for each in members for name, values in each.computed_with.items() for value in values
         ),
         n_stopped=sum(each.status == "stopped" for each in members),
         n_failed=sum(each.status == "failed" for each in members),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,3 +83,9 @@ class TrialResults:
             return None
         files = {task: self.folder.path / PREDICTIONS / f"{task}.jsonl" for task in self.tasks}
         return {task: [json.loads(line) for line in path.read_bytes().splitlines()] for task, path in files.items()}
+
+
+def listed(trials: Sequence[TrialResults], most: int = 8) -> str:
+    """List trials by id and name, a line each, for an error message."""
+    lines = [f"\n  {trial.folder.trial_id}  {trial.name}" for trial in trials]
+    return "".join(lines[:most]) + (f"\n  ... and {len(lines) - most} more" if len(lines) > most else "")

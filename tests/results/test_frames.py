@@ -194,10 +194,10 @@ def test_trials_by_id_prefix_or_settings(sweep):
 @pytest.mark.parametrize(
     ("trial", "words"),
     [
-        ("trial9", r"'trial9', which fits no trial.*exactly one of:\n  trial0000  lambda=0.0 seed=0\n"),
+        ("trial9", r"'trial9', which fits no trials.*exactly one of:\n  trial0000  lambda=0.0 seed=0\n"),
         ("trial000", r"fits 6 trials; expected an id"),
         ({"seed": 2}, r"fits 2 trials.*:\n  trial0002  lambda=0.0 seed=2\n  trial0005  lambda=0.1 seed=2\nGive"),
-        ({"seed": True}, r"fits no trial"),
+        ({"seed": True}, r"fits no trials"),
         ({"sead": 2}, r"found setting 'sead'; expected one of its axes: lambda, seed; or another"),
     ],
 )
