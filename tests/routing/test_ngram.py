@@ -37,11 +37,11 @@ def test_similarities_are_scikit_learns_cosines():
     vectors.fit([text for texts in plain for text in texts])
     beginnings = [[" ".join(f"{definition}".lower().split())] for definition in DEFINITIONS] + [plain[3]]
     tasks = [vectors.transform(texts).toarray().mean(0) for texts in beginnings]
-    known = [fit_ngrams([f"{definition} "[:-1]]) for definition in DEFINITIONS] + [fit_ngrams(train[3])]
+    fitted = [fit_ngrams([definition]) for definition in DEFINITIONS] + [fit_ngrams(train[3])]
     expected = cosine_similarity(vectors.transform(plain[4]).toarray(), tasks)
-    np.testing.assert_allclose(similarities(queries, known), expected, atol=PRODUCT)
-    assert (similarities(queries, known)[3] == 0).all(), "no n-gram in common"
-    np.testing.assert_array_equal(nearest(queries, known).argmax(axis=1), [0, 1, 3, 0])
+    np.testing.assert_allclose(similarities(queries, fitted), expected, atol=PRODUCT)
+    assert (similarities(queries, fitted)[3] == 0).all(), "no n-gram in common"
+    np.testing.assert_array_equal(nearest(queries, fitted).argmax(axis=1), [0, 1, 3, 0])
 
 
 def test_a_prompt_without_ngrams_has_no_similarity():

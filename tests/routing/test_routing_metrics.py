@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from latent_sweep.routing.metrics import PosteriorMetrics, expected_calibration_error, novelty_auroc, task_measures
+from latent_sweep.routing.metrics import (
+    PosteriorMetrics,
+    expected_calibration_error,
+    is_posterior,
+    novelty_auroc,
+    task_measures,
+)
 
 PRUNE_BELOW = 0.01
 NAMES = ("mood", "ticket", "date")
@@ -108,3 +114,18 @@ def test_the_auroc_is_the_share_of_ordered_pairs():
     assert novelty_auroc(seen, unseen) == pytest.approx(sum(pairs) / len(pairs))
     assert novelty_auroc(seen, unseen + 100) == 1.0
     assert novelty_auroc(unseen + 100, seen) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[0.25, 0.75], [1.0, 0.0]], True),
+        ([[0.5, 0.50005]], True),
+        ([[0.25, 0.75], [0.5, 0.6]], False),
+        ([[0.25, 0.75], [0.5, 0.4]], False),
+        ([[1.5, -0.5]], False),
+    ],
+    ids=["probabilities", "to rounding", "a sum above 1", "a sum below 1", "a negative weight"],
+)
+def test_weights_are_a_posterior_if_they_are_probabilities(rows, expected):
+    assert is_posterior(np.array(rows)) == expected
