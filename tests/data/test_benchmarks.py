@@ -10,73 +10,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from helpers.benchmarks import bos_tokenizer, settings_of, task_of
 from helpers.sweeps import change_benchmark, write_benchmark
 from pydantic import ValidationError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
+from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.data import builtin, loaders
 from latent_sweep.data.examples import Example
 from latent_sweep.data.loaders import count_examples, data_digest, load_examples, source_digest, tokenized
-from latent_sweep.data.prompts import (
-    PromptParts,
-    definitions,
-    encode_parts,
-    encode_prompt,
-    encode_target,
-    prompt_parts,
-)
-from latent_sweep.data.schema import (
-    BenchmarkSettings,
-    BenchmarkSpec,
-    TaskSpec,
-    load_benchmark,
-    order_key,
-    scoring_metric,
-    task_sequence,
-)
+from latent_sweep.data.prompts import PromptParts, definitions, encode_parts, encode_prompt, encode_target, prompt_parts
+from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark, order_key, scoring_metric, task_sequence
 from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.settings import content_hash
 
 PAPER_ORDERS = {
-    ("superni", "1"): """
-        Task1572 Task363 Task1290 Task181 Task002
-        Task1510 Task639 Task1729 Task073 Task1590
-        Task748 Task511 Task591 Task1687 Task875""",
-    ("superni", "2"): """
-        Task748 Task073 Task1590 Task639 Task1572
-        Task1687 Task591 Task363 Task1510 Task1729
-        Task181 Task511 Task002 Task1290 Task875""",
-    ("long_sequence", "3"): """
-        MNLI CB WiC COPA QQP
-        BoolQ RTE IMDB Yelp Amazon
-        SST-2 DBpedia AG_News MultiRC Yahoo""",
-    ("long_sequence", "4"): """
-        Yelp Amazon MNLI CB COPA
-        QQP RTE IMDB SST-2 DBpedia
-        AG_News Yahoo MultiRC BoolQ WiC""",
+    "1": "1572 363 1290 181 002 1510 639 1729 073 1590 748 511 591 1687 875",
+    "2": "748 073 1590 639 1572 1687 591 363 1510 1729 181 511 002 1290 875",
+    "3": "MNLI CB WiC COPA QQP BoolQ RTE IMDB Yelp Amazon SST-2 DBpedia AG_News MultiRC Yahoo",
+    "4": "Yelp Amazon MNLI CB COPA QQP RTE IMDB SST-2 DBpedia AG_News Yahoo MultiRC BoolQ WiC",
 }
 
 REAL_DATA = os.environ.get("LATENT_SWEEP_DATA")
 needs_real_data = pytest.mark.skipif(REAL_DATA is None, reason="LATENT_SWEEP_DATA does not name the benchmarks' data")
-
-
-def byte_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8, beside <s> and </s>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def settings_of(name: object = "builtin", **changes: object) -> BenchmarkSettings:
-    limits = {"max_source_length": 512, "max_target_length": 50}
-    return BenchmarkSettings.model_validate({"name": str(name), **limits, **changes})
 
 
 def user_benchmark(folder: Path, rows: list[dict[str, object]] | None = None, **task: object) -> BenchmarkSpec:
@@ -97,11 +53,12 @@ def numbered_rows(n: int) -> list[dict[str, object]]:
 # The paper -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("benchmark", "order"), PAPER_ORDERS)
-def test_orders_are_those_of_the_paper(benchmark: str, order: str) -> None:
-    table = [name.replace("_", " ") for name in PAPER_ORDERS[benchmark, order].split()]
+@pytest.mark.parametrize("order", PAPER_ORDERS)
+def test_orders_are_those_of_the_paper(order: str) -> None:
+    benchmark = "superni" if order in "12" else "long_sequence"
     tasks = task_sequence(settings_of(benchmark, order=order), load_benchmark(benchmark))
-    assert [task.name.capitalize() if benchmark == "superni" else task.title for task in tasks] == table
+    names = [task.name.removeprefix("task") if benchmark == "superni" else task.title for task in tasks]
+    assert names == [name.replace("_", " ") for name in PAPER_ORDERS[order].split()]
 
 
 def test_metrics_and_sizes_are_the_published_ones() -> None:
@@ -132,40 +89,24 @@ def test_a_benchmark_is_cached_until_its_file_changes(tmp_path: Path) -> None:
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 
+SUPERNI = "Now complete the following example -\nInput: "
+
+
 @pytest.mark.parametrize(
-    ("benchmark", "name", "changes", "text", "prompt"),
+    ("benchmark", "name", "instruction", "text", "head"),
     [
-        (
-            "superni",
-            "task591",
-            {},
-            "What floats?\nThink.",
-            "Definition: Given a scientific question, generate a correct answer to it.\n\n"
-            "Now complete the following example -\nInput: What floats?\nThink.\nOutput: ",
-        ),
-        (
-            "superni",
-            "task591",
-            {"instruction": "Fill {0} and {name}."},
-            "{x}",
-            "Definition: Fill {0} and {name}.\n\nNow complete the following example -\nInput: {x}\nOutput: ",
-        ),
-        (
-            "long_sequence",
-            "sst2",
-            {},
-            "Text: a fine film",
-            "Make a judgement on the sentiment of the given text.\nText: a fine film\nOutput: ",
-        ),
-        ("long_sequence", "copa", {}, "Which one?\nA: x\nB: y", "Which one?\nA: x\nB: y\nOutput: "),
-        ("builtin", "mood", {}, "The bed was fine.", "Mark this guest review.\n\nThe bed was fine.\nOutput: "),
-        ("builtin", "mood", {"instruction": ""}, "Hello", "Hello\nOutput: "),
+        ("superni", "task591", "Why?", "Let it\nfloat.", f"Definition: Why?\n\n{SUPERNI}"),
+        ("superni", "task591", "Fill {0} and {name}.", "{x}", f"Definition: Fill {{0}} and {{name}}.\n\n{SUPERNI}"),
+        ("long_sequence", "sst2", "Judge it.", "Text: a fine film", "Judge it.\n"),
+        ("long_sequence", "copa", "", "Which one?\nA: x\nB: y", ""),
+        ("builtin", "mood", "Mark it.", "The bed was fine.", "Mark it.\n\n"),
+        ("builtin", "mood", "", "Hello", ""),
     ],
 )
-def test_prompts_are_exact(benchmark: str, name: str, changes: dict[str, str], text: str, prompt: str) -> None:
+def test_prompts_are_exact(benchmark: str, name: str, instruction: str, text: str, head: str) -> None:
     spec = load_benchmark(benchmark)
-    task = next(task for task in spec.tasks if task.name == name).model_copy(update=changes)
-    assert "".join(prompt_parts(spec, task, text)) == prompt
+    task = task_of(spec, name).model_copy(update={"instruction": instruction})
+    assert "".join(prompt_parts(spec, task, text)) == f"{head}{text}\nOutput: "
 
 
 def test_prompt_that_fits_is_the_tokenized_string() -> None:
@@ -181,39 +122,36 @@ def test_prompt_that_fits_is_the_tokenized_string() -> None:
 def test_bos_only_where_the_tokenizer_adds_one(family: str) -> None:
     """Llama's does, T5's has none."""
     parts = PromptParts("Sort.\n", "red", "\nOutput: ")
-    adding, plain = byte_tokenizer(adds_bos=True), byte_tokenizer()
+    adding, plain = bos_tokenizer(), byte_tokenizer()
     without = encode_prompt(parts, plain, family, 512)
-    assert encode_prompt(parts, adding, family, 512) == [0, *without]
+    assert encode_prompt(parts, adding, family, 512) == [plain.bos_token_id, *without]
     assert encode_prompt(parts, adding, family, 512, bos="off") == without
 
 
 @pytest.mark.parametrize("family", ["t5", "llama"])
-def test_truncation_cuts_the_input_and_keeps_the_cue(family: str) -> None:
-    tokenizer = byte_tokenizer(adds_bos=True)
+@pytest.mark.parametrize(
+    ("room", "truncation", "kept"),
+    [
+        (8, "keep_cue", "a long l"),
+        (1, "keep_ends", "a"),
+        (2, "keep_ends", "as"),
+        (7, "keep_ends", "a lo" + "rds"),
+        (8, "keep_ends", "a lo" + "ords"),
+        (19, "keep_ends", "a long lis" + "t of words"[-9:]),
+        (20, "keep_ends", "a long list of words"),
+    ],
+)
+def test_truncation_cuts_the_end_or_the_middle_of_the_input(family: str, room: int, truncation: str, kept: str) -> None:
+    """With `keep_ends` both ends keep equally many tokens, or the start one more; a prompt that fits is not cut."""
+    tokenizer = bos_tokenizer() if family == "llama" else byte_tokenizer()
     parts = PromptParts("Sort.\n", "a long list of words", "\nOutput: ")
-    head, kept, cue = encode_parts(parts, tokenizer, family, 24)
-    assert len(head + kept + cue) == 24
+    head, actual, cue = encode_parts(parts, tokenizer, family, 1 + 6 + room + 9, truncation)
+    assert tokenizer.decode(actual) == kept
     assert tokenizer.decode(head, skip_special_tokens=True) == "Sort.\n"
-    assert tokenizer.decode(kept) == "a long list of words"[: len(kept)]
     assert tokenizer.decode(cue, skip_special_tokens=True) == "\nOutput: "
     assert (cue[-1] == tokenizer.eos_token_id) == (family == "t5")
-
-
-@pytest.mark.parametrize("family", ["t5", "llama"])
-@pytest.mark.parametrize(
-    ("room", "kept"),
-    [(1, "a"), (2, "as"), (7, "a lo" + "rds"), (8, "a lo" + "ords"), (19, "a long lis" + "t of words"[-9:]), (20, "")],
-)
-def test_truncation_keeps_both_ends_of_the_input(family: str, room: int, kept: str) -> None:
-    """Both ends keep equally many tokens, or the start one more; a prompt that fits is not cut."""
-    tokenizer, text = byte_tokenizer(adds_bos=family == "llama"), "a long lis" + "t of words"
-    parts = PromptParts("Sort.\n", text, "\nOutput: ")
-    head, actual, cue = encode_parts(parts, tokenizer, family, 1 + 6 + room + 9, "keep_ends")
-    assert tokenizer.decode(actual) == (kept or text)
-    assert tokenizer.decode(head, skip_special_tokens=True) == "Sort.\n"
-    assert tokenizer.decode(cue, skip_special_tokens=True) == "\nOutput: "
-    with pytest.raises(DataError, match=r"max_source_length: .* 16 .* 17 "):
-        encode_parts(parts, tokenizer, family, 16, "keep_ends")
+    with pytest.raises(DataError, match=r"max_source_length: .*'Sort\.\\n'.* 16 .* 17 "):
+        encode_parts(parts, tokenizer, family, 16, truncation)
 
 
 def test_official_truncation_cuts_from_the_right() -> None:
@@ -222,23 +160,17 @@ def test_official_truncation_cuts_from_the_right() -> None:
     whole = tokenizer("".join(parts))["input_ids"]
     for length in (4, 12, 30):
         assert encode_prompt(parts, tokenizer, "llama", length, "official") == whole[:length]
-        assert encode_prompt(parts, tokenizer, "t5", length, "official") == [*whole[: length - 1], 1]
-
-
-def test_prompt_without_room_for_the_input_is_refused() -> None:
-    parts = PromptParts("Sort.\n", "words", "\nOutput: ")  # 6 + 9 tokens around the input
-    with pytest.raises(DataError, match=r"max_source_length: .*'Sort\.\\n'.* 15 .* 16 "):
-        encode_prompt(parts, byte_tokenizer(), "llama", 15)
-    assert len(encode_prompt(parts, byte_tokenizer(), "llama", 16)) == 16
+        expected = [*whole[: length - 1], tokenizer.eos_token_id]
+        assert encode_prompt(parts, tokenizer, "t5", length, "official") == expected
 
 
 def test_target_ends_with_eos_and_is_cut() -> None:
     tokenizer = byte_tokenizer()
-    red = tokenizer("red")["input_ids"]
-    assert encode_target("red", tokenizer, "t5", 4) == encode_target("red", tokenizer, "llama", 4) == [*red, 1]
-    assert encode_target("red", tokenizer, "t5", 3) == [*red[:2], 1]
+    red, eos = tokenizer("red")["input_ids"], tokenizer.eos_token_id
+    assert encode_target("red", tokenizer, "t5", 4) == encode_target("red", tokenizer, "llama", 4) == [*red, eos]
+    assert encode_target("red", tokenizer, "t5", 3) == [*red[:2], eos]
     assert encode_target("red", tokenizer, "llama", 3) == red
-    assert encode_target("", tokenizer, "t5", 3) == [1]
+    assert encode_target("", tokenizer, "t5", 3) == [eos]
 
 
 # Specs and settings --------------------------------------------------------------------------------------------------
@@ -285,11 +217,10 @@ def test_the_data_folder_is_not_identity_and_scoring_is_not_training_identity() 
 
 
 def test_scoring_metric_of_accuracy_tasks_can_be_rouge() -> None:
-    tasks = {task.name: task for task in load_benchmark("superni").tasks}
+    one, other = (task_of(load_benchmark("superni"), name) for name in ("task363", "task002"))
     official = settings_of("superni", classification_metric="rouge_l")
-    assert scoring_metric(official, tasks["task363"]) == "rouge_l"
-    assert scoring_metric(settings_of("superni"), tasks["task363"]) == "accuracy"
-    assert scoring_metric(settings_of("superni"), tasks["task002"]) == "rouge_l"
+    assert scoring_metric(official, one) == "rouge_l"
+    assert [scoring_metric(settings_of("superni"), task) for task in (one, other)] == ["accuracy", "rouge_l"]
 
 
 def test_unknown_benchmark_suggests_a_name() -> None:
@@ -309,14 +240,8 @@ def test_a_benchmark_file_reports_every_fault(tmp_path: Path) -> None:
         load_benchmark(str(tmp_path))
     message = str(caught.value)
     assert str(tmp_path / "benchmark.yaml") in message
-    for fault in (
-        "promt: ",
-        "tasks[0].instrution: ",
-        "tasks[0].metric: found 'f1'",
-        "tasks[1].labels[0]: found true",
-        "tasks[2].name: ",
-    ):
-        assert fault in message
+    faults = ("promt", "tasks[0].instrution", "tasks[0].metric", "tasks[1].labels[0]", "tasks[2].name")
+    assert not [fault for fault in faults if f"\n  {fault}: " not in message]
 
 
 @pytest.mark.parametrize(
@@ -326,10 +251,7 @@ def test_a_benchmark_file_reports_every_fault(tmp_path: Path) -> None:
         ("- a\n", "found list"),
         ("tasks: []", "`tasks`"),
         ("tasks: [{name: a, metric: accuracy}, {name: a, metric: accuracy}]", "'a'"),
-        (
-            "tasks: [{name: east, metric: accuracy}]\norders: {1: [eats], 2: []}",
-            r"order '1': .*'eats' .*'east'.*order '2'",
-        ),
+        ("tasks: [{name: east, metric: accuracy}]\norders: {1: [eats], 2: []}", "order '1': .*'eats' .*'east'.*'2'"),
     ],
 )
 def test_faulty_benchmark_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -382,27 +304,15 @@ def test_json_layouts_read_the_same(tmp_path: Path) -> None:
         ("train.json", b'{"rows": []}', r"train\.json: .*an object.*`Instances`"),
         ("train.json", b'{"Instances": 3}', r"train\.json: .*a number"),
         ("train.json", b'["red"]', r"train\.json, \[0\]: .*a string"),
-        (
-            "train.json",
-            b'{"Instances": [{"input": "a", "output": "b"}, {"inputs": "a"}]}',
-            r"train\.json, Instances\[1\]: `input` and `output` .*\['inputs'\]",
-        ),
-        (
-            "train.json",
-            b'[{"input": "a", "output": true}]',
-            r"\[0\]: `output` .*True",
-        ),
+        ("train.json", b'{"Instances": [{"inputs": "a"}]}', r"Instances\[0\]: `input` and `output` .*\['inputs'\]"),
+        ("train.json", b'[{"input": "a", "output": true}]', r"\[0\]: `output` .*True"),
         ("train.json", b'[{"input": "a", "output": []}]', r"\[0\]: `output` .*a list"),
         ("train.json", b'[{"input": "a", "output": ["b", 1]}]', r"\[0\]: `output` .*\['b', 1\]"),
         ("train.json", b'[{"input": null, "output": "b"}]', r"\[0\]: `input` .*null"),
         ("train.json", b'[{"input": "a", "output": "b", "id": {}}]', r"\[0\]: `id` .*an object"),
         ("train.json", b'[{"input": "\xff", "output": "b"}]', r"train\.json: byte 12 .*UTF-8"),
         ("train.jsonl", b'{"input": "a", "output": "b"}\n\n{"input": ', r"train\.jsonl, line 3, column 11"),
-        (
-            "train.jsonl",
-            b'{"input": "a", "output": "b", "id": 7}\n{"input": "c", "output": "d", "id": "7"}\n',
-            r"train\.jsonl, line 2: .*'7'.*line 1",
-        ),
+        ("train.jsonl", 2 * b'{"input": "a", "output": "b", "id": 7}\n', r"train\.jsonl, line 2: .*'7'.*line 1"),
     ],
 )
 def test_malformed_data_names_file_and_row(tmp_path: Path, file: str, content: bytes, message: str) -> None:
@@ -423,7 +333,7 @@ def test_two_files_for_one_split_are_refused(tmp_path: Path) -> None:
 
 def test_missing_data_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load_benchmark("superni")
-    task = next(task for task in spec.tasks if task.name == "task363")
+    task = task_of(spec, "task363")
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     with pytest.raises(DataError, match=r"benchmark\.data_dir.*LATENT_SWEEP_DATA"):
         load_examples(spec, task, "train", settings_of("superni"))
@@ -444,7 +354,7 @@ def test_the_data_folder_may_be_cl_benchmark_or_hold_it(tmp_path: Path, monkeypa
     folder.mkdir(parents=True)
     (folder / "train.json").write_text(json.dumps({"Instances": numbered_rows(3)}))
     spec = load_benchmark("long_sequence")
-    task = next(task for task in spec.tasks if task.name == "cb")
+    task = task_of(spec, "cb")
     outer, inner = settings_of("long_sequence", data_dir=str(tmp_path)), settings_of("long_sequence")
     monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path / "CL_Benchmark"))
     assert load_examples(spec, task, "train", outer) == load_examples(spec, task, "train", inner)
@@ -487,12 +397,8 @@ def test_validation_rows_come_out_of_the_training_subset(tmp_path: Path) -> None
     assert count_examples(spec, task, "validation", settings) == 5
     assert set(train) | set(validation) == set(whole)
     assert not set(train) & set(validation)
-    digests = {
-        data_digest(spec, task, "train", settings),
-        data_digest(spec, task, "train", settings, carve_validation=True),
-        data_digest(spec, task, "validation", settings),
-    }
-    assert len(digests) == 3
+    digests = [data_digest(spec, task, split, settings) for split in ("train", "validation")]
+    assert len({*digests, data_digest(spec, task, "train", settings, carve_validation=True)}) == 3
     with pytest.raises(DataError, match="'color': 1 "):
         load_examples(spec, task, "validation", settings_of(tmp_path, train_per_task=1))
 
@@ -503,9 +409,8 @@ def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
     usual, held_out = settings_of(tmp_path, **limits), settings_of(tmp_path, score_on="validation", **limits)
     next((tmp_path / task.folder).glob("test.*")).unlink()
     assert load_examples(spec, task, "test", held_out) == load_examples(spec, task, "validation", usual)
-    assert load_examples(spec, task, "train", held_out) == load_examples(
-        spec, task, "train", usual, carve_validation=True
-    )
+    carved = load_examples(spec, task, "train", usual, carve_validation=True)
+    assert load_examples(spec, task, "train", held_out) == carved
     assert [count_examples(spec, task, split, held_out) for split in ("train", "validation", "test")] == [15, 5, 5]
     assert source_digest(spec, task, "test", held_out) == source_digest(spec, task, "train", usual)
     assert data_digest(spec, task, "test", held_out) == data_digest(spec, task, "validation", usual)
@@ -521,9 +426,8 @@ def test_held_out_rows_have_verbatim_instructions() -> None:
 
 
 def test_validation_is_at_most_500_rows() -> None:
-    spec = load_benchmark("long_sequence")
-    dbpedia = next(task for task in spec.tasks if task.name == "dbpedia")
-    settings = settings_of("long_sequence", data_dir="absent")
+    spec, settings = load_benchmark("long_sequence"), settings_of("long_sequence", data_dir="absent")
+    dbpedia = task_of(spec, "dbpedia")
     assert count_examples(spec, dbpedia, "validation", settings) == 500
     assert count_examples(spec, dbpedia, "train", settings, carve_validation=True) == 13500
 
@@ -594,10 +498,6 @@ def test_builtin_tasks_are_complete() -> None:
 def test_builtin_rows_never_change_by_accident() -> None:
     rows = {name: [builtin.generate(name, split) for split in ("train", "test")] for name in builtin.GENERATORS}
     assert content_hash(rows) == "5c2191dee2d7cdaf"  # raise `version` in builtin.yaml with it
-    assert builtin.generate("arrival", "train")[0] == (
-        "Lucy goes to Lyon by train from Warsaw on Thursday.",
-        "stop=Lyon",
-    )
     spec = load_benchmark("builtin")
     assert data_digest(spec, spec.tasks[0], "train", settings_of()) == "83b27fb4e0fbc3fc"
 
@@ -612,9 +512,9 @@ def test_a_builtin_task_of_another_name_is_refused() -> None:
 # The cache of token ids ----------------------------------------------------------------------------------------------
 
 
-def tokenise_mood(folder: Path, tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> TokenizedExamples:
+def tokenise_mood(folder: Path, tokenizer: object, **changes: object) -> TokenizedExamples:
     spec = load_benchmark("builtin")
-    task = next(task for task in spec.tasks if task.name == "mood")
+    task = task_of(spec, "mood")
     settings = settings_of(test_per_task=6, **changes)
     return tokenized(spec, task, "test", settings, tokenizer, "bytes", "t5", 512, folder)
 
@@ -626,9 +526,9 @@ def test_tokenized_examples_have_all_columns(tmp_path: Path) -> None:
     first, spec = next(iter(rows)), load_benchmark("builtin")
     source = load_examples(spec, spec.tasks[0], "test", settings_of())
     origin = next(row for row in source if row.id == first["id"])
-    assert tokenizer.decode(first["prompt_ids"]) == f"Mark this guest review.\n\n{origin.input}\nOutput: </s>"
+    assert tokenizer.decode(first["prompt_ids"]) == f"Mark this guest review.\n\n{origin.input}\nOutput: <eos>"
     assert tokenizer.decode(first["input_ids"]) == origin.input
-    assert tokenizer.decode(first["target_ids"]) == f"{origin.target}</s>"
+    assert tokenizer.decode(first["target_ids"]) == f"{origin.target}<eos>"
     assert first["references"] == [origin.target]
 
 
@@ -636,7 +536,10 @@ def test_tokenized_examples_are_cached(tmp_path: Path) -> None:
     first = tokenise_mood(tmp_path, byte_tokenizer())
     again = tokenise_mood(tmp_path, None)  # nothing is tokenized, so no tokenizer is asked
     assert list(again) == list(first)
-    assert tokenise_mood(tmp_path, byte_tokenizer(), max_target_length=2)["target_ids"][0][-1] == 1
+    assert (
+        tokenise_mood(tmp_path, byte_tokenizer(), max_target_length=2)["target_ids"][0][-1]
+        == byte_tokenizer().eos_token_id
+    )
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
@@ -696,8 +599,5 @@ def test_real_data_loads_and_agrees_with_the_spec(name: str) -> None:
 @needs_real_data
 def test_real_mnli_has_131_unlabelled_test_rows() -> None:
     spec = load_benchmark("long_sequence")
-    mnli = next(task for task in spec.tasks if task.name == "mnli")
-    counts = [
-        count_examples(spec, mnli, "test", settings_of("long_sequence", drop_unlabelled=d)) for d in (False, True)
-    ]
-    assert counts == [7600, 7600 - 131]
+    settings = (settings_of("long_sequence", drop_unlabelled=drop) for drop in (False, True))
+    assert [count_examples(spec, task_of(spec, "mnli"), "test", each) for each in settings] == [7600, 7600 - 131]
