@@ -16,19 +16,16 @@ from latent_sweep.data.prompts import PromptParts, encode_parts, encode_prompt, 
 from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 
-CHATML = (
+CHATML = (  # Qwen2, SmolLM2 and many others
     "{% for message in messages %}{{ '<im_start>' + message['role'] + '\n' + message['content'] + '<im_end>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
 )
-"""Qwen2, SmolLM2 and many others."""
-
 LLAMA2 = (
     "{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}"
     "{% endif %}{% endfor %}"
 )
-
 LLAMA3 = (
     "{{ bos_token }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{{ '<header>system</header>\n\nToday Date: ' + date_string + '\n\n<eot>' }}"
@@ -36,7 +33,6 @@ LLAMA3 = (
     "'<eot>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<header>assistant</header>\n\n' }}{% endif %}"
 )
-
 GEMMA = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
@@ -45,13 +41,10 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-
-THINKING = (
-    CHATML.removesuffix("{% endif %}")
-    + "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    + "{% endif %}"
+THINKING = CHATML.removesuffix("{% endif %}") + (  # Qwen3
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
 )
-"""Qwen3."""
 
 TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "llama3": LLAMA3, "gemma": GEMMA, "thinking": THINKING}
 ENDS = {"chatml": "<im_end>", "llama2": "<eos>", "llama3": "<eot>", "gemma": "<end_of_turn>", "thinking": "<im_end>"}
@@ -63,20 +56,6 @@ def tokenizer_with(template):
     tokenizer.add_tokens(tokens, special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_texts_around_a_message_are_the_templates(name):
-    tokenizer = tokenizer_with(TEMPLATES[name])
-    chat = chat_of(tokenizer)
-    message = "Is this good?\n\nThe soup {{ was }} cold."
-    options = {"tokenize": False, "date_string": FIXED_DATE, "enable_thinking": False}
-    asked = [{"role": "user", "content": message}]
-    assert chat.before + message + chat.after == tokenizer.apply_chat_template(
-        asked, add_generation_prompt=True, **options
-    )
-    assert tokenizer.convert_ids_to_tokens(chat.end) == ENDS[name]
-    assert chat.strips == (name in ("llama2", "llama3", "gemma"))
 
 
 def test_the_digest_follows_the_rendered_prompt():
@@ -112,7 +91,9 @@ def test_a_prompt_equals_the_rendered_user_message(name, family):
     """With any white space at its ends; the cue loses its last space, since the answer no longer follows it."""
     tokenizer = tokenizer_with(TEMPLATES[name])
     chat = chat_of(tokenizer)
-    for head, text in (("Sort.\n\n", "grün 🙂"), ("", " a line\n"), ("", "\n\n"), ("Sort.\n", "")):
+    assert tokenizer.convert_ids_to_tokens(chat.end) == ENDS[name]
+    assert chat.strips == (name in ("llama2", "llama3", "gemma"))
+    for head, text in (("Sort.\n\n", "grün {{ 🙂 }}"), ("", " a line\n"), ("", "\n\n"), ("Sort.\n", "")):
         parts = PromptParts(head, text, "\nOutput: ")
         message = [{"role": "user", "content": f"{head}{text}\nOutput:"}]
         written = tokenizer.apply_chat_template(message, **OPTIONS)
@@ -143,7 +124,6 @@ def test_only_the_input_of_a_message_is_cut():
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory):
-    """A folder, and the chat tokenizer for a tiny backbone in it."""
     folder = tmp_path_factory.mktemp("chat")
     return folder, chatting_tokenizer(folder / "tokenizer")
 
@@ -170,15 +150,10 @@ def test_a_sweep_trains_and_answers_in_chats(chatting, tmp_path, capsys):
         assert written.startswith("user: ") and written.endswith("\nOutput:<unk>assistant: ")
         assert tokenizer.decode(row["target_ids"]) == row["references"][0] + "<unk>"
     (trial,) = sweep_folder(tmp_path)
-    answers = [
-        json.loads(line)["prediction"]
-        for actual in (trial.path / "predictions").glob("*.jsonl")
-        for line in actual.read_text().splitlines()
-    ]
+    lines = [line for path in (trial.path / "predictions").glob("*.jsonl") for line in path.read_text().splitlines()]
+    answers = [json.loads(line)["prediction"] for line in lines]
     assert len(answers) == 24 and any(answers)
-    assert json.loads((trial.path / "result.json").read_text())["metrics"]["AP"] > 0, (
-        "answers end with the template's token"
-    )
+    assert trial.read_json("result.json")["metrics"]["AP"] > 0, "answers end with the template's token"
 
 
 def test_answers_end_at_the_turn_token(chatting):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.benchmarks import settings_of, task_of
 from helpers.sweeps import tiny, write, write_benchmark
 
 from latent_sweep.backbones.tokenizers import byte_tokenizer
@@ -26,26 +27,20 @@ MOST_ALIKE = 0.4
 """Largest Jaccard similarity of the character 5-grams of two wordings. Packaged paraphrases reach 0.33 with their
 instruction and 0.35 with each other (task1510, which lists nine relation names); most are below 0.1."""
 
+RELATIONS = ("MemberOf", "MadeOf", "Synonym", "Entails", "HasA", "HasProperty", "PartOf", "Antonym", "IsA")
 FORMATS = {
     "task181": ['"not found"', "commas"],
     "task748": ['" A >causes/enables> B"'],
-    "task1510": ["word1 relation word2"]
-    + [f"'{name}'" for name in ("MemberOf", "MadeOf", "Synonym", "Entails", "HasA", "HasProperty")]
-    + [f"'{name}'" for name in ("PartOf", "Antonym", "IsA")],
-    "task073": ["'A'", "'B'", "'C'", "'D'", "'E'"],
+    "task1510": ["word1 relation word2", *(f"'{name}'" for name in RELATIONS)],
+    "task073": [f"'{letter}'" for letter in "ABCDE"],
     "mnli": ['"sentence 1"', '"sentence 2"'],
     "qqp": ['"first sentence"', '"second sentence"'],
 }
 """Parts of instructions, besides labels, that fix the format of answers or inputs."""
 
 
-def settings_of(name: object, definition: str = "verbatim", **changes: Any) -> BenchmarkSettings:
-    content = {"name": str(name), "max_source_length": 512, "max_target_length": 50}
-    return BenchmarkSettings.model_validate(content | {"prompts": {"definition": definition}} | changes)
-
-
-def task_of(spec: BenchmarkSpec, name: str) -> TaskSpec:
-    return next(task for task in spec.tasks if task.name == name)
+def settings_with(name: object, definition: str, **changes: Any) -> BenchmarkSettings:
+    return settings_of(name, prompts={"definition": definition}, **changes)
 
 
 def trials_of(**changes: Any) -> list[Trial]:
@@ -103,11 +98,10 @@ def test_a_paraphrase_names_no_label_that_the_instruction_lacks(name: str) -> No
         assert not leaks
 
 
-def test_labels_are_found_as_the_instruction_spells_them() -> None:
-    tasks = {task.name: task for task in load_benchmark("long_sequence").tasks}
-    assert labels_named(tasks["boolq"]) == {"true", "false"}
-    assert labels_named(tasks["mnli"]) == {"neutral", "entailment", "contradiction"}
-    assert labels_named(tasks["imdb"]) == set()
+def test_labels_are_read_as_the_instruction_spells_them() -> None:
+    spec = load_benchmark("long_sequence")
+    assert labels_named(task_of(spec, "boolq")) == {"true", "false"}
+    assert labels_named(task_of(spec, "imdb")) == set()
     assert labels_named(task_of(load_benchmark("superni"), "task363")) == {"POS", "NEG"}
 
 
@@ -134,7 +128,7 @@ def test_a_definition_stands_in_place_of_the_instruction(prompt: str, definition
 
 def test_test_rows_cycle_through_paraphrases_and_training_rows_do_not() -> None:
     spec = load_benchmark("long_sequence")
-    task, settings = task_of(spec, "boolq"), settings_of("long_sequence", "paraphrase")
+    task, settings = task_of(spec, "boolq"), settings_with("long_sequence", "paraphrase")
     texts = [f"text {i}" for i in range(5)]
     heads = [parts.head for parts in split_prompts(spec, task, "test", settings, texts)]
     assert heads == [f"{task.paraphrases[i]}\n" for i in (0, 1, 2, 0, 1)]
@@ -149,7 +143,7 @@ def test_tokenized_test_rows_have_the_requested_definition(tmp_path: Path) -> No
     spec, tokenizer = load_benchmark("builtin"), byte_tokenizer()
     task, actual = task_of(spec, "mood"), {}
     for definition in ("verbatim", "paraphrase", "none"):
-        settings = settings_of("builtin", definition, test_per_task=4)
+        settings = settings_with("builtin", definition, test_per_task=4)
         rows = tokenized(spec, task, "test", settings, tokenizer, "bytes", "llama", 512, tmp_path)
         inputs = [row.input for row in load_examples(spec, task, "test", settings)]
         prompts = [tokenizer.decode(ids) for ids in rows["prompt_ids"]]
@@ -167,7 +161,7 @@ def test_the_digest_covers_the_definitions() -> None:
     spec = load_benchmark("builtin")
     task = task_of(spec, "mood")
     reworded = task.model_copy(update={"paraphrases": ("Good or bad?",)})
-    modes = {mode: settings_of("builtin", mode) for mode in ("verbatim", "paraphrase", "none")}
+    modes = {mode: settings_with("builtin", mode) for mode in ("verbatim", "paraphrase", "none")}
     tests = {mode: data_digest(spec, task, "test", settings) for mode, settings in modes.items()}
     assert len(set(tests.values())) == 3
     assert len({data_digest(spec, task, "train", settings) for settings in modes.values()}) == 1

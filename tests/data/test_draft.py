@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from helpers.benchmarks import settings_of
 
 from latent_sweep.cli.main import main
 from latent_sweep.data.draft import draft_benchmark, tokens_about
 from latent_sweep.data.loaders import load_examples
-from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec, load_benchmark
+from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark
 from latent_sweep.errors import ConfigError
 
 
@@ -22,10 +23,9 @@ def written(folder: Path, capsys: Any, *options: str) -> tuple[BenchmarkSpec, di
     path = options[1] if options else str(folder / "benchmark.yaml")
     assert f"benchmark check {path}" in capsys.readouterr().out
     spec = load_benchmark(path)
-    settings = BenchmarkSettings(name=path, max_source_length=512, max_target_length=50)
     for task in spec.tasks:
         for split in ("train", "test"):
-            assert load_examples(spec, task, split, settings)  # type: ignore[arg-type]
+            assert load_examples(spec, task, split, settings_of(path))  # type: ignore[arg-type]
     return spec, {task.name: task for task in spec.tasks}, Path(path).read_text()
 
 
@@ -36,6 +36,11 @@ def put(path: Path, rows: Any) -> None:
 
 def rows(count: int, answer: Any, text: str = "input", target: str = "output") -> list[dict[str, Any]]:
     return [{text: f"some words {i}", target: answer(i)} for i in range(count)]
+
+
+def put_both(folder: Path, answer: Any) -> None:
+    for split in ("train", "test"):
+        put(folder / f"{split}.json", rows(24, answer))
 
 
 def test_trace(tmp_path: Path, capsys: Any) -> None:
@@ -103,10 +108,9 @@ def test_pairs_of_files_with_definitions_are_one_task_each(tmp_path: Path, capsy
 
 
 def test_labels_that_accuracy_cannot_tell_apart_are_not_listed(tmp_path: Path, capsys: Any) -> None:
-    for split in ("train", "test"):
-        put(tmp_path / "mood" / f"{split}.json", rows(24, lambda i: str(i % 3 - 1)))
-        put(tmp_path / "tongue" / f"{split}.json", rows(24, lambda i: ("C++", "C#")[i % 2]))
-        put(tmp_path / "yes" / f"{split}.json", rows(24, lambda i: ("Yes", "yes", "no")[i % 3]))
+    put_both(tmp_path / "mood", lambda i: str(i % 3 - 1))
+    put_both(tmp_path / "tongue", lambda i: ("C++", "C#")[i % 2])
+    put_both(tmp_path / "yes", lambda i: ("Yes", "yes", "no")[i % 3])
     _, actual, _ = written(tmp_path, capsys)
     assert {name: (task.metric, task.labels) for name, task in actual.items()} == {
         "mood": ("number_match", None),
@@ -123,16 +127,14 @@ def test_labels_that_accuracy_cannot_tell_apart_are_not_listed(tmp_path: Path, c
 
 
 def test_answers_without_latin_words_are_scored_by_character(tmp_path: Path, capsys: Any) -> None:
-    for split in ("train", "test"):
-        put(tmp_path / "news" / f"{split}.json", rows(24, lambda i: f"\u7b2c{i}\u7c7b\u65b0\u95fb\u62a5\u9053"))
-        put(tmp_path / "town" / f"{split}.json", rows(24, lambda i: f"Z\u00fcrich, house number {i}"))
+    put_both(tmp_path / "news", lambda i: f"\u7b2c{i}\u7c7b\u65b0\u95fb\u62a5\u9053")
+    put_both(tmp_path / "town", lambda i: f"Z\u00fcrich, house number {i}")
     _, actual, _ = written(tmp_path, capsys)
     assert {name: task.metric for name, task in actual.items()} == {"news": "rouge_l_char", "town": "rouge_l"}
 
 
 def test_the_folder_above_has_its_own_name(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    for split in ("train", "test"):
-        put(tmp_path / "mine" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    put_both(tmp_path / "mine" / "x", lambda i: f"the answer is {i}")
     (tmp_path / "mine" / "a").mkdir()
     monkeypatch.chdir(tmp_path / "mine" / "a")
     assert "name: mine\n" not in written(Path(".."), capsys)[2]
@@ -157,14 +159,12 @@ def test_additional_columns_are_read_or_remarked(tmp_path: Path, capsys: Any) ->
 
 def test_repeated_names_are_numbered(tmp_path: Path, capsys: Any) -> None:
     for folder in ("a/x", "b/x", "c/x-2"):
-        for split in ("train", "test"):
-            put(tmp_path / folder / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+        put_both(tmp_path / folder, lambda i: f"the answer is {i}")
     assert set(written(tmp_path, capsys)[1]) == {"x", "x-2", "x-2-2"}
 
 
 def test_unsafe_folder_names_are_replaced(tmp_path: Path, capsys: Any) -> None:
-    for split in ("train", "test"):
-        put(tmp_path / "my data" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    put_both(tmp_path / "my data" / "x", lambda i: f"the answer is {i}")
     assert written(tmp_path / "my data", capsys)[0].name == "my_data"
 
 

@@ -11,12 +11,13 @@ import zlib
 from pathlib import Path
 
 import pytest
+from helpers.benchmarks import settings_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import PromptParts, encode_parts, encode_prompt, is_cut, prompt_parts
-from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
+from latent_sweep.data.schema import load_benchmark
 from latent_sweep.sweep.reader import Reader
 
 DATA = os.environ.get("LATENT_SWEEP_DATA", "")
@@ -63,7 +64,7 @@ def test_ids_of_cut_prompts_are_those_of_the_released_code(place):
     benchmark, folder, split = place.split("/")
     spec = load_benchmark(benchmark.lower())
     task = next(task for task in spec.tasks if task.folder == folder)
-    settings = BenchmarkSettings(name=spec.name, max_source_length=512, max_target_length=50, truncation="official")
+    settings = settings_of(spec.name, truncation="official")
     tokenizer, rows = AutoTokenizer.from_pretrained(T5), load_examples(spec, task, split, settings)
     prompts = [prompt_parts(spec, task, row.input) for row in rows]
     cut = {i: parts for i, parts in enumerate(prompts) if is_cut(parts, tokenizer, "t5", 512)}

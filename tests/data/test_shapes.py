@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.benchmarks import settings_of
 from helpers.sweeps import change_benchmark, write_benchmark
 
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.data.examples import Example, to_example
 from latent_sweep.data.loaders import tokenized
 from latent_sweep.data.prompts import bare_prompt, prompt_parts
-from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, stop_of, target_length
+from latent_sweep.data.schema import load_benchmark, stop_of, target_length
 from latent_sweep.errors import ConfigError, DataError
 
 
@@ -36,11 +37,7 @@ def message(role: str, content: str) -> dict[str, str]:
         ({"question": "q", "answer": "b"}, "q", "b"),
         ({"messages": [message("user", "a"), message("assistant", "b")]}, "a", "b"),
         ({"messages": [message("system", "s"), message("user", "a"), message("assistant", "b")]}, "s\n\na", "b"),
-        (
-            {"messages": [message(r, c) for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)]},
-            "User: a\nAssistant: b\nUser: c",
-            "d",
-        ),
+        ({"messages": 2 * [message("user", "a"), message("assistant", "b")]}, "User: a\nAssistant: b\nUser: a", "b"),
     ],
 )
 def test_a_record_of_a_known_shape_becomes_an_example(record: dict[str, Any], text: str, answer: str) -> None:
@@ -89,18 +86,15 @@ def test_a_task_may_have_a_cue_stop_strings_and_a_limit_of_its_own(own: Path) ->
     assert bare_prompt(spec, "x") == ("", "x", "\nA: ")
     assert (stop_of(spec, left), stop_of(spec, right)) == ((".",), ("\n",))
     for limit, lengths in ((4, [2, 4]), (1, [1, 1])):
-        settings = BenchmarkSettings(name=str(own), max_source_length=64, max_target_length=limit)
+        settings = settings_of(own, max_target_length=limit)
         assert [target_length(settings, task) for task in spec.tasks] == lengths
 
 
 def test_the_rows_of_a_task_have_its_cue_and_limit(own: Path, tmp_path: Path) -> None:
     change_benchmark(own, task_cue="", task_max_target_length=1)
     spec, tokenizer = load_benchmark(str(own)), byte_tokenizer()
-    settings = BenchmarkSettings(name=str(own), max_source_length=64, max_target_length=4)
-    rows = [
-        tokenized(spec, task, "train", settings, tokenizer, "bytes", "llama", 64, tmp_path / "tokens")
-        for task in spec.tasks
-    ]
+    settings, folder = settings_of(own, max_target_length=4), tmp_path / "tokens"
+    rows = [tokenized(spec, task, "train", settings, tokenizer, "b", "llama", 64, folder) for task in spec.tasks]
     assert [tokenizer.decode(of["prompt_ids"][0], skip_special_tokens=True) for of in rows] == [
         "train row 0 of left",
         "train row 0 of right\nOutput: ",

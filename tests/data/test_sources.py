@@ -13,11 +13,12 @@ import pyarrow.parquet
 import pytest
 import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_from_disk
+from helpers.benchmarks import settings_of
 from helpers.sweeps import tiny
 
 from latent_sweep.data.examples import Example
 from latent_sweep.data.loaders import count_examples, data_digest, load_examples, source_digest
-from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, load_benchmark
+from latent_sweep.data.schema import BenchmarkSpec, load_benchmark
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
@@ -33,11 +34,6 @@ ROWS = [
     ('It "snows",\nhe expected.\nIt is hot.', ("no",)),
     ("It is {late}.\n01", ("no",)),
 ]
-
-
-def settings_of(folder: Path, **changes: Any) -> BenchmarkSettings:
-    limits = {"max_source_length": 512, "max_target_length": 50}
-    return BenchmarkSettings.model_validate({"name": str(folder), **limits, **changes})
 
 
 def described(folder: Path, source: Any, **task: Any) -> BenchmarkSpec:
@@ -89,7 +85,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> No
         read(tmp_path, {"train": name, "test": name, **MAPPED, "input": "{premisse}"})
 
 
-def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
+def test_several_files_are_read_in_order(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", RECORDS[:1])
     write(tmp_path / "b.parquet", RECORDS[1:])
     actual = read(tmp_path, {"train": ["a.csv", "b.parquet"], "test": "a.csv", **MAPPED})
@@ -97,14 +93,10 @@ def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_csv_cells_stay_text(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes('\ufeffinput,output\r\n1,01\r\n"a\nb",NA\r\n,null\r\n'.encode())
+    content = '\ufeff,input,output\r\n0,1,01\r\n1,"a\nb",NA\r\n2,,null\r\n'  # a column without a name is skipped
+    (tmp_path / "a.csv").write_bytes(content.encode())
     actual = read(tmp_path, {"train": "a.csv", "test": "a.csv"})
     assert [(row.input, row.target) for row in actual] == [("1", "01"), ("a\nb", "NA"), ("", "null")]
-
-
-def test_unnamed_columns_are_skipped(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text(",input,output\n0,a,b\n")
-    assert [(row.input, row.target) for row in read(tmp_path, {"train": "a.csv", "test": "a.csv"})] == [("a", "b")]
 
 
 def test_class_labels_are_replaced_by_their_names(tmp_path: Path) -> None:
@@ -183,29 +175,29 @@ def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
             read(tmp_path, source | {"output": output})
 
 
+FILES = {"train": "a.csv", "test": "b.csv"}
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
         ({}, "`train`.*`hub`.*`superni`"),
         ({"train": "a.csv"}, "`test`"),
         ({"train": "a.csv", "test": 5}, "`test`"),
-        ({"train": "a.csv", "test": "b.csv", "hub": "a/b"}, "`hub` and `train`"),
-        ({"train": "a.csv", "test": "b.csv", "config": "x"}, "`config`"),
+        ({**FILES, "hub": "a/b"}, "`hub` and `train`"),
+        ({**FILES, "config": "x"}, "`config`"),
         ({"hub": "a/b", "test": "b.csv"}, "`split"),
         ({"superni": "a.json", "test": 0}, "`test`"),
-        ({"train": "a.csv", "test": "b.csv", "input": "{a}"}, "`input` and `output`"),
-        ({"train": "a.csv", "test": "b.csv", "input": "{a", "output": "b"}, "'{a'"),
-        ({"train": "a.csv", "test": "b.csv", "input": "{a.__class__!r}", "output": "b"}, "__class__"),
-        ({"train": "a.csv", "test": "b.csv", "where": {"a": []}}, r"where\.a|\[\]"),
+        ({**FILES, "input": "{a}"}, "`input` and `output`"),
+        ({**FILES, "input": "{a", "output": "b"}, "'{a'"),
+        ({**FILES, "input": "{a.__class__!r}", "output": "b"}, "__class__"),
+        ({**FILES, "where": {"a": []}}, r"where\.a|\[\]"),
         (
-            {"train": "a.csv", "test": "b.csv", "input": "{text}", "output": "{label}", "names": {"Label": ["no"]}},
+            {**FILES, "input": "{text}", "output": "{label}", "names": {"Label": ["no"]}},
             "`names`: .*'Label'.*label, text",
         ),
         ({"train": "a.csv", "test": {"b": 1}}, "source.test"),
-        (
-            {"trian": "a.csv", "test": "b.csv"},
-            r"tasks\[0\].source.trian: .*'train'",
-        ),
+        ({"trian": "a.csv", "test": "b.csv"}, r"tasks\[0\].source.trian: .*'train'"),
     ],
 )
 def test_invalid_sources_are_refused(tmp_path: Path, source: Any, expected: str) -> None:
@@ -263,19 +255,6 @@ def test_a_task_of_super_natural_instructions_is_cut_from_its_file(tmp_path: Pat
         read(tmp_path, {"superni": "rows.json"})
     with pytest.raises(DataError, match=r"task1\.json: .* 130 "):
         read(tmp_path, {"superni": "task1.json", "test": 130})
-
-
-def test_trace_needs_no_source(tmp_path: Path) -> None:
-    for split, count in (("train", 3), ("eval", 9), ("test", 2)):
-        (tmp_path / "FOMC").mkdir(exist_ok=True)
-        rows = [{"prompt": f"{split} {i}", "answer": "AB"[i % 2]} for i in range(count)]
-        (tmp_path / "FOMC" / f"{split}.json").write_text(json.dumps(rows))
-    content = {"tasks": [{"name": "FOMC", "metric": "accuracy", "labels": ["A", "B", "C"]}]}
-    (tmp_path / "benchmark.yaml").write_text(yaml.safe_dump(content))
-    spec = load_benchmark(str(tmp_path))
-    actual = {s: load_examples(spec, spec.tasks[0], s, settings_of(tmp_path)) for s in ("train", "test")}
-    assert [row.input for row in actual["train"]] == ["train 0", "train 1", "train 2"]
-    assert [(row.input, row.target) for row in actual["test"]] == [("test 0", "A"), ("test 1", "B")]
 
 
 # --- identities ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.benchmarks import settings_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,7 +16,7 @@ from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.data.chat import chat_of
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import CUE, PromptParts, encode_parts, encode_prompt, encode_target
-from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
+from latent_sweep.data.schema import load_benchmark
 from latent_sweep.data.text_tokens import special_tokens, tokenize, unknown_id
 from latent_sweep.sweep.reader import Reader
 
@@ -38,7 +39,7 @@ def like_llama() -> Tokenizer:
     """A BPE of characters with `<s>` in its vocabulary and bytes for what it does not know."""
     specials = ["<unk>", "<s>", "</s>"]
     pieces = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *LETTERS]
-    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -48,12 +49,17 @@ def like_llama() -> Tokenizer:
     return tokenizer
 
 
-def like_qwen() -> Tokenizer:
-    """A BPE of bytes whose special tokens stand behind its vocabulary, as those of Qwen and Llama 3 do."""
-    vocabulary = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+def of_bytes(*more: str) -> Tokenizer:
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def like_qwen() -> Tokenizer:
+    """A BPE of bytes whose special tokens follow its vocabulary, as those of Qwen and Llama 3 do."""
+    tokenizer = of_bytes()
     tokenizer.add_tokens([AddedToken("<think>", special=False)])
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return tokenizer
@@ -61,10 +67,7 @@ def like_qwen() -> Tokenizer:
 
 def like_gpt2() -> Tokenizer:
     """The same with its one special token in the vocabulary."""
-    vocabulary = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocabulary | {"<|endoftext|>": 256}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = of_bytes("<|endoftext|>")
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", normalized=True)])
     return tokenizer
 
@@ -166,7 +169,7 @@ def test_a_tokenizer_that_knows_every_byte_has_no_unknown_token() -> None:
 def test_no_published_row_spells_a_special_token(name: str) -> None:
     """So their ids are the tokenizer's own."""
     spec = load_benchmark(name)
-    settings = BenchmarkSettings(name=name, max_source_length=512, max_target_length=50)
+    settings = settings_of(name)
     tokenizers = [byte_tokenizer(), *(PreTrainedTokenizerFast(tokenizer_object=make()) for make, _ in KINDS.values())]
     path = embedded_tokenizer_file()
     assert path is not None
@@ -175,9 +178,8 @@ def test_no_published_row_spells_a_special_token(name: str) -> None:
     for task in spec.tasks:
         texts = [task.instruction]
         for split in ("train", "test"):
-            texts += [
-                text for row in load_examples(spec, task, split, settings) for text in (row.input, *row.references)
-            ]
+            rows = load_examples(spec, task, split, settings)
+            texts += [text for row in rows for text in (row.input, *row.references)]
         for tokenizer in tokenizers:
             specials = special_tokens(tokenizer)
             assert not [text for text in texts if specials.spelled(text)]
