@@ -1,19 +1,17 @@
-"""Random kills, seeded: a tiny sweep is killed again and again at random moments, and ends as if nothing had happened.
+"""Kill a tiny sweep again and again at random, seeded moments; it must end as if nothing had happened.
 
     PYTHONPATH=tests python -m tools.chaos [--seed N] [--kills N] [--modes local ray objects]
 
-Every kill is SIGKILL: of the driver alone, of a worker of Ray, or of the whole tree of processes. Its moment is a
-number of events, not of seconds: optimizer steps, or changes of files (before and after each flush, rename and upload),
-drawn from the seed. The process that reaches it stops there until what is to be killed is dead; so a seed means about
-the same on any machine. Then the same command again, in the same storage, until all kills have landed, and to the end.
+Every kill is SIGKILL: of the driver, of a Ray worker, or of all processes. Its moment is a number of events: optimizer
+steps, or changes of files (before and after each flush, rename and upload). The process that reaches it stops until the
+kill is done, so a seed means about the same on any machine. Then the same command runs again in the same storage.
 
-Prints a Markdown table. Exit code 0 where these promises were kept each time, else 1, with the seed:
+Prints a Markdown table. Exit code 1, with the seed, if one of these promises is broken:
 
-- Score matrices, answers, snapshots and the numbers of every result equal those of an undisturbed run, byte for byte.
-- No training takes more than `training.checkpoint_every` optimizer steps twice for a kill.
-- Nothing else is left: no checkpoint, nothing set aside as damaged, no process; files that a kill cut off before they
-  were renamed stay as `.*.partial`, which nobody reads, and are counted.
-- `latent-sweep verify` finds no difference.
+- Score matrices, answers, snapshots and results equal those of an undisturbed run, byte for byte.
+- No training repeats more than `training.checkpoint_every` optimizer steps after a kill.
+- Nothing else is left: no checkpoint, no quarantined file, no process; hidden `.*.partial` files are counted.
+- `latent-sweep verify` reports no difference.
 """
 
 from __future__ import annotations
@@ -35,9 +33,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
+import pytest
 from helpers.sweeps import end, family, results, start, tiny, write
 
 from latent_sweep.cli.main import main as latent_sweep
@@ -47,23 +46,20 @@ from latent_sweep.storage.storage import open_storage
 
 CHECKPOINT_EVERY = 10
 MODES = ("local", "ray", "objects")
-Mode = Literal["local", "ray", "objects"]
-"""Without Ray; with it; without it on an object store, whose driver comes back on this node or on a new one."""
 TARGETS: Mapping[str, Sequence[str]] = {
     "local": ["tree"],
     "ray": ["worker", "driver", "worker", "tree"],
     "objects": ["tree", "node"],
 }
-"""What may be killed: the tree is everything that the driver has started, and itself; a node loses its files too."""
+"""What is killed, by mode: a tree is the driver with its descendants; a node, with an object store, loses its files."""
 KILLS_PER_SWEEP = 10
-"""A kill comes, on average, after this part of the events that the undisturbed sweep has."""
+"""On average, a sweep has this many kills."""
 KINDS = ("steps", "files")
 SIZE = 240
-"""Bytes of a record of an event."""
+"""Bytes of an event's record."""
 LONGEST_SECONDS = 300.0
-"""Until a kill lands, or the sweep ends."""
 GONE_SECONDS = 60.0
-"""What was left behind by a killed driver ends by itself within this time."""
+"""Time limits: until a kill lands or the sweep ends, and until a killed driver's processes have ended."""
 
 EVENTS = f"""
 import fcntl
@@ -77,7 +73,7 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
     from latent_sweep.monitor.progress import ProgressWriter
 
     folder, within = os.environ["CHAOS_EVENTS"], os.environ["CHAOS_WITHIN"]
-    by_the_clock = ("/ray/", "/progress/", ".lock", "/clock-")  # Tune's own files, and what is renewed every so often
+    by_the_clock = ("/ray/", "/progress/", ".lock", "/clock-")  # Tune's own files, and what is renewed periodically
     leases.EXPIRY_SECONDS, leases.RENEWAL_SECONDS = 5.0, 0.5  # a minute for each kill would be long
 
     def happened(kind, what):
@@ -124,11 +120,11 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
 
     ProgressWriter.write = learned
 """
-"""What each process imports at its start, as `sitecustomize`: it counts events, and stops at the one that is wanted."""
+"""Imported by each process as `sitecustomize`: counts events and stops at the requested one."""
 
 
 class Events:
-    """What happens in the processes of one sweep, in the order in which it happens, and where they are to stop."""
+    """The events of all processes of a sweep in order, and the one at which a process stops."""
 
     def __init__(self, folder: Path, within: Path):
         folder.mkdir(parents=True)
@@ -144,27 +140,22 @@ class Events:
         }
 
     def all(self, kind: str) -> list[str]:
-        """Every event of a kind, without who had it."""
         return [line.split(maxsplit=1)[1].rstrip() for line in (self._folder / kind).read_text().splitlines()]
 
     def count(self, kind: str) -> int:
-        """How many there were."""
         return (self._folder / kind).stat().st_size // SIZE
 
     def stop_at(self, kind: str, number: int) -> None:
-        """Let whoever has the event of this number stop there."""
         (self._folder / "reached").unlink(missing_ok=True)
         partial = self._folder / "at"
         partial.write_text(str(number))
         partial.replace(self._folder / f"{kind}.at")
 
     def forget(self) -> None:
-        """Let nobody stop any more."""
         for kind in KINDS:
             self.stop_at(kind, 0)
 
     def reached(self) -> tuple[psutil.Process, str] | None:
-        """Who has stopped, and at what; None where nobody has."""
         with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
             pid, _, what = (self._folder / "reached").read_text().partition(" ")
             if what.endswith("\n") and (process := psutil.Process(int(pid))).status() == psutil.STATUS_STOPPED:
@@ -177,40 +168,39 @@ class Events:
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill as the seed has it."""
+    """A planned kill; `share` of the undisturbed sweep's events of this kind pass since the kill before."""
 
     mode: str
     target: str
     kind: str
     share: float
-    """Of the events of this kind in the undisturbed sweep: so many pass between the kill before and this one."""
 
 
 def planned(seed: int, kills: int, modes: Sequence[str] = MODES) -> list[Kill]:
-    """The kills of a seed, those of one mode together; every target of a mode comes about equally often."""
     source = random.Random(seed)
-    found = []
+    plan = []
     for number, mode in enumerate(modes):
         count = len(range(number, kills, len(modes)))
         targets = [TARGETS[mode][i % len(TARGETS[mode])] for i in range(count)]
-        source.shuffle(targets)
-        found += [Kill(mode, t, source.choice(KINDS), source.uniform(0, 2 / KILLS_PER_SWEEP)) for t in targets]
-    return found
+        plan += shuffled(mode, targets, source)
+    return plan
+
+
+def shuffled(mode: str, targets: list[str], source: random.Random) -> list[Kill]:
+    source.shuffle(targets)
+    return [Kill(mode, each, source.choice(KINDS), source.uniform(0, 2 / KILLS_PER_SWEEP)) for each in targets]
 
 
 @dataclass
 class Landed:
-    """A kill that has landed."""
+    """A kill that has landed: the number of steps so far, and those repeated until the next kill, by training."""
 
     kill: Kill
     moment: str
     step: int
-    """How many steps all processes had taken by then."""
     twice: Counter[str] = field(default_factory=Counter)
-    """By training, steps taken between this kill and the next one that had been taken before."""
 
     def row(self, number: int) -> str:
-        """A row of the table."""
         twice = " + ".join(map(str, sorted(self.twice.values(), reverse=True))) or "0"
         return f"| {number} | {self.kill.mode} | {self.kill.target} | {self.moment} | {twice} |"
 
@@ -221,7 +211,7 @@ HEADER = """\
 
 
 def repeated(steps: Sequence[str], landed: Sequence[Landed]) -> int:
-    """Say at each kill which steps were taken again after it, given all steps in order; returns those before any."""
+    """Count each repeated step at the kill before it; return the number of those before any kill."""
     seen: set[str] = set()
     without_reason = 0
     for number, step in enumerate(steps):
@@ -236,31 +226,30 @@ def repeated(steps: Sequence[str], landed: Sequence[Landed]) -> int:
 
 
 def moment(what: str) -> str:
-    """What `Events.reached` has given, in few words."""
     kind, _, what = what.partition(" ")
     if kind == "steps":
         training, position, step = what.split()
         return f"step {step} of task {int(position) + 1} of {training[:4]}"
     when, name, path = what.split(maxsplit=2)
     path = re.sub(r"\.([^/]*)\.[0-9a-f]{32}\.partial$", r"\1", path)
-    return f"{when} {name} of `{re.sub(r'[0-9a-f]{12,}', lambda found: found[0][:4], path).strip('/')}`"
+    return f"{when} {name} of `{re.sub(r'[0-9a-f]{12,}', lambda match: match[0][:4], path).strip('/')}`"
 
 
 # --- a sweep that is killed ------------------------------------------------------------------------------------------
 
 
 def outcome(sweep: SweepFolder) -> dict[str, Any]:
-    """What came out: files byte for byte, and of each result the numbers that say nothing of the way there."""
-    found: dict[str, Any] = dict(results(sweep))
+    """Return all result files, and of each `result.json` the values that do not depend on how the sweep got there."""
+    contents: dict[str, Any] = dict(results(sweep))
     for trial in sweep:
         result = trial.read_json("result.json") or {}
         kept = ("trial_id", "training_id", "status", "metrics", "scores", "snapshots", "values")
-        found[f"result of {trial.trial_id}"] = {name: result.get(name) for name in kept}
-    return found
+        contents[f"result of {trial.trial_id}"] = {name: result.get(name) for name in kept}
+    return contents
 
 
 class Killed:
-    """One sweep in a storage of its own, and every process that it has had."""
+    """A sweep in its own storage, and every process that it has had."""
 
     def __init__(self, folder: Path, mode: str, place: str):
         self.folder, self.mode, self.place = folder, mode, place
@@ -268,34 +257,37 @@ class Killed:
         self.events = Events(folder / "events", folder / ("cache" if mode == "objects" else "runs"))
         content = tiny(trial__training__checkpoint_every=CHECKPOINT_EVERY, run__max_failures=1000, run__storage=place)
         self.path = write(folder, content)
+        self._reset()
+
+    def _reset(self) -> None:
         self.members: set[psutil.Process] = set()
         self.process: subprocess.Popen[str] | None = None
         self.landed: list[Landed] = []
 
     def launch(self) -> subprocess.Popen[str]:
-        """The main job, if it is not there already."""
         if self.process is None:
-            environment = self.events.environment | {"LATENT_SWEEP_CACHE": str(self.cache)}
-            self.process = start(self.path, *(["--local"] if self.mode != "ray" else []), **environment)
+            self.process = start(self.path, *([] if self.on_ray else ["--local"]), **self.variables())
             assert self.process.stdout is not None
             fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for what it prints before it is read
         return self.process
 
     @property
-    def cache(self) -> Path:
-        """Of the node that the driver is on."""
-        return self.folder / "cache" / str(self.nodes)
+    def on_ray(self) -> bool:
+        return self.mode == "ray"
+
+    def variables(self) -> Mapping[str, str]:
+        return self.events.environment | {"LATENT_SWEEP_CACHE": str(self.folder / "cache" / str(self.nodes))}
 
     def suffer(self, kill: Kill, totals: Mapping[str, int]) -> bool:
-        """Run until the kill lands; False where the sweep has ended before."""
+        """Run until the kill lands; return False if the sweep ends before."""
         self.events.stop_at(kill.kind, self.events.count(kill.kind) + 1 + int(kill.share * totals[kill.kind]))
         looked, deadline = 0.0, time.monotonic() + LONGEST_SECONDS
         process = self.launch()
         while (reached := self.events.reached()) is None:
             if self._ended(process):
                 return False
-            process = self.launch()  # it may have had a reason to end, and is to go on
-            if time.monotonic() - looked > 1.0:  # children that came in between are found below one of these
+            process = self.launch()  # it may have ended with a good reason
+            if time.monotonic() - looked > 1.0:
                 self.members |= set(family(process))
                 looked = time.monotonic()
             assert looked < deadline, f"{kill} did not land, and the sweep did not end"
@@ -305,7 +297,7 @@ class Killed:
 
     def _strike(self, kill: Kill, process: subprocess.Popen[str], stopped: psutil.Process, what: str) -> None:
         of_driver = stopped.pid == process.pid
-        target = "driver" if kill.target == "worker" and of_driver else kill.target  # nobody learns yet, or any more
+        target = "driver" if kill.target == "worker" and of_driver else kill.target
         self.members |= set(family(process))
         self.landed.append(
             Landed(Kill(kill.mode, target, kill.kind, kill.share), moment(what), self.events.count("steps"))
@@ -316,16 +308,15 @@ class Killed:
         if target == "driver":
             process.kill()
             if not of_driver:
-                stopped.send_signal(signal.SIGCONT)  # it goes on until it notices
+                stopped.send_signal(signal.SIGCONT)  # it continues until it notices
         else:
-            end(process, [stopped])  # which may be a worker of a driver that was killed before
+            end(process, [stopped])  # it may be a worker of an earlier driver
         forget(process)
         self.process = None
         if target == "node":
             self.nodes += 1
 
     def _ended(self, process: subprocess.Popen[str]) -> bool:
-        """Whether the job has come to its end; any other than a good one is a fault."""
         if process.poll() is None:
             return False
         printed, _ = process.communicate()
@@ -334,7 +325,6 @@ class Killed:
         return True
 
     def finish(self) -> None:
-        """Let it run to its end."""
         self.events.forget()
         process = self.launch()
         self.members |= set(family(process))
@@ -346,7 +336,6 @@ class Killed:
         assert process.returncode == 0, f"ended with {process.returncode}:\n{printed}"
 
     def close(self) -> None:
-        """End everything that is left of its processes."""
         if self.process is not None:
             end(self.process)
         for member in self.members:
@@ -354,7 +343,6 @@ class Killed:
                 member.kill()
 
     def sweep(self) -> SweepFolder:
-        """What it has left, as another node finds it."""
         if self.mode != "objects":
             return open_sweep(self.folder / "runs" / "tiny")
         storage = open_storage(self.place)
@@ -363,89 +351,71 @@ class Killed:
         return open_sweep(self.place.replace("?", "/tiny?", 1))
 
     def faults(self, expected: Mapping[str, Any]) -> list[str]:
-        """The promises that were not kept."""
         with cache(self.folder / "cache" / "another"):
             sweep = self.sweep()
-            found = [*differences(expected, outcome(sweep)), *self._left_over(sweep), *journal_faults(sweep)]
+            broken = [*differences(expected, outcome(sweep)), *self._left_over(sweep), *journal_faults(sweep)]
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 if latent_sweep(["verify", str(sweep.path)]) != 0:
-                    found.append(f"verify: {printed.getvalue()}")
+                    broken.append(f"verify: {printed.getvalue()}")
         if without_reason := repeated(self.events.all("steps"), self.landed):
-            found.append(f"{without_reason} steps were taken twice before any kill")
+            broken.append(f"{without_reason} steps were taken twice before any kill")
         for number, kill in enumerate(self.landed, start=1):
             if max(kill.twice.values(), default=0) > CHECKPOINT_EVERY:
-                found.append(f"kill {number}: {dict(kill.twice)} steps were taken twice; promised {CHECKPOINT_EVERY}")
-        return found + [f"process {member} is still there" for member in still_there(self.members)]
+                broken.append(f"kill {number}: {dict(kill.twice)} steps were taken twice; promised {CHECKPOINT_EVERY}")
+        return broken + [f"process {each} is still there" for each in still_there(self.members)]
 
     def _left_over(self, sweep: SweepFolder) -> list[str]:
-        """Files that an undisturbed sweep does not leave; what a kill cut off is hidden, and nobody reads it."""
         files = [path.relative_to(sweep.storage.folder) for path in sweep.storage.folder.rglob("*") if path.is_file()]
         wrong = [p for p in files if "damaged" in str(p) or p.parts[0] == "checkpoints" or p.suffix == ".partial"]
         return [f"{path} was left" for path in wrong if not (path.name.startswith(".") and path.suffix == ".partial")]
 
     def partials(self) -> int:
-        """How many files were cut off before they were renamed."""
         return sum(1 for path in self.folder.rglob(".*.partial"))
 
 
 def forget(process: subprocess.Popen[str]) -> None:
-    """Wait for a process that was killed, and leave what it has printed unread."""
     process.wait()
     if process.stdout is not None:
         process.stdout.close()
 
 
-def still_there(members: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that do not end by themselves in time; one that only waits to be reaped has ended."""
-
-    def runs(member: psutil.Process) -> bool:
+def still_there(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    def runs(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
     deadline = time.monotonic() + GONE_SECONDS
-    while (alive := list(filter(runs, members))) and time.monotonic() < deadline:
+    while (alive := list(filter(runs, processes))) and time.monotonic() < deadline:
         time.sleep(0.1)
     return alive
 
 
-def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What is missing, too many, or of another content."""
-    names = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
+def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    names = [name for name in sorted({*expected, *actual}) if expected.get(name) != actual.get(name)]
     return [f"{name} differs from the undisturbed run's" for name in names]
 
 
 def journal_faults(sweep: SweepFolder) -> list[str]:
-    """Journals that do not tell of a trial that ran to its end."""
-    found = []
+    broken = []
     for trial in sweep:
         events = trial.events()
         stages = sorted({event.tasks_seen for event in events if event.name == "stage"})
         if status(events) != "finished" or stages != list(range(1, trial.n_tasks + 1)):
-            found.append(f"the journal of {trial.trial_id} ends as {status(events)} with the stages {stages}")
-    return found
+            broken.append(f"the journal of {trial.trial_id} ends as {status(events)} with the stages {stages}")
+    return broken
 
 
 @contextlib.contextmanager
 def cache(folder: Path) -> Iterator[None]:
-    """This process on a node with this cache."""
-    before = os.environ.get("LATENT_SWEEP_CACHE")
-    os.environ["LATENT_SWEEP_CACHE"] = str(folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LATENT_SWEEP_CACHE", str(folder))
         yield
-    finally:
-        os.environ.pop("LATENT_SWEEP_CACHE")
-        if before is not None:
-            os.environ["LATENT_SWEEP_CACHE"] = before
 
 
 @contextlib.contextmanager
 def object_store(around: Callable[[Any], Any] = lambda application: application) -> Iterator[str]:
-    """An imitated S3 in this process; gives the options of its URIs.
-
-    Args:
-        around: gives what serves instead of its WSGI application.
-    """
+    """Serve an imitated S3, with its WSGI application wrapped by `around`; yield the options of its URIs."""
     from moto.server import ThreadedMotoServer
     from pyarrow.fs import FileSystem
 
@@ -465,7 +435,6 @@ def object_store(around: Callable[[Any], Any] = lambda application: application)
 
 
 def undisturbed(folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """What comes out where nothing happens, and how many events there are."""
     sweep = Killed(folder, "local", str(folder / "runs"))
     try:
         sweep.finish()
@@ -475,7 +444,6 @@ def undisturbed(folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def disturbed(folder: Path, kills: list[Kill], place: str, totals: Mapping[str, int]) -> Iterator[Killed]:
-    """Sweeps of one mode that ran to their ends, as many as it takes for all kills to land."""
     left, number = list(kills), 0
     while left:
         number += 1
@@ -492,7 +460,6 @@ def disturbed(folder: Path, kills: list[Kill], place: str, totals: Mapping[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill sweeps and print what it cost; returns the exit code."""
     parser = argparse.ArgumentParser(description="Kill a tiny sweep at random moments and compare what it ends with.")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--kills", type=int, default=30, help="how many have to land")

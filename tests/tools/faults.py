@@ -1,17 +1,16 @@
-"""Faults, injected into a real tiny sweep: what each one costs, counted, beside the undisturbed run.
+"""Inject faults into a real tiny sweep and count what each one costs.
 
     PYTHONPATH=tests python -m tools.faults [NAME ...] [--short]
 
-Prints a Markdown table. Exit code 0 where every fault kept these promises, else 1:
+Prints a Markdown table. Exit code 1 if a fault breaks one of these promises:
 
-- Nothing that was committed before the fault is lost or changed: snapshots, score rows, events of the journals.
+- Nothing that was committed before the fault is lost or changed: snapshots, score rows, journal events.
 - No training takes more than `training.checkpoint_every` optimizer steps twice.
-- No stage is learned twice, except the one whose snapshot the fault itself damages.
+- No stage is learned twice, except the one whose snapshot the fault itself corrupts.
 - Score matrices, answers and snapshots equal those of the undisturbed run, byte for byte.
 
-Every process of the sweep reports each optimizer step when it has taken it, so steps are counted, not estimated; one
-that is cut off between taking a step and reporting it is not seen. A fault strikes shortly before a checkpoint is due,
-where it costs most.
+Every process reports each optimizer step after taking it, so steps are counted, not estimated. A fault strikes shortly
+before a checkpoint is due, where it costs most.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from latent_sweep.storage.folders import SweepFolder
 CHECKPOINT_EVERY = 20
 STEPS_PER_TASK = 80
 STRIKE_AT = 3 * CHECKPOINT_EVERY - 5
-"""Step of the second task at which a fault strikes: two checkpoints are there, and the next is nearly due."""
+"""Step of the second task at which a fault strikes: after two checkpoints, shortly before the next."""
 
 Step = tuple[str, int, int]
 """Training id, position of the task from 0, step from 1."""
@@ -62,29 +61,26 @@ if any(name in argument for argument in sys.orig_argv for name in PROGRAMS):
 
     ProgressWriter.write = reporting
 """
-"""What each process imports at its start, as `sitecustomize`; those that may learn report their steps."""
+"""Imported by each process as `sitecustomize`; processes that learn report their steps."""
 
 
 class StepsTaken:
-    """Every optimizer step that the processes of one sweep take: they write into a pipe, which no full disk stops.
+    """The optimizer steps of all processes of a sweep, written into a pipe, which no full disk stops.
 
-    The first training that has taken `STRIKE_AT` steps of its second task halts there, until `strike` is let go.
+    The first training that has taken `STRIKE_AT` steps of its second task halts there, until `strike` is released.
     """
 
     def __init__(self, folder: Path):
         self.strike = at_step(folder, position=1, step=STRIKE_AT)
-        (folder / "sitecustomize.py").write_text(
-            HALTING + REPORTING, encoding="utf-8"
-        )  # a step is told before it halts
+        (folder / "sitecustomize.py").write_text(HALTING + REPORTING, encoding="utf-8")  # reports, then halts
         pipe = folder / "steps"
         os.mkfifo(pipe)
         self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # also as a writer, so that it never ends
-        fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for all steps of a sweep while nobody reads
+        fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for all steps of a sweep
         self.environment = self.strike.environment | {"STEPS_TAKEN": str(pipe)}
         self._read = b""
 
     def count(self) -> Counter[Step]:
-        """How often each step was taken so far."""
         with contextlib.suppress(BlockingIOError):
             while content := os.read(self._pipe, 1 << 20):
                 self._read += content
@@ -96,7 +92,6 @@ class StepsTaken:
 
 
 def learned_again(taken: Mapping[Step, int]) -> list[tuple[str, int]]:
-    """The stages each of whose steps was taken more than once."""
     fewest: dict[tuple[str, int], int] = {}
     for (training, position, _), times in taken.items():
         fewest[training, position] = min(times, fewest.get((training, position), times))
@@ -104,47 +99,43 @@ def learned_again(taken: Mapping[Step, int]) -> list[tuple[str, int]]:
 
 
 def taken_twice(taken: Mapping[Step, int]) -> Counter[str]:
-    """By training, steps taken more often than once, in stages that were not learned again as a whole."""
     again = learned_again(taken)
-    found: Counter[str] = Counter()
+    twice: Counter[str] = Counter()
     for (training, position, _), times in taken.items():
         if times > 1 and (training, position) not in again:
-            found[training] += times - 1
-    return found
+            twice[training] += times - 1
+    return twice
 
 
 def committed(sweep: SweepFolder) -> dict[str, Any]:
-    """What lies on disk for good, by name: events, score rows, and snapshots, which their facts commit."""
-    found: dict[str, Any] = {}
+    """Return journal events, score rows and snapshots by name; a snapshot's facts commit it."""
+    contents: dict[str, Any] = {}
     for trial in sweep:
         rows = (trial.read_json("scores.json") or {"scores": []})["scores"]
-        for kind, contents in (("event", trial.events()), ("row", rows)):
-            found |= {f"{kind} {number} of {trial.trial_id}": content for number, content in enumerate(contents)}
+        for kind, entries in (("event", trial.events()), ("row", rows)):
+            contents |= {f"{kind} {number} of {trial.trial_id}": content for number, content in enumerate(entries)}
     for facts in sweep.snapshots.folder.glob("*.json"):
         tensors = facts.with_suffix(".safetensors")
-        found |= {path.name: path.read_bytes() for path in (facts, tensors) if path.is_file()}
-    return found
+        contents |= {path.name: path.read_bytes() for path in (facts, tensors) if path.is_file()}
+    return contents
 
 
 def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What was committed and is gone or changed."""
     return [name for name, content in before.items() if now.get(name) != content]
 
 
 @dataclass
 class Disturbed:
-    """The sweep in a folder of its own, its processes, and what it had committed when the fault struck."""
+    """A sweep of two trainings of two tasks, four trials, and what it had committed when the fault struck."""
 
     folder: Path
     steps: StepsTaken
     path: str = ""
-    """Of its file."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     members: set[psutil.Process] = field(default_factory=set)
     committed: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self, tracker: str = "none") -> None:
-        """Write its file: two trainings of two tasks, four trials."""
         content = tiny(
             trial__training__epochs=STEPS_PER_TASK // 8,
             trial__training__checkpoint_every=CHECKPOINT_EVERY,
@@ -157,20 +148,17 @@ class Disturbed:
         return sweep_folder(self.folder)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """The main job, which reports its steps; `environment` says which cluster it belongs to."""
         process = start(self.path, *arguments, **self.steps.environment, **environment)
         self.started.append(process)
         return process
 
     def reach_the_middle(self, process: subprocess.Popen[str]) -> psutil.Process:
-        """Wait until a process halts where its next checkpoint is nearly due in its second task; returns it."""
         self.steps.strike.wait(process)
         self.members |= set(family(process))
         self.committed = committed(self.sweep)
         return psutil.Process(self.steps.strike.pid)
 
     def finish(self, process: subprocess.Popen[str], codes: Collection[int] = (0,)) -> str:
-        """Wait for the end of a main job, where nothing halts any more; returns what it has printed."""
         self.steps.strike.release()
         self.members |= set(family(process))
         printed, _ = process.communicate(timeout=PATIENCE)
@@ -178,13 +166,11 @@ class Disturbed:
         return printed
 
     def close(self) -> None:
-        """End everything that is left of its processes."""
         for process in self.started:
             end(process, self.members)
         self.steps.close()
 
     def losses(self) -> str:
-        """What the journals call the losses of workers."""
         kinds = sorted({event.kind for event in events(self.sweep, "lost")})
         return f"the journal says {', '.join(kinds)}" if kinds else ""
 
@@ -195,7 +181,7 @@ class Disturbed:
 def _driver(sweep: Disturbed) -> str:
     process = sweep.start()
     sweep.reach_the_middle(process)
-    process.kill()  # alone: what it has started notices by itself
+    process.kill()  # alone: its workers notice
     process.wait()
     sweep.finish(sweep.start())
     return "the same command went on"
@@ -215,7 +201,7 @@ def _raylet(sweep: Disturbed) -> str:
         assert raylet is not None
         assert raylet.name() == "raylet"
         raylet.kill()
-        raylet.wait()  # its workers notice its end when it is no child of ours any more, not even a dead one
+        raylet.wait()  # its workers notice when it is not a zombie any more
         sweep.finish(process)
     return sweep.losses()
 
@@ -284,19 +270,17 @@ def _two_drivers(sweep: Disturbed) -> str:
     wait_for_line("waiting for its end", second)
     for driver in (first, second):
         sweep.finish(driver)
-    return "the second waited, and found the work done"
+    return "the second waited; nothing was left to do"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong in the middle of a sweep."""
+    """A description, and a function that runs the sweep to its end with the fault and returns a remark."""
 
     injected: str
-    """What is done, in words."""
     disturb: Callable[[Disturbed], str]
-    """Run the sweep to its end with the fault in it; returns what was seen beside the numbers."""
     damaged_stages: int = 0
-    """Stages whose snapshots the fault itself damages."""
+    """Stages whose snapshots the fault itself corrupts."""
 
 
 FAULTS = {
@@ -311,12 +295,10 @@ FAULTS = {
     "two-drivers": Fault("Two drivers at once", _two_drivers),
 }
 SHORT = ("raylet", "disk")
-"""Those that show most in little time."""
 
 
 @contextlib.contextmanager
 def tracker(sweep: Disturbed) -> Iterator[Server]:
-    """An MLflow server that is not running yet, and that the sweep's file names."""
     server = Server(sweep.folder / "server", empty_database(sweep.folder))
     sweep.describe(server.uri)
     try:
@@ -326,7 +308,6 @@ def tracker(sweep: Disturbed) -> Iterator[Server]:
 
 
 def _arrived(sweep: Disturbed) -> str:
-    """That MLflow holds what the journals say, once it was told."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         codes = [latent_sweep([command, str(sweep.sweep.path)]) for command in ("sync", "verify")]
     assert codes == [0, 0], printed.getvalue()
@@ -339,35 +320,29 @@ def _arrived(sweep: Disturbed) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fault cost."""
+    """What a fault cost: items lost of those committed, steps taken twice by training, stages learned twice."""
 
     fault: Fault
     committed: int
-    """Events, score rows and files of snapshots that were there when it struck."""
     lost: Sequence[str]
-    """Those of them that are gone or changed."""
     twice: Sequence[int]
-    """Optimizer steps taken twice, by training."""
     again: int
-    """Stages learned twice."""
     equal: bool
     """Whether every result equals the undisturbed run's."""
     seen: str
     seconds: float
 
     def broken(self) -> list[str]:
-        """The promises that were not kept."""
-        found = [f"lost: {name}" for name in self.lost]
+        promises = [f"lost: {name}" for name in self.lost]
         if (most := max(self.twice, default=0)) > CHECKPOINT_EVERY:
-            found.append(f"a training took {most} steps twice; promised are {CHECKPOINT_EVERY} at most")
+            promises.append(f"a training took {most} steps twice; promised are {CHECKPOINT_EVERY} at most")
         if self.again != self.fault.damaged_stages:
-            found.append(f"{self.again} stages were learned twice; expected {self.fault.damaged_stages}")
+            promises.append(f"{self.again} stages were learned twice; expected {self.fault.damaged_stages}")
         if not self.equal:
-            found.append("the results differ from those of the undisturbed run")
-        return found
+            promises.append("the results differ from those of the undisturbed run")
+        return promises
 
     def row(self) -> str:
-        """A row of the table."""
         lost = f"{len(self.lost)} of {self.committed}" if self.committed else "0"
         twice = " + ".join(map(str, self.twice)) or "0"
         again = f"{self.again} (the damaged one)" if self.fault.damaged_stages else f"{self.again}"
@@ -382,7 +357,6 @@ HEADER = """\
 
 
 def undisturbed(folder: Path) -> dict[str, bytes]:
-    """The sweep's results where nothing happens."""
     with _sweep(folder) as sweep:
         sweep.finish(sweep.start("--local"))
         taken = sweep.steps.count()
@@ -392,11 +366,7 @@ def undisturbed(folder: Path) -> dict[str, bytes]:
 
 
 def disturb(fault: Fault, folder: Path, expected: Mapping[str, bytes]) -> Outcome:
-    """Run the sweep with a fault in it and count what that cost.
-
-    Raises:
-        AssertionError: it did not come to its end, or not in the way that it should.
-    """
+    """Run the sweep with a fault and count what that cost; raise AssertionError if it does not end as it should."""
     began = time.monotonic()
     with _sweep(folder) as sweep:
         seen = fault.disturb(sweep)
@@ -416,7 +386,6 @@ def disturb(fault: Fault, folder: Path, expected: Mapping[str, bytes]) -> Outcom
 
 @contextlib.contextmanager
 def _sweep(folder: Path) -> Iterator[Disturbed]:
-    """A sweep in a folder, with everything that it started gone at the end."""
     folder.mkdir(exist_ok=True)
     sweep = Disturbed(folder, StepsTaken(folder / "steps"))
     sweep.describe()
@@ -427,7 +396,6 @@ def _sweep(folder: Path) -> Iterator[Disturbed]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Inject faults and print what they cost; returns the exit code."""
     parser = argparse.ArgumentParser(description="Inject faults into a tiny sweep and print what each one costs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAULTS)}; default: all")
     parser.add_argument("--short", action="store_true", help=f"only {', '.join(SHORT)}")

@@ -1,10 +1,10 @@
-"""Where prompts are sent, by what routes and by what test prompts say: no adapter is trained and nothing is answered.
+"""Router accuracy by router and by definition of the test prompts, without training an adapter.
 
     LATENT_SWEEP_DATA=... PYTHONPATH=tests python -m tools.routing BENCHMARK ORDER
 
-Fits routers on 200 training rows of every task and sends 100 test rows of each, with the embedding table of
-SmolLM2-135M. Prints Markdown: the share of rows that go to their own task, a macro mean, and for the router's posterior
-the share of rows that weigh one task alone after pruning, by definition of the test prompts.
+Fits routers on 200 training rows of each task and routes 100 test rows, with the embedding table of SmolLM2-135M.
+Prints Markdown: the share of rows routed to their own task, as a mean over tasks, and for the default router the share
+of rows whose pruned posterior has one task only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ DEFINITIONS = get_args(PromptSettings.model_fields["definition"].annotation)
 
 
 def trial_of(benchmark: Mapping[str, Any], router: Mapping[str, Any], definition: str) -> Trial:
-    """The trial whose router is asked."""
     settings = {
         "method": {"name": "latent_lora"},
         "router": dict(router),
@@ -45,7 +44,7 @@ def trial_of(benchmark: Mapping[str, Any], router: Mapping[str, Any], definition
 
 
 def table(benchmark: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield the lines of the table; what is computed for it lies in `folder`."""
+    """Yield the lines of the table, with caches in `folder`."""
     yield f"| | {' | '.join(DEFINITIONS)} |"
     yield f"|---|{'---|' * len(DEFINITIONS)}"
     context = Context(trial_of(benchmark, {"combine": "soft"}, "verbatim"), Storage(folder))
@@ -55,14 +54,13 @@ def table(benchmark: Mapping[str, Any], folder: Path) -> Iterator[str]:
             trial = trial_of(benchmark, router, definition)
             weights = context.combiner(trial, lambda seen, prompts: np.zeros(0)).weights(len(trial.tasks))
             alone = np.mean([np.mean(rows.max(axis=1) == 1) for rows in weights])
-            told = f" ({alone:.1%} one-hot)" if router["combine"] == "soft" else ""
+            note = f" ({alone:.1%} one-hot)" if router["combine"] == "soft" else ""
             right = np.mean([np.mean(rows.argmax(axis=1) == task) for task, rows in enumerate(weights)])
-            cells.append(f"{right:.1%}{told}")
+            cells.append(f"{right:.1%}{note}")
         yield f"| {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Print the table."""
     benchmark = {"name": sys.argv[1], "order": sys.argv[2], "train_per_task": 200, "test_per_task": 100}
     with TemporaryDirectory() as folder:
         for line in table(benchmark, Path(folder)):

@@ -1,28 +1,23 @@
-"""An imitated cluster: any number of trials through all of it but the learning, and what each of them costs.
+"""Drive imitated trials through everything but training, and measure what each one costs.
 
     PYTHONPATH=tests python -m tools.scale [--trials 100 1000 10000] [--storage folder s3] [--workers 4] [--pack 1]
         [--untracked]
 
-The real command drives them: plan, store, journals, leases, Ray Tune, a cluster of nodes with one worker each, and the
-mirror into MLflow's SQLite. Imitated is what a trial computes: learning takes no time, answers are drawn from its
-snapshot, and some trainings fail, so that two runs end alike. Now and then a node is lost, and another one comes.
-
-Prints a row for each size: what a trial costs by processor time of the driver, the workers and Ray, what the driver
-holds, what is written, and what an object store is asked. `growth` is the driver's processor time for each of the last
-third of the trials, divided by that for each of the middle third: 1 where a trial costs the same in however many.
+The real command drives them: plan, storage, journals, leases, Ray Tune, nodes with one worker each, MLflow with SQLite.
+Training takes no time, answers are drawn from its snapshot, and some trainings fail, by hashes, so that two runs end
+alike. Sometimes a node is lost and replaced. Prints a row for each size. `growth` is the driver's processor time per
+trial in the last third of the trials, divided by that in the middle third: 1 if it does not depend on their number.
 
     PYTHONPATH=tests python -m tools.scale --kills 100 [--seed N] [--trials 60]
 
-kills instead: workers, drivers, nodes, MLflow's server, and an object store that fails for a while, at random moments
-as `tools.chaos` does. Exit code 0 where the sweep ended as an undisturbed one each time, byte for byte; else 1, with
-the seed.
+kills workers, drivers, nodes and MLflow's server, and lets an object store fail for a while, at random moments as
+`tools.chaos` does. Exit code 1, with the seed, if a sweep did not end as an undisturbed one, byte for byte.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import io
 import os
 import random
@@ -43,7 +38,7 @@ from helpers.moments import ARRIVALS
 from helpers.ray_heads import node, nodes
 from helpers.sweeps import start, write, write_benchmark
 from tools.chaos import HEADER as KILLS_HEADER
-from tools.chaos import KILLS_PER_SWEEP, KINDS, Events, Kill, Killed, Landed, forget, moment, object_store, outcome
+from tools.chaos import KINDS, Events, Kill, Killed, Landed, forget, moment, object_store, outcome, shuffled
 
 from latent_sweep.cli.main import main as latent_sweep
 from latent_sweep.storage.folders import SweepFolder, open_sweep
@@ -52,12 +47,12 @@ from latent_sweep.storage.storage import open_storage
 
 TASKS = tuple(f"task{number:02}" for number in range(1, 16))
 FAILURES = 0.01
-"""The share of trials that fail, about."""
+"""The expected share of trials that fail."""
 LOSSES = 300
-"""One node is lost for so many trials."""
+"""One node is lost per this many trials."""
 SAMPLE_SECONDS = 1.0
 LONGEST_SECONDS = 3600.0
-"""For one sweep."""
+"""Time limit of one sweep."""
 
 IMITATION = (
     ARRIVALS
@@ -68,7 +63,7 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
     import random
 
     chance = float(os.environ["SCALE_FAILURES"])
-    known = {}
+    read = {}
 
     def drawn(*parts):
         return random.Random("/".join(map(str, parts)))
@@ -90,14 +85,14 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
             return outcomes
 
         def score(self, history, weights, rows, *more):
-            if rows.folder not in known:  # of every trial the same
-                known[rows.folder] = rows["id"], rows["references"]
-            ids, references = known[rows.folder]
+            if rows.folder not in read:  # the same for every trial
+                read[rows.folder] = rows["id"], rows["references"]
+            ids, references = read[rows.folder]
             source = drawn("answers", history[-1].lineage, ids[0])
             scores = [float(source.randint(0, 1)) for _ in ids]
             predictions = [
-                {"id": row, "prediction": told[0] if score else "", "references": told, "score": score, "weights": {}}
-                for row, told, score in zip(ids, references, scores, strict=True)
+                {"id": row, "prediction": texts[0] if score else "", "references": texts, "score": score, "weights": {}}
+                for row, texts, score in zip(ids, references, scores, strict=True)
             ]
             return evaluation.TaskScore(sum(scores) / len(scores), predictions, len(ids), None)
 
@@ -111,17 +106,11 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
     Arrival("latent_sweep.training.pack", imitate)
 """
 )
-"""What each worker imports at its start, as `sitecustomize`."""
+"""Imported by each worker as `sitecustomize`."""
 
 
 class Imitation:
-    """A sweep whose trials compute nothing, in a folder of its own.
-
-    Args:
-        place: what `run.storage` says; None is a folder.
-        failures: the share of trials that fail.
-        tracker: where they are mirrored to, as `run.tracking.uri` says it; None is a database in the folder.
-    """
+    """A sweep whose trials compute nothing; `place` and `tracker` default to a storage and a database in its folder."""
 
     def __init__(
         self,
@@ -133,7 +122,7 @@ class Imitation:
         tracker: str | None = None,
     ):
         self.folder, self.trials, self.place = folder, trials, place
-        benchmark = folder.parent / "own"  # shared: where it lies is part of what names a trial
+        benchmark = folder.parent / "own"  # shared: its path is part of a trial's identity
         if not benchmark.exists():
             write_benchmark(benchmark, TASKS, rows=4)
         folder.mkdir()
@@ -169,11 +158,9 @@ class Imitation:
         }
 
     def ended(self) -> int:
-        """How many trials have come to their end; those that failed are not counted."""
         return (self.folder / "ended").stat().st_size
 
     def sweep(self) -> SweepFolder:
-        """What it has left behind."""
         if self.place is None:
             return open_sweep(self.folder / "runs" / "scale")
         return open_sweep(self.place.replace("?", "/scale?", 1))
@@ -184,18 +171,15 @@ class Imitation:
 
 @dataclass
 class Meter:
-    """Processor time by kind of process, in seconds, and the driver's memory, sampled while trials end."""
+    """Processor seconds by process, and the peak memory in bytes of the driver, given its process id."""
 
     driver: int
-    """Its process id."""
     seconds: dict[psutil.Process, tuple[str, float]] = field(default_factory=dict)
     course: list[tuple[int, float, float]] = field(default_factory=list)
-    """Trials that had ended, the driver's seconds and the clock's, at each sample."""
+    """Finished trials, the driver's seconds and wall-clock seconds at each sample."""
     peak: int = 0
-    """The driver's memory at most, in bytes."""
 
     def sample(self, ended: int) -> None:
-        """Look at all processes below this one."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
@@ -212,35 +196,30 @@ class Meter:
         return "worker" if any("default_worker" in part or "ray::" in part for part in process.cmdline()) else "ray"
 
     def spent(self, kind: str) -> float:
-        """Seconds of processors so far, of processes that have ended too."""
         return sum(spent for of, spent in self.seconds.values() if of == kind)
 
     def between(self, begin: float, end: float) -> tuple[float, float]:
-        """The driver's seconds, and the clock's, for a trial between these shares of all that ended."""
+        """Return the driver's and wall-clock seconds per trial between these shares of all trials that ended."""
         last = self.course[-1][0]
         points = [next(point for point in self.course if point[0] >= share * last) for share in (begin, end)]
-        (before, cpu, clock), (after, cpu_then, clock_then) = points  # without what follows the last trial's end
+        (before, cpu, clock), (after, cpu_then, clock_then) = points
         count = max(1, after - before)
         return (cpu_then - cpu) / count, (clock_then - clock) / count
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sweep has cost."""
+    """What one sweep has cost: bytes and number of files, requests to the object store, and trials by status."""
 
     trials: int
     meter: Meter
     seconds: float
     size: int
-    """Bytes of all files."""
     files: int
     requests: Mapping[str, int]
-    """Of the object store, by kind, with bytes in and out."""
     ends: Mapping[str, int]
-    """How trials have ended."""
 
     def row(self) -> str:
-        """A row of the table."""
         (middle, _), (last, clock) = self.meter.between(1 / 3, 2 / 3), self.meter.between(2 / 3, 1)
         each = [1000 * self.meter.spent(kind) / self.trials for kind in ("driver", "worker", "ray")]
         growth = last / middle if middle else float("nan")
@@ -267,7 +246,6 @@ HEADER = """\
 
 
 def measured(imitation: Imitation, workers: int, requests: Counter[str], seed: int = 0) -> Cost:
-    """Run a sweep to its end on nodes of its own, some of which are lost."""
     source, losses = random.Random(seed), 0
     requests.clear()
     with nodes(0, *[1] * workers, **imitation.environment) as (cluster, environment):
@@ -291,24 +269,21 @@ def measured(imitation: Imitation, workers: int, requests: Counter[str], seed: i
     ends = Counter(status(trial.events()) for trial in sweep)
     assert set(ends) <= {"finished", "failed"} and sum(ends.values()) == imitation.trials, printed
     assert process.returncode == (1 if ends["failed"] else 0), printed
-    found = [path.stat().st_size for path in sweep.storage.folder.rglob("*") if path.is_file()]
-    return Cost(imitation.trials, meter, seconds, sum(found), len(found), dict(requests), dict(ends))
+    sizes = [path.stat().st_size for path in sweep.storage.folder.rglob("*") if path.is_file()]
+    return Cost(imitation.trials, meter, seconds, sum(sizes), len(sizes), dict(requests), dict(ends))
 
 
 # --- an object store that is watched ---------------------------------------------------------------------------------
 
 
 class Watched:
-    """Counts what an imitated object store is asked, and has it refuse the next few requests when it is told to."""
+    """Counts the requests of an imitated object store and makes it refuse the next `refused` ones."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
         self.refused = 0
-        """How many more requests are refused."""
 
     def around(self, application: Callable[..., Any]) -> Callable[..., Any]:
-        """The same application, watched."""
-
         def watched(environment: Mapping[str, Any], respond: Callable[..., Any]) -> Any:
             listing = environment["REQUEST_METHOD"] == "GET" and "list-type" in environment.get("QUERY_STRING", "")
             self.requests["LIST" if listing else environment["REQUEST_METHOD"]] += 1
@@ -332,14 +307,12 @@ class Watched:
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 TARGETS = ("worker", "driver", "node", "tracker", "store")
-"""What may be struck: a process that learns, the driver, a worker's whole node, MLflow's server, which comes again, or
-the object store for a while."""
 REFUSED = 40
-"""Requests in a row that a struck object store refuses: the client asks again a few times before it gives up."""
+"""Requests in a row that a struck object store refuses: more than the client repeats."""
 
 
 class Crowd(Killed):
-    """An imitated sweep on a cluster that is struck, and its processes; one without workers is local."""
+    """An imitated sweep on a cluster that is struck; without workers it is local."""
 
     def __init__(
         self,
@@ -359,18 +332,14 @@ class Crowd(Killed):
         self.ray: Mapping[str, str] = {}
         if workers:
             self.cluster, self.ray = stack.enter_context(nodes(0, *[1] * workers, **self.environment))
-        self.members: set[psutil.Process] = set()
-        self.process: subprocess.Popen[str] | None = None
-        self.landed: list[Landed] = []
+        self._reset()
 
-    def launch(self) -> subprocess.Popen[str]:
-        """The main job, if it is not there already."""
-        if self.process is None:
-            where = [] if self.ray else ["--local"]
-            self.process = start(self.path, *where, **self.ray, **self.environment)
-            assert self.process.stdout is not None
-            fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
-        return self.process
+    @property
+    def on_ray(self) -> bool:
+        return bool(self.ray)
+
+    def variables(self) -> Mapping[str, str]:
+        return {**self.ray, **self.environment}
 
     def _strike(self, kill: Kill, process: subprocess.Popen[str], stopped: psutil.Process, what: str) -> None:
         of_driver = stopped.pid == process.pid
@@ -383,13 +352,13 @@ class Crowd(Killed):
             assert self.tracker is not None
             self.tracker.kill()
             stopped.send_signal(signal.SIGCONT)
-            self.tracker.start()  # which takes seconds
+            self.tracker.start()
         elif target == "driver":
             process.kill()
             forget(process)
             self.process = None
             with contextlib.suppress(psutil.NoSuchProcess):
-                stopped.send_signal(signal.SIGCONT)  # a worker goes on until it notices
+                stopped.send_signal(signal.SIGCONT)  # a worker continues until it notices
         elif target == "worker":
             stopped.kill()
         else:
@@ -398,11 +367,10 @@ class Crowd(Killed):
                 each for each in self.cluster.worker_nodes if raylet in {p.pid for _, p in each.live_processes()}
             ]
             self.cluster.remove_node(lost, allow_graceful=False)
-            stopped.kill()  # one that has stopped does not notice
+            stopped.kill()  # a stopped process does not notice
             self.cluster.add_node(**node(1))
 
     def _ended(self, process: subprocess.Popen[str]) -> bool:
-        """Whether the job has come to its end; an object store that refuses may end it before, and it starts again."""
         if process.poll() not in (None, 0) and self.landed and self.landed[-1].kill.target == "store":
             process.communicate()
             self.process = None
@@ -410,20 +378,17 @@ class Crowd(Killed):
         return super()._ended(process)
 
     def finish(self) -> None:
-        """Let it run to its end."""
         self.watched.refused = 0
         if self.process is not None and self.process.poll() is not None:
             self._ended(self.process)
         super().finish()
 
     def faults(self, expected: Mapping[str, Any]) -> list[str]:
-        """The promises that were not kept; a tracker that was away may get the rest later."""
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             synced = latent_sweep(["sync", str(self.sweep().path)])
         return [*super().faults(expected), *([f"sync: {printed.getvalue()}"] if synced else [])]
 
     def sweep(self) -> SweepFolder:
-        """What it has left, as another node finds it."""
         if self.imitation.place:
             storage = open_storage(self.imitation.place)
             storage.pull(storage.folder / "snapshots")
@@ -431,20 +396,13 @@ class Crowd(Killed):
 
 
 def planned(seed: int, kills: int, targets: Sequence[str]) -> list[Kill]:
-    """The kills of a seed; every target comes about equally often."""
-    source = random.Random(seed)
-    chosen = [targets[number % len(targets)] for number in range(kills)]
-    source.shuffle(chosen)
-    return [Kill("crowd", target, source.choice(KINDS), source.uniform(0, 2 / KILLS_PER_SWEEP)) for target in chosen]
+    return shuffled("crowd", [targets[number % len(targets)] for number in range(kills)], random.Random(seed))
 
 
 def struck(
     folder: Path, kills: list[Kill], trials: int, workers: int, options: str | None, watched: Watched
 ) -> list[str]:
-    """Strike sweeps until every kill has landed, and print what each one cost; returns the promises not kept.
-
-    What each sweep has come to is said at once, beside the table: many take hours.
-    """
+    """Strike sweeps until every kill has landed, print what each one cost, and return the broken promises."""
     broken: list[str] = []
     with contextlib.ExitStack() as stack:
         calm = Crowd(Imitation(folder / "calm", trials, failures=0), 0, stack, watched)
@@ -467,13 +425,12 @@ def struck(
                 left.pop(0)
                 print(crowd.landed[-1].row(len(kills) - len(left)), flush=True)
             crowd.finish()
-            broken += (found := crowd.faults(expected))
-            print("\n".join(found) or f"sweep {number}: every promise was kept", file=sys.stderr, flush=True)
+            broken += (faults := crowd.faults(expected))
+            print("\n".join(faults) or f"sweep {number}: every promise was kept", file=sys.stderr, flush=True)
     return broken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run imitated sweeps and print what they cost; returns the exit code."""
     parser = argparse.ArgumentParser(description="Drive imitated trials through everything but the learning.")
     parser.add_argument("--trials", type=int, nargs="+", help="of each sweep: 100 1000, or 40 where it is struck")
     parser.add_argument("--storage", nargs="+", choices=("folder", "s3"), default=["folder"])

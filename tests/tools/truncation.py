@@ -2,8 +2,7 @@
 
     LATENT_SWEEP_DATA=... PYTHONPATH=tests python -m tools.truncation TOKENIZER [tokens]
 
-TOKENIZER is a folder or a name of the hub; its class says whether it is T5's. Prints Markdown: the tasks in which any
-prompt is longer than so many tokens (512).
+TOKENIZER is a folder or a name of the hub. Prints Markdown: the tasks with prompts longer than `tokens` (512).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ QUESTIONS: Mapping[str, str] = {
     "boolq": r"question: .*?(?=\npassage: )",
     "task1729": r"\n[^\n]*$",
 }
-"""What a row asks, by task: a pattern in its input. Of a dialogue, what the answer answers: its last line."""
+"""The pattern of the question in a row's input, by task; of a dialogue, its last line."""
 
 
 def counts(
@@ -35,27 +34,19 @@ def counts(
     rows = load_examples(spec, task, split, settings)
     prompts = [prompt_parts(spec, task, row.input) for row in rows]
     cut = [parts for parts in prompts if len(encode_prompt(parts, tokenizer, family, sys.maxsize)) > tokens]
-    lost = {
-        how: sum(
-            _is_lost(task, parts, encode_parts(parts, tokenizer, family, tokens, how).input, tokenizer) for parts in cut
-        )
-        for how in get_args(Truncation)
-        if task.name in QUESTIONS
-    }
-    return len(rows), len(cut), lost
+    modes = get_args(Truncation) if task.name in QUESTIONS else ()
 
+    def is_lost(parts: PromptParts, how: Truncation) -> bool:
+        question = re.search(QUESTIONS[task.name], parts.input, re.DOTALL)
+        assert question, f"task {task.name}: no question in {parts.input!r}"
+        asked = tokenizer.decode(tokenizer(question[0], add_special_tokens=False)["input_ids"])
+        kept = tokenizer.decode(encode_parts(parts, tokenizer, family, tokens, how).input)
+        return "".join(asked.split()) not in "".join(kept.split())  # T5's tokenizers make one space of any
 
-def _is_lost(task: TaskSpec, parts: PromptParts, kept: list[int], tokenizer: Any) -> bool:
-    """Whether the question is not, whole, among the tokens kept."""
-    found = re.search(QUESTIONS[task.name], parts.input, re.DOTALL)
-    assert found, f"task {task.name}: no question in {parts.input!r}"
-    asked = tokenizer.decode(tokenizer(found[0], add_special_tokens=False)["input_ids"])
-    # T5's tokenizers make one space of any
-    return "".join(asked.split()) not in "".join(tokenizer.decode(kept).split())
+    return len(rows), len(cut), {how: sum(is_lost(parts, how) for parts in cut) for how in modes}
 
 
 def table(tokenizer: Any, tokens: int) -> Iterator[str]:
-    """Yield the lines of the table."""
     modes = get_args(Truncation)
     yield f"| task | rows | longer than {tokens:,} | {' | '.join(f'question cut, `{how}`' for how in modes)} |"
     yield f"|---|---|---|{'---|' * len(modes)}"
@@ -71,7 +62,6 @@ def table(tokenizer: Any, tokens: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the table."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
