@@ -1,4 +1,4 @@
-"""Which tests go together, and the fixtures that all folders share."""
+"""The order and grouping of tests, and fixtures of all folders."""
 
 from __future__ import annotations
 
@@ -25,18 +25,13 @@ LONGEST = (
 """Files that take long in one process."""
 
 MEMORY = "/dev/shm"
-ROOM = 8 << 30
-"""What a folder in memory must have free, and the machine too, for the tests to write there: some ten times what they
-do, in bytes."""
+LEAST_FREE = 8 << 30
+"""Free bytes in that folder and in memory for tests to write there: about ten times what they write."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise.
-
-    Those of a file that computes are `numeric`: they run on imitated machines, too. The longest files come first, so
-    that no process is left with one of them while the others have nothing to do.
-    """
+    """Keep a file's tests in one process, start with the longest files, and mark files that compute as `numeric`."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -46,22 +41,25 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure():
-    """Have what the tests start hear of an interrupt: a shell in the background hands on that it is ignored.
+    """Let child processes receive interrupts, which a background shell ignores, and write temporary files in memory.
 
-    What they write lies in memory where there is room: they sync some 25,000 files, at 2 to 4 ms on a disk.
+    The tests sync some 25,000 files, at 2 to 4 ms on a disk.
     """
-    for name in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):  # which would replace what the tests' files say
+    for name in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):  # they would override the tests' files
         os.environ.pop(name, None)
-    gc.disable()  # while modules are imported and tests collected, none of which is garbage
+    gc.disable()  # imports and collection leave no garbage
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if os.access(MEMORY, os.W_OK) and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > ROOM:
+    if (
+        os.access(MEMORY, os.W_OK)
+        and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > LEAST_FREE
+    ):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
 def pytest_collection_finish():
-    """What all modules hold is no garbage: otherwise every full collection goes through it. And it is rarely needed."""
+    """Exempt all modules from garbage collection."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000)
@@ -69,11 +67,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory, request):
-    """Backbones that this session has made: what another version of the code has left decides no test.
-
-    The large embedded one, which only a new version of its package changes, is the user's where it is there. What the
-    tests of this process have written goes when all of them have passed: it may lie in memory.
-    """
+    """Use a cache that starts with the embedded backbone only; remove all temporary files if every test passes."""
     from latent_sweep.backbones.registry import EMBEDDED
     from latent_sweep.storage.files import cache_folder
 
@@ -93,7 +87,7 @@ def own_cache(tmp_path_factory, request):
 
 @pytest.fixture(scope="session")
 def llama():
-    from helpers.tiny import load_tiny  # with torch and transformers, which the process that only hands out needs not
+    from helpers.tiny import load_tiny  # imports torch, which xdist's controller does not need
 
     return load_tiny("tiny-llama")
 
@@ -107,13 +101,12 @@ def t5():
 
 @pytest.fixture(params=["tiny-llama", "tiny-t5"])
 def backbone(request, llama, t5):
-    """Both families, one after the other; shared by all tests, so none may change its weights."""
+    """Both families; shared by all tests, so none may change its weights."""
     return {"tiny-llama": llama, "tiny-t5": t5}[request.param]
 
 
 @pytest.fixture
 def bank(backbone):
-    """A bank of the backbone; its hooks are gone after the test."""
     from helpers.tiny import bank_of
 
     bank = bank_of(backbone)
@@ -123,7 +116,7 @@ def bank(backbone):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """What is computed in this process has one thread, as a pack with one CPU has."""
+    """Compute with one thread, as a pack with one CPU does."""
     import torch
 
     threads = torch.get_num_threads()
@@ -134,7 +127,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of the small sweep, run to its end."""
+    """Run the small sweep to its end; return its folder."""
     from latent_sweep.cli.main import main
 
     folder = tmp_path_factory.mktemp("finished")
@@ -144,14 +137,12 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """A copy of it for the test to change."""
     shutil.copytree(finished / "runs", tmp_path / "runs")
     return sweep_folder(tmp_path)
 
 
 @pytest.fixture
 def runs(tmp_path):
-    """Tiny packs, run below the test's folder."""
     from helpers.tiny import Runs
 
     return Runs(tmp_path / "runs")
@@ -159,7 +150,7 @@ def runs(tmp_path):
 
 @pytest.fixture(scope="module")
 def inside_the_second_task(tmp_path_factory):
-    """When the first training on `two_cpus` whose tasks have `HALTING_STEPS` has taken eight of the second task."""
+    """Halt the first training on `two_cpus` with `HALTING_STEPS` per task after eight steps of its second task."""
     from helpers.moments import at_step
 
     return at_step(tmp_path_factory.mktemp("moment") / "moment", position=1, step=8, of=HALTING_STEPS)
@@ -167,7 +158,7 @@ def inside_the_second_task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_cpus(inside_the_second_task):
-    """What a driver needs to belong to a cluster with two CPUs that is there already."""
+    """Start a cluster with two CPUs; return the environment of a driver that joins it."""
     from helpers.ray_heads import nodes
 
     with nodes(2, **inside_the_second_task.environment) as (_, environment):

@@ -1,4 +1,4 @@
-"""Who imports whom, and what every method and every public name must have."""
+"""Imports between chapters, registered methods, and descriptions of settings."""
 
 import ast
 import importlib
@@ -41,11 +41,7 @@ ORDER = (
     ("security", "plugins"),
     ("errors", "labels"),
 )
-"""The chapters, and the files at the root, from top to bottom: each imports only from below, of its own line nothing.
-
-What is imported from the package itself stands at the top. Inside a chapter its files import each other without a
-circle.
-"""
+"""Chapters and root files from top to bottom: each imports only from lower lines, and no files import in a circle."""
 
 WITHOUT_TORCH = [
     *(
@@ -57,11 +53,11 @@ WITHOUT_TORCH = [
     *("backbones.identity", "backbones.registry", "methods", "methods.protocol"),
     *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_private", "ray_tune", "ray_workers", "retries")),
 ]
-"""What plans, hands out and reports."""
+"""Modules that plan, distribute and report."""
 
 
 def imports_of(tree):
-    """Every module that a file imports, wherever in the file and whether for types or for use."""
+    """Yield every module that a file imports, at any place, for types or for use."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -72,8 +68,7 @@ def imports_of(tree):
 
 
 def importers(package):
-    found = [name for name, tree in MODULES.items() if any(m.split(".")[0] == package for m in imports_of(tree))]
-    return sorted(found)
+    return sorted(n for n, tree in MODULES.items() if any(m.split(".")[0] == package for m in imports_of(tree)))
 
 
 def test_each_outside_system_has_one_importer():
@@ -88,35 +83,26 @@ IMPORTING = """
 import importlib, sys
 for module in sys.argv[1:]:
     importlib.import_module(f"latent_sweep.{module}")
-    if found := {"torch", "ray", "mlflow"} & set(sys.modules):
-        sys.exit(f"{module} loads {found}")
+    if heavy := {"torch", "ray", "mlflow"} & set(sys.modules):
+        sys.exit(f"{module} loads {heavy}")
 """
 
 
-def test_what_plans_hands_out_and_reports_needs_no_torch():
+def test_planning_distributing_and_reporting_need_no_torch():
     command = [sys.executable, "-c", IMPORTING, *WITHOUT_TORCH]
     assert subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True).stderr == ""
 
 
-def dotted(path):
-    """`sweep/plan.py` as `sweep.plan`, `sweep/__init__.py` as `sweep`."""
-    return ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
-
-
 def graph():
-    """Which of our modules imports which, for types or for use, wherever in the file."""
-    known = {dotted(path): path for path in MODULES}
-    ours = {name: set() for name in known}
-    for name, path in known.items():
-        for module in imports_of(MODULES[path]):
-            found = module.removeprefix("latent_sweep.")
-            if module.startswith("latent_sweep.") and found in known and found != name:
-                ours[name].add(found)
-    # of `from latent_sweep.storage import sealed` the package itself is no news
-    return {
-        name: {m for m in found if not (m in CHAPTERS and any(o.startswith(f"{m}.") for o in found))}
-        for name, found in ours.items()
-    }
+    """Return the modules of the package that each of its modules imports."""
+    paths = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    imports = {}
+    for name, path in paths.items():
+        modules = (m.removeprefix("latent_sweep.") for m in imports_of(MODULES[path]) if m.startswith("latent_sweep."))
+        ours = {module for module in modules if module in paths} - {name}
+        # `from latent_sweep.storage import leases` imports the chapter only in name
+        imports[name] = {m for m in ours if not (m in CHAPTERS and any(o.startswith(f"{m}.") for o in ours))}
+    return imports
 
 
 CHAPTERS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
@@ -132,8 +118,8 @@ def test_every_chapter_and_every_file_at_the_root_has_its_place():
 def test_chapters_import_only_from_below():
     upwards = [
         f"{name} imports {module}"
-        for name, found in graph().items()
-        for module in found
+        for name, imports in graph().items()
+        for module in imports
         if name and (above := name.split(".")[0]) != (below := module.split(".")[0]) and LEVEL[above] <= LEVEL[below]
     ]
     assert not upwards
@@ -156,18 +142,8 @@ def test_no_module_imports_itself_in_a_circle():
     assert len(order) == len(imports) > 80
 
 
-def test_every_chapter_says_what_it_is_for():
-    for chapter in CHAPTERS:
-        said = ast.get_docstring(MODULES[f"{chapter}/__init__.py"])
-        assert said and said.splitlines()[0].endswith("."), chapter
-
-
-SHARED = [
-    name
-    for name in MODULES
-    if name.split("/")[0]
-    in ("backbones", "data", "deploy", "execution", "results", "routing", "storage", "sweep", "training")
-]
+SHARED_CHAPTERS = {"backbones", "data", "deploy", "execution", "results", "routing", "storage", "sweep", "training"}
+SHARED = [name for name in MODULES if name.split("/")[0] in SHARED_CHAPTERS]
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -203,15 +179,15 @@ def settings_classes():
     for name in MODULES:
         if not name.endswith("__init__.py"):
             importlib.import_module(f"latent_sweep.{name.removesuffix('.py').replace('/', '.')}")
-    found, todo = [], [Settings]
+    kinds, todo = [], [Settings]
     while todo:
         subclasses = todo.pop().__subclasses__()
-        found += subclasses
+        kinds += subclasses
         todo += subclasses
-    return sorted((kind for kind in found if kind.__module__.startswith("latent_sweep.")), key=lambda k: k.__name__)
+    return [kind for kind in kinds if kind.__module__.startswith("latent_sweep.")]
 
 
-def test_every_setting_has_its_sentence():
+def test_every_setting_has_a_description():
     composed = {
         ("TrialSettings", group) for group in ("method", "router", "backbone", "benchmark", "training", "evaluation")
     }
@@ -227,12 +203,11 @@ def test_every_setting_has_its_sentence():
     assert silent - described_by_their_group == set()
 
 
-def test_no_file_names_a_place_on_somebodys_machine():
+def test_no_file_names_a_path_of_one_machine():
     kinds = (".py", ".yaml", ".md", ".toml", ".sh")
     folders = [PACKAGE, REPOSITORY / "tests", REPOSITORY / "sweeps"]
     texts = [p for f in folders for p in f.rglob("*") if p.suffix in kinds]
     texts += [p for p in REPOSITORY.glob("*") if p.suffix in kinds or p.name == "Makefile"]
     private = re.compile(r"/(?:work|home|root|Users)/\w")
     assert len(texts) > 30
-    found = [str(p) for p in texts if p != Path(__file__) and private.search(p.read_text(encoding="utf-8"))]
-    assert found == []
+    assert not [p for p in texts if p != Path(__file__) and private.search(p.read_text(encoding="utf-8"))]
