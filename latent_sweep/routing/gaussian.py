@@ -64,8 +64,8 @@ class GmmSettings(Settings):
     kmeans_iters: int = Field(default=30, ge=1, json_schema_extra=INFERENCE_ONLY)
     """Maximum Lloyd iterations; K-means stops earlier only when it has converged exactly (A11)."""
     weights: Literal["share", "uniform"] = Field(default="share", json_schema_extra=INFERENCE_ONLY)
-    """Weight of a component in its task's mixture: `share`, the share of the task's embeddings that it holds, or
-    `uniform`, 1/K (A12)."""
+    """Weight of a component in its task's mixture: `share`, the share of the task's n embeddings that it holds, at
+    least 1/n, or `uniform`, 1/K (A12)."""
     whiten_first: bool = Field(default=False, json_schema_extra=INFERENCE_ONLY)
     """Run K-means in the space whitened by the task's own regularized covariance, not in the raw one (A11)."""
 

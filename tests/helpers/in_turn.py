@@ -16,9 +16,9 @@ SMALL = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
 TRAINING = TrainingSettings(learning_rate=0.02, batch_size=3, epochs=3, checkpoint_every=2)
 
 
-def method_at_work(kind, backbone, bank, **settings):
+def method_at_work(kind, backbone, bank, folder=Path("unused"), **settings):
     """Return a method on this backbone."""
-    return kind(kind.settings_class(**SMALL | settings), MethodContext(backbone, bank, Path("unused"), 4))
+    return kind(kind.settings_class(**SMALL | settings), MethodContext(backbone, bank, folder, 8))
 
 
 def begin(method, history=(), rows=(), seed=0):
@@ -85,7 +85,7 @@ def check_cut_and_resumed(method, history, folder, step):
 def check_identity_is_what_training_reads(kind, backbone, bank, folder, change, base=None):
     """Check over three tasks that the stage identity changes exactly when the trained result does."""
     base = base or {}
-    methods = [method_at_work(kind, backbone, bank, **base | settings) for settings in ({}, change)]
+    methods = [method_at_work(kind, backbone, bank, folder / "factors", **base | own) for own in ({}, change)]
     before, after = (learned(method, folder) for method in methods)
     named_otherwise = False
     for position in range(3):

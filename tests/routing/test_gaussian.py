@@ -457,6 +457,15 @@ def test_component_scatter_after_em_is_weighted_by_responsibility() -> None:
     np.testing.assert_allclose(full_scatter(records) - between.T @ between, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_shares_have_a_floor() -> None:
+    """Many EM steps under a wide covariance leave one component nearly empty, with a weight near 1/n."""
+    X = np.concatenate([TASKS[0], TASKS[0][:1] + 0.01])
+    record = fit_gmm(X, router_settings(components=20, gmm={"em_iters": 30}), seed=0)
+    n = len(X)
+    assert record.shares.min() >= (1 / n) / (1 + len(record.shares) / n), "1/n before renormalizing"
+    assert record.shares.sum() == pytest.approx(1)
+
+
 def test_one_component_is_the_mean_and_needs_no_clustering(monkeypatch: pytest.MonkeyPatch) -> None:
     X, settings = task_embeddings(0), router_settings(components=1)
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)  # must not be imported
