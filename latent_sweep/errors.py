@@ -39,6 +39,10 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM was received; the program ends as after Ctrl-C, with another exit code."""
 
 
+class Paused(BaseException):
+    """The time is up: the work is saved, and the same command continues it. Not an error of any trial."""
+
+
 def clause(error: Exception) -> str:
     """Return an error's text without its final full stop, for use inside a message."""
     return str(error).rstrip(". ")

@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,8 @@ SWEEP_FILE = "sweep.json"
 """The driver's plan; its presence makes a folder a sweep's."""
 LOCKS = "locks"
 """Folder of the leases of a sweep's driver and trainings."""
+SHARDS = "shards"
+"""Folder in it of the leases of drivers that run a part of the sweep each."""
 TUNE_FOLDER = "ray"
 """Folder of Ray Tune's own files, which nothing reads."""
 SETTINGS = "trial.yaml"
@@ -252,26 +254,76 @@ def _is_stored(sweep: SweepFolder) -> bool:
     return any(sweep.storage.holds(sweep.storage.folder / name / SWEEP_FILE) for name in names)
 
 
-def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Hold the driver's lease: the right to write the plan, hand out packs and sync the tracker."""
-    return held(_driver_lease(sweep), on_wait)
+@contextmanager
+def driving(
+    sweep: SweepFolder, on_wait: Callable[[str], None], while_waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Hold the driver's lease: the right to write the plan, hand out packs and sync the tracker.
+
+    Args:
+        on_wait: receives the holder's description before waiting, also for the drivers of shards.
+        while_waiting: called every few seconds; may raise.
+    """
+    with held(_driver_lease(sweep), on_wait, while_waiting):
+        for lease in _shard_leases(sweep):
+            with held(lease, on_wait, while_waiting):
+                pass  # no other shard begins meanwhile, as that takes the driver's lease
+        yield
+
+
+@contextmanager
+def driving_shard(
+    sweep: SweepFolder,
+    shard: str,
+    prepare: Callable[[], None],
+    on_wait: Callable[[str], None],
+    while_waiting: Callable[[], None],
+) -> Iterator[None]:
+    """Hold the lease of a shard, next to the drivers of other shards, after `prepare` has run as the only driver.
+
+    Args:
+        shard: its name, unique in the sweep.
+    """
+    with ExitStack() as stack:
+        with held(_driver_lease(sweep), on_wait, while_waiting):
+            lease = sweep.storage.lease(sweep.path / LOCKS / SHARDS / f"{shard}.lock")
+            stack.enter_context(held(lease, on_wait, while_waiting))
+            prepare()
+        yield
 
 
 def driven_since(sweep: SweepFolder) -> float | None:
-    """Return since when a driver runs a sweep, in Unix seconds; None if there is none."""
-    return _driver_lease(sweep).held_since()
+    """Return since when drivers run a sweep, in Unix seconds; None if there is none."""
+    return min((since for since, _ in _drivers(sweep)), default=None)
 
 
 def driver_of(sweep: SweepFolder) -> str:
-    return _driver_lease(sweep).holder()
+    """Describe the process that drives a sweep, or the first one and how many others drive its shards."""
+    drivers = _drivers(sweep)
+    if not drivers:
+        return _driver_lease(sweep).holder()
+    more = f" (one of {len(drivers)})" if len(drivers) > 1 else ""
+    return min(drivers, key=lambda driver: driver[0])[1].holder() + more
+
+
+def _drivers(sweep: SweepFolder) -> list[tuple[float, Lease]]:
+    leases = [_driver_lease(sweep), *_shard_leases(sweep)]
+    return [(since, lease) for lease in leases if (since := lease.held_since()) is not None]
 
 
 def _driver_lease(sweep: SweepFolder) -> Lease:
     return sweep.storage.lease(sweep.path / LOCKS / "driver.lock")
 
 
+def _shard_leases(sweep: SweepFolder) -> list[Lease]:
+    folder = sweep.path / LOCKS / SHARDS
+    return [sweep.storage.lease(folder / name) for name in sorted(sweep.storage.names(folder))]
+
+
 @contextmanager
-def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator[None]:
+def writing(
+    sweep: SweepFolder, trials: Mapping[str, Iterable[str]], while_waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Hold the right to write these trials' folders, and sync them.
 
     The previous worker may still be running if its driver was killed or Ray gave it up.
@@ -285,7 +337,8 @@ def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator
 
     with ExitStack() as stack:
         for training_id in sorted(trials):  # a fixed order avoids deadlocks
-            stack.enter_context(held(sweep.storage.lease(training_lock(sweep, training_id)), log_waiting))
+            lease = sweep.storage.lease(training_lock(sweep, training_id))
+            stack.enter_context(held(lease, log_waiting, while_waiting))
             for trial_id in trials[training_id]:
                 sweep.storage.sync_folder(sweep.path / "trials" / trial_id)
         yield

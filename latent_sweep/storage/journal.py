@@ -152,6 +152,9 @@ class Stopped(_Line):
     reason: str
 
 
+PAUSED = "paused"
+"""Kind of the `Lost` event of a worker that has saved its work because the time was up."""
+
 Event = Started | Stage | Finished | Failed | Lost | Stopped
 
 _TYPES: Mapping[str, type[Event]] = {event.name: event for event in get_args(Event)}
@@ -172,7 +175,9 @@ START = Position(0, 0)
 
 def is_from_worker(event: Event) -> bool:
     """Return whether the trial's worker wrote the event; the driver writes losses and stops, possibly days later."""
-    return not (isinstance(event, (Lost, Stopped)) or (isinstance(event, Failed) and event.kind == "lost"))
+    if isinstance(event, Lost):
+        return event.kind == PAUSED
+    return not (isinstance(event, Stopped) or (isinstance(event, Failed) and event.kind == "lost"))
 
 
 class Journal:

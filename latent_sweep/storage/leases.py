@@ -37,8 +37,12 @@ SETTLING_SECONDS = 0.5
 class Lease(Protocol):
     """An exclusive right of one process. Its methods raise `StorageError` if the storage fails."""
 
-    def take(self, wait: bool = False) -> bool:
-        """Take the lease if it is free, or wait for it; return whether this process has it."""
+    def take(self, wait: Callable[[], None] | None = None) -> bool:
+        """Take the lease if it is free; return whether this process has it.
+
+        Args:
+            wait: wait for the lease, and call this every few seconds; it may raise.
+        """
 
     def release(self) -> None:
         """Give the lease up."""
@@ -54,13 +58,15 @@ class Lease(Protocol):
 
 
 @contextmanager
-def held(lease: Lease, on_wait: Callable[[str], None]) -> Iterator[None]:
+def held(
+    lease: Lease, on_wait: Callable[[str], None], while_waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Hold the lease during the block; `on_wait` receives the holder's description before waiting."""
     if not lease.take():
         until = lease.held_until()
         ending = f", until {_moment(until)} unless it is renewed" if until is not None else ""
         on_wait(lease.holder() + ending)
-        lease.take(wait=True)
+        lease.take(while_waiting)
     try:
         yield
     finally:
@@ -76,13 +82,17 @@ class FileLease:
     def __init__(self, path: Path):
         self._path, self._lock = path, FileLock(str(path))
 
-    def take(self, wait: bool = False) -> bool:
+    def take(self, wait: Callable[[], None] | None = None) -> bool:
         with committing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock.acquire(timeout=-1 if wait else 0)
-            except Timeout:
-                return False
+            while True:
+                try:
+                    self._lock.acquire(timeout=1 if wait else 0)
+                    break
+                except Timeout:
+                    if wait is None:
+                        return False
+                    wait()
             with suppress(OSError):  # serves messages only
                 self._path.write_text(json.dumps(_this_process()), encoding="utf-8")
         return True
@@ -214,11 +224,12 @@ class ObjectLease:
         self._mine = _this_process() | {"owner": uuid.uuid4().hex}
         self._taken = 0.0
 
-    def take(self, wait: bool = False) -> bool:
+    def take(self, wait: Callable[[], None] | None = None) -> bool:
         self._presence.hold(self._folder)
         taken = False
         try:
-            while not (taken := self._is_free() and self._claim()) and wait:
+            while not (taken := self._is_free() and self._claim()) and wait is not None:
+                wait()
                 time.sleep(LOOK_SECONDS)
         finally:
             if not taken:

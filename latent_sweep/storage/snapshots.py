@@ -137,7 +137,9 @@ class SnapshotStorage:
                     os.replace(path, folder / path.name)
 
     @contextmanager
-    def leases(self, lineages: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[list[str]]:
+    def leases(
+        self, lineages: Sequence[str], on_wait: Callable[[str], None], while_waiting: Callable[[], None] = lambda: None
+    ) -> Iterator[list[str]]:
         """Take the leases to learn these snapshots; yield the lineages that this process may learn.
 
         If other processes hold all of them, it waits for the first and yields that; its snapshot may exist by then. No
@@ -152,7 +154,7 @@ class SnapshotStorage:
             if not held:
                 first = lineages[0]
                 on_wait(first)
-                leases[first].take(wait=True)
+                leases[first].take(while_waiting)
                 held.append(first)
             yield held
         finally:

@@ -38,6 +38,7 @@ from latent_sweep.sweep.plan import SPLITS, Trial
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.evaluation import Recent
 from latent_sweep.training.events import Activity, ActivityName, Emit, ignore_event
+from latent_sweep.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Context:
         halved: phases with half the rows per pass; learning has `training.micro_batch_size` instead.
         keep_answers: whether trials save the predictions of every stage or only of the last.
         keeps_features: whether methods store features of prompts.
+        limit: when to end.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class Context:
         keep_answers: KeepAnswers = "all",
         emit: Emit = ignore_event,
         keeps_features: bool = True,
+        limit: TimeLimit | None = None,
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
-        self.keeps_features = keeps_features
+        self.keeps_features, self.limit = keeps_features, limit or TimeLimit()
         self.store = SnapshotStorage(storage)
         self._emit, self._activities = emit, list[Activity]()
         self._scatter_sums: dict[str, PooledScatter] = {}

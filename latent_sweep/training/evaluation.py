@@ -31,6 +31,7 @@ from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.engine import Engine
+from latent_sweep.training.time_limit import TimeLimit
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class Evaluator:
         order: sends batches to the other workers of the engine's group before they are answered.
         method_source: digest of the method's code as imported, if it is a plugin.
         passes: forward passes that a batch is split into.
+        limit: when to end; the answers so far are in the cache.
     """
 
     def __init__(
@@ -179,11 +181,12 @@ class Evaluator:
         order: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
         method_source: str | None = None,
         passes: int = 1,
+        limit: TimeLimit | None = None,
     ):
         self.engine, self.bank, self.method = engine, bank, method
         self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
         self.references, self.cache, self.order, self.method_source = references, cache, order, method_source
-        self.passes = passes
+        self.passes, self.limit = passes, limit or TimeLimit()
         self._adapters = CombinedAdapters(method)
 
     def score(
@@ -262,6 +265,7 @@ class Evaluator:
         missing = [i for i, cached in enumerate(answers) if cached is None]
         at_once = self.engine.group.size if self.engine.answers_apart else 1
         for start in range(0, len(missing), at_once):
+            self.limit.check("batch")
             now = missing[start : start + at_once]
             asked = [batches[i] for i in now]
             self.order(asked)

@@ -11,7 +11,7 @@ from typing import Any
 from latent_sweep.data.schema import scoring_metric
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import failure_facts
-from latent_sweep.storage.journal import attempts, stages, status
+from latent_sweep.storage.journal import PAUSED, attempts, stages, status
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import TrialFiles
 from latent_sweep.sweep.plan import Trial
@@ -35,6 +35,12 @@ def record_failed(files: TrialFiles, error: Exception, task: str | None, step: i
     """Record the error that stopped the trial, if it is running."""
     if status(files.journal.read()) == "running":
         files.journal.append("failed", **failure_facts(error), task=task, step=step)
+
+
+def record_paused(files: TrialFiles) -> None:
+    """Record that the trial's work is saved and its time is up, if it is running."""
+    if status(files.journal.read()) == "running":
+        files.journal.append("lost", kind=PAUSED, message="the time was up; the same command continues it")
 
 
 def record_stage(

@@ -18,16 +18,19 @@ from latent_sweep.adapters.bank import AdapterBank, side_by_side
 from latent_sweep.backbones.batches import Batch, collate, label_logits
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, Paused
 from latent_sweep.methods import checked
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.optimizers import optimizer_of
+from latent_sweep.training.time_limit import TimeLimit
 from latent_sweep.training.trainer import Trainer, TrainingSummary
 from latent_sweep.training.worker_group import WorkerGroup
 
 
-def train_pack(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> list[TrainingSummary | Exception]:
+def train_pack(
+    trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, limit: TimeLimit | None = None
+) -> list[TrainingSummary | Exception]:
     """Run trainers side by side, with one forward pass of the shared backbone for all their batches.
 
     Every worker of the engine's group calls this with the same trainers and computes its share of every batch. A
@@ -36,25 +39,34 @@ def train_pack(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -
     Returns:
         For each trainer a summary, or the error that stopped it, while the others continue: NonFiniteLoss for a loss or
         gradient that became NaN or infinite, RuntimeError if its first step brings no gradient.
+
+    Raises:
+        Paused: the time is up; checkpoints of the last step are written.
     """
     with _training_mode(engine, trainers[0].settings):  # all trainers of a pack agree on the settings read here
         for trainer in trainers:
             trainer.begin(engine, bank)
         try:
-            _train(trainers, engine, bank)
+            _train(trainers, engine, bank, limit or TimeLimit())
             return [trainer.outcome() for trainer in trainers]
         finally:
             for trainer in trainers:  # an optimizer and its trainers refer to each other
                 vars(trainer).pop("optimizer", None)
 
 
-def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> None:
+def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, limit: TimeLimit) -> None:
     """Step until every trainer has finished; the host waits for the device once per step."""
     step_all, batches = _optimizers(trainers), None
     stepped = list(trainers)
     for trainer in trainers:
         trainer.resume()
+    resumed_at = [trainer.step for trainer in trainers]
     while going := [trainer for trainer in trainers if trainer.unfinished]:
+        if engine.group.first(lambda: limit.ends("step")):  # all workers of a group end at the same step
+            if resumed_at != [trainer.step for trainer in trainers]:
+                for trainer in going:
+                    trainer.save()
+            raise Paused
         began = time.monotonic()
         if going != stepped:
             step_all, stepped = _shrink_optimizers(stepped, going), going

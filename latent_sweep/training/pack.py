@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from latent_sweep.errors import StorageError
+from latent_sweep.errors import Paused, StorageError
 from latent_sweep.storage.failures import during, failure_kind
 from latent_sweep.storage.folders import SweepFolder, writing
 from latent_sweep.storage.predictions import KeepAnswers
@@ -19,10 +19,11 @@ from latent_sweep.sweep.reader import Reader
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.events import Emit, StageDone, ignore_event
-from latent_sweep.training.journaling import record_finished, record_started
+from latent_sweep.training.journaling import record_finished, record_paused, record_started
 from latent_sweep.training.preflight import try_everything
 from latent_sweep.training.run import ActiveRuns, unfinished
 from latent_sweep.training.stage import learn_missing, score_missing
+from latent_sweep.training.time_limit import TimeLimit
 from latent_sweep.training.worker import run_worker
 
 
@@ -33,6 +34,7 @@ def run_pack(
     threads: int | None = None,
     engine: Engine | None = None,
     keep_answers: KeepAnswers = "all",
+    limit: TimeLimit | None = None,
 ) -> None:
     """Run what is missing of a pack's trials: learn each task once, and score it for every trial.
 
@@ -49,11 +51,13 @@ def run_pack(
         Exception: the error of the first run that failed, once the others have ended and journals have `failed` events.
             If a worker of a group fails, or this process has lost its device, it is raised at once, and the caller
             writes the journals.
+        Paused: the time is up; all work is saved.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     leads = engine is None or engine.group.leads
-    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers, emit if leads else ignore_event)
+    emit_here = emit if leads else ignore_event
+    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers, emit_here, limit=limit)
     try:
         _run(pack, sweep, emit, context)
     except BaseException:
@@ -67,17 +71,25 @@ def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
     if not context.engine.group.leads:
         run_worker(pack, context)
         return
-    with writing(sweep, {run.training_id: [trial.trial_id for trial in run.trials] for run in pack.runs}):
-        runs = unfinished(pack, sweep, context)
-        if runs.all:
-            _lead(pack, runs, emit)
+    trials = {run.training_id: [trial.trial_id for trial in run.trials] for run in pack.runs}
+    paused = None
+    try:
+        with writing(sweep, trials, lambda: context.limit.check("waiting")):
+            runs = unfinished(pack, sweep, context)
+            if runs.all:
+                _lead(pack, runs, emit)
+    except Paused as error:
+        paused = error
     context.engine.group.order("end")
+    if paused is not None:
+        raise paused
     if failures := [failure for run in runs.all for failure in run.failures]:
         raise failures[0]
 
 
 def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
     context = runs.context
+    context.limit.check("pack")
     trials = [active for run in runs.all for active in run.trials]
     for active in trials:
         active.files.repair()
@@ -89,6 +101,11 @@ def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
             check_pack(pack, reader, context.storage.folder)
             try_everything(runs)
         _learn_and_score(runs, emit)
+    except Paused:
+        for run in runs.all:
+            for active in run.trials:
+                record_paused(active.files)
+        raise
     except Exception as error:  # that concerns all runs, e.g. a backbone that cannot be loaded
         # a storage error cannot be journaled, and may pass; a lost device is not the trials' fault; in a group, whoever
         # started it learns which worker failed first, and this error may only be a consequence

@@ -35,14 +35,15 @@ Learned = Mapping[str, TrainingSummary]
 
 def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> Learned:
     """Append the task's snapshot to each run that lacks it: read from the storage, or learned now."""
-    store, learned = runs.context.store, {}
+    store, limit, learned = runs.context.store, runs.context.limit, {}
     _recall(runs, position)  # reading needs no lease
     while wanted := list(dict.fromkeys(run.lineages[position] for run in _lacking(runs, position))):
-        with store.leases(wanted, _log_waiting) as leased:
+        with store.leases(wanted, _log_waiting, lambda: limit.check("waiting")) as leased:
             _recall(runs, position)
             lacking = {run.lineages[position] for run in _lacking(runs, position)}
             missing = [lineage for lineage in leased if lineage in lacking]
             if missing:
+                limit.check("stage")
                 runs.context.order("learn", position, missing)
             for lineage, (snapshot, summary) in learn_together(runs, position, missing, emit).items():
                 sharing = [run for run in _lacking(runs, position) if run.lineages[position] == lineage]
@@ -103,7 +104,7 @@ def learn_together(
 
 def _outcomes(context: Context, trainers: Mapping[str, Trainer]) -> dict[str, TrainingSummary | Exception]:
     with_rows = {lineage: trainer for lineage, trainer in trainers.items() if trainer.examples}
-    outcomes = train_pack(list(with_rows.values()), context.engine, context.bank) if with_rows else []
+    outcomes = train_pack(list(with_rows.values()), context.engine, context.bank, context.limit) if with_rows else []
     untrained = dict.fromkeys(trainers, TrainingSummary(0, {}, {}, 0.0, 0))
     return untrained | dict(zip(with_rows, outcomes, strict=True))
 
@@ -138,6 +139,7 @@ def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> di
     """Score the tasks seen for one trial and record the row; return its time, counts and metrics for the journal."""
     began = time.monotonic()
     trial, context = active.trial, run.context
+    context.limit.check("scoring")
     s, method = trial.settings, run.method_of(trial)
     run.step = None
     context.check(run.snapshots[: position + 1])
@@ -163,6 +165,7 @@ def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> di
         lambda batches: context.order("answer", run.training_id, trial.trial_id, batches),
         trial.method_source,
         context.passes("answering"),
+        context.limit,
     )
     row, generated, total, rouge_1 = active.files.new_row(), 0, 0, {}
     with context.doing("answering", position):

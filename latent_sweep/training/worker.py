@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
-from latent_sweep.errors import StorageError
+from latent_sweep.errors import Paused, StorageError
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Pack
@@ -46,7 +47,8 @@ def run_worker(pack: Pack, context: Context) -> None:
                 learns = run.lineages[position] in lineages
                 if learns and run.method.reads_history(position):
                     run.snapshots = [snapshot(lineage) for lineage in run.lineages[:position]]
-            learn_together(runs, position, lineages, ignore_event)
+            with suppress(Paused):  # the first worker ends the pack
+                learn_together(runs, position, lineages, ignore_event)
         else:
             training_id, trial_id, batches = arguments
             run = by_id[training_id]
