@@ -19,12 +19,18 @@ from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.training.events import Activity, StageDone, Step
 from latent_sweep.training.pack import run_pack
 from latent_sweep.training.packing import best_size, measure, split
+from latent_sweep.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
 
 def run_local(
-    packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool, log_line: Callable[[str], None]
+    packs: Sequence[Pack],
+    sweep: SweepFolder,
+    run: RunSettings,
+    fail_fast: bool,
+    log_line: Callable[[str], None],
+    limit: TimeLimit | None = None,
 ) -> None:
     """Run packs; one that fails records it in its trials' journals, and the others go on.
 
@@ -35,6 +41,7 @@ def run_local(
     Raises:
         ConfigError: the sweep asks for worker groups.
         DeviceLost: this process has lost its GPU.
+        Paused: the time is up.
     """
     if run.resources.workers > 1:
         raise ConfigError(
@@ -64,6 +71,7 @@ def run_local(
                         emit,
                         engine=engine_of(run.engine),
                         keep_answers=run.keep_answers,
+                        limit=limit,
                     )
                     break
                 except LatentSweepError as error:

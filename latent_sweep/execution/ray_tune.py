@@ -10,14 +10,16 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.errors import ConfigError, LatentSweepError, StorageError
+from latent_sweep.errors import ConfigError, LatentSweepError, Paused, StorageError
 from latent_sweep.execution import ray_private
 from latent_sweep.execution.ray_nodes import check_every_node_sees, connect
+from latent_sweep.execution.ray_workers import AskedToStop
 from latent_sweep.execution.retries import (
     LossKind,
     has_failed,
@@ -36,6 +38,7 @@ from latent_sweep.storage.storage import Storage, question, sees, unseen_message
 from latent_sweep.sweep.plan import Pack
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 from latent_sweep.training.memory_housekeeping import loading_modules
+from latent_sweep.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +63,33 @@ PENDING = 200
 Tune's own limit for a grid."""
 
 
-def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool = False) -> None:
+def run_on_ray(
+    packs: Sequence[Pack],
+    sweep: SweepFolder,
+    run: RunSettings,
+    fail_fast: bool = False,
+    limit: TimeLimit | None = None,
+    shard: str = "",
+) -> None:
     """Run packs on the cluster that this process belongs to, or on one started for the duration of the call.
 
     A failed pack records the failure in its trials' journals; the others go on.
 
+    Args:
+        fail_fast: stop after a trial has failed.
+        limit: when to end.
+        shard: name of the part of the sweep that these packs are.
+
     Raises:
         ConfigError: no node can ever hold a pack, or a node does not see the storage.
+        Paused: the time is up.
     """
+    limit = limit or TimeLimit()
     say_driving(sweep, "starting Ray")
     started_cluster = connect()
     import ray
     from ray import tune
+    from ray.tune.stopper import CombinedStopper
 
     storage, exits = sweep.storage, ExitStack()
     try:
@@ -84,20 +102,27 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
             packs = _measured(packs, storage, run)
         by_id = {pack.pack_id: pack for pack in packs}
         stopper = _failure_stopper(sweep, run) if fail_fast else None
-        ends = _end_recorder()
-        callbacks = [_placement_watch(run.resources), _loss_recorder(sweep, run), ends, *filter(None, [stopper])]
+        ends, asking = _end_recorder(), AskedToStop(f"stop-{uuid.uuid4().hex}")
+        stoppers = [_pause_stopper(limit, asking), *filter(None, [stopper])]
+        callbacks = [_placement_watch(run.resources), _loss_recorder(sweep, run), ends, *stoppers]
         stopped: set[str] = set()
         ray_private.treat_killed_workers_as_lost()
         in_controller = ray_private.install_controller(callbacks, ends.record)
         tuner = tune.Tuner(
             tune.with_resources(
-                tune.with_parameters(_run_in_worker, sweep=sweep, question_name=question_name, run=run),
+                tune.with_parameters(
+                    _run_in_worker,
+                    sweep=sweep,
+                    question_name=question_name,
+                    run=run,
+                    limit=TimeLimit(limit.deadline, asking),
+                ),
                 _placement(run.resources),
             ),
             tune_config=tune.TuneConfig(
                 metric="AP",
                 mode="max",
-                search_alg=_stream(packs, sweep),
+                search_alg=_stream(packs, sweep, limit),
                 num_samples=len(packs),
                 scheduler=_scheduler(run, max(len(pack.tasks) for pack in packs), stopped.add),
                 max_concurrent_trials=run.max_concurrent,
@@ -105,10 +130,10 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 reuse_actors=True,  # the next pack of a worker finds its backbone loaded
             ),
             run_config=tune.RunConfig(
-                name=TUNE_FOLDER,
-                storage_path=str(sweep.path),
+                name=shard or TUNE_FOLDER,  # drivers of other shards have a folder of their own
+                storage_path=str(sweep.path / TUNE_FOLDER if shard else sweep.path),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from the journals
-                stop=stopper,
+                stop=CombinedStopper(*stoppers),
                 callbacks=None if in_controller else callbacks,
                 verbose=0,
             ),
@@ -126,14 +151,17 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
             log.warning("a trial has failed, and the sweep ends here; run it again for the others")
             return
         for pack_id, error in ends.errors.items():
-            _record_end(by_id[pack_id], sweep, error)
+            if error is not None:
+                _record_end(by_id[pack_id], sweep, error)
+        if limit.is_over:
+            raise Paused
     finally:
         exits.close()
         if started_cluster:
             ray.shutdown()
 
 
-def _stream(packs: Sequence[Pack], sweep: SweepFolder) -> Any:
+def _stream(packs: Sequence[Pack], sweep: SweepFolder, limit: TimeLimit) -> Any:
     """Return a Tune searcher that suggests one pack after the other.
 
     A suggestion refers to a Ray object with the pack and the lengths of its journals: a worker receives only its own
@@ -148,7 +176,7 @@ def _stream(packs: Sequence[Pack], sweep: SweepFolder) -> Any:
             self.remaining = iter(packs)
 
         def suggest(self, trial_id: str) -> Any:
-            pack = next(self.remaining, None)
+            pack = None if limit.is_over else next(self.remaining, None)
             if pack is None:
                 return Searcher.FINISHED
             return {"pack_id": pack.pack_id, "work": ray.put((pack, journal_lengths([pack], sweep)))}
@@ -190,8 +218,13 @@ def _fit(tuner: Any) -> None:
 
 # --- in the worker ---------------------------------------------------------------------------------------------------
 
+_LIMITS: dict[float | None, TimeLimit] = {}
+"""The limit of the run that this process works for: it knows how long the pieces of earlier packs took."""
 
-def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, question_name: str, run: RunSettings) -> None:
+
+def _run_in_worker(
+    config: dict[str, Any], sweep: SweepFolder, question_name: str, run: RunSettings, limit: TimeLimit
+) -> None:
     import ray
     from ray import tune
 
@@ -199,7 +232,8 @@ def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, question_name: st
     report = tune.report if run.scheduler.name == "asha" else lambda measures: None
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", STOP_SECONDS)
     pack, launched = ray.get(config["work"])
-    _run_work(pack, launched, sweep, question_name, run, report)
+    limit = _LIMITS.setdefault(limit.deadline, limit)
+    _run_work(pack, launched, sweep, question_name, run, report, limit)
 
 
 def _run_work(
@@ -209,9 +243,12 @@ def _run_work(
     question_name: str,
     run: RunSettings,
     report: Callable[[dict[str, float]], None],
+    limit: TimeLimit | None = None,
 ) -> None:
     from latent_sweep.execution.ray_workers import limit_to_share, lost_errors, run_group, run_part
 
+    if limit is not None and limit.ends("pack"):
+        return
     log_without_secrets()
     limit_to_share(run.resources)
     storage = sweep.storage
@@ -222,7 +259,9 @@ def _run_work(
     if left is None:
         return
     try:
-        (run_group if run.resources.workers > 1 else run_part)(left, sweep, run, report)
+        (run_group if run.resources.workers > 1 else run_part)(left, sweep, run, report, limit)
+    except Paused:
+        return
     except Exception as error:
         if isinstance(error, (*lost_errors(), StorageError)) or failure_kind(error) == "device_lost":
             redact_error(error)  # Ray prints it
@@ -315,6 +354,32 @@ def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
     return FailureStopper()
 
 
+def _pause_stopper(limit: TimeLimit, asking: AskedToStop) -> Any:
+    """Return a Tune stopper, also a callback, that ends the run once the time is up and running packs have paused."""
+    from ray.tune import Callback, Stopper
+
+    class PauseStopper(Callback, Stopper):
+        def __init__(self) -> None:
+            self.running: list[Any] | None = None
+            """The packs that ran when the time was up; those that Tune starts later return at once."""
+            self.stopped = False
+
+        def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            return self.stopped
+
+        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
+            if self.running is None and limit.is_over:
+                self.running = [trial for trial in trials if trial.status == "RUNNING"]
+                asking.ask()
+            if self.running is not None:
+                self.stopped = all(trial.status != "RUNNING" for trial in self.running)
+
+    return PauseStopper()
+
+
 def _loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
     """Return a Tune callback that records in the journals why a worker was lost, before its pack is retried."""
     from ray.tune import Callback
@@ -337,7 +402,8 @@ def _loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
 def _end_recorder() -> Any:
     """Return a Tune callback whose `errors` maps each ended pack to the error that ended it, or None.
 
-    Tune does not call `on_trial_error` for a trial whose worker could not start.
+    Tune calls `on_trial_complete` and `on_trial_error` when a trial ends, even if its worker never started, but neither
+    when a stopper ends the run.
     """
     from ray.tune import Callback
 

@@ -9,25 +9,63 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
+from latent_sweep.errors import Paused
 from latent_sweep.security import log_without_secrets
 from latent_sweep.storage.failures import failure_kind
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.sweep.plan import Pack
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 from latent_sweep.training.memory_housekeeping import loading_modules
+from latent_sweep.training.time_limit import TimeLimit
 from latent_sweep.training.worker_group import ALONE, WorkerGroup, join, listen
 
 POLL_SECONDS = 0.5
+LOOK_SECONDS = 2.0
+"""Pause between two looks whether the driver has asked the workers to end."""
 CONTEXT = 3 * 2**28
 """GPU memory in bytes that a process uses outside torch's allocator: loaded kernels and library handles."""
 CAUSE_SECONDS = 20.0
 """How long to look for the cause if a worker reports only a lost connection to another one."""
 
 Measures = dict[str, float]
+
+
+class AskedToStop:
+    """Whether the driver has asked this run's workers to save their work and end.
+
+    The sign is that a named actor exists: workers on all nodes can see it, and it costs nothing until it is needed.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._looked, self._actor = float("-inf"), None
+
+    def ask(self) -> None:
+        """Ask them; called by the driver, whose end also ends the actor."""
+        import ray
+
+        self._actor = ray.remote(_Sign).options(name=self._name, num_cpus=0).remote()
+
+    def __call__(self) -> bool:
+        """Look, at most every `LOOK_SECONDS`."""
+        import ray
+
+        if self._actor is None and time.monotonic() - self._looked > LOOK_SECONDS:
+            with suppress(ValueError, ray.exceptions.RayError):  # there is none yet, or it cannot be seen now
+                self._actor = ray.get_actor(self._name)
+            self._looked = time.monotonic()
+        return self._actor is not None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AskedToStop, (self._name,)
+
+
+class _Sign:
+    pass
 
 
 def limit_to_share(resources: ResourceSettings) -> None:
@@ -52,6 +90,7 @@ def run_part(
     sweep: SweepFolder,
     run: RunSettings,
     report: Callable[[Measures], None],
+    limit: TimeLimit | None = None,
     group: WorkerGroup = ALONE,
 ) -> None:
     """Run a pack in this process, alone or as a worker of a group; `report` receives the measures of every stage."""
@@ -78,7 +117,7 @@ def run_part(
 
         engine = engine_of(run.engine, group)
         pack = decided(pack, run, lambda backbone: group.first(partial(free_memory, backbone)))
-        run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine, run.keep_answers)
+        run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine, run.keep_answers, limit)
 
 
 def lost_errors() -> tuple[type[Exception], ...]:
@@ -88,7 +127,9 @@ def lost_errors() -> tuple[type[Exception], ...]:
     return RayActorError, OutOfMemoryError
 
 
-def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable[[Measures], None]) -> None:
+def run_group(
+    pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable[[Measures], None], limit: TimeLimit | None = None
+) -> None:
     """Run a pack in `run.resources.workers` workers; `report` receives the measures of every stage.
 
     Raises:
@@ -111,7 +152,7 @@ def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable
     ]
     try:
         meeting = ray.get(workers[0].listen.remote())
-        ends = [each.run.remote(*meeting, pack, sweep, run) for each in workers]
+        ends = [each.run.remote(*meeting, pack, sweep, run, limit) for each in workers]
         n_reported, running = 0, list(ends)
         while running:
             ended, running = ray.wait(running, timeout=POLL_SECONDS)
@@ -171,9 +212,12 @@ class _Worker:
         """Return the measures of the stages after the first `seen`."""
         return self._reports[seen:]
 
-    def run(self, host: str, port: int, pack: Pack, sweep: SweepFolder, run: RunSettings) -> None:
+    def run(
+        self, host: str, port: int, pack: Pack, sweep: SweepFolder, run: RunSettings, limit: TimeLimit | None
+    ) -> None:
         """Run this worker's part of the pack."""
         log_without_secrets()
         limit_to_share(run.resources)
         group = join(self._rank, self._size, host, port, self._listening)
-        run_part(pack, sweep, run, self._reports.append, group)
+        with suppress(Paused):
+            run_part(pack, sweep, run, self._reports.append, limit, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from latent_sweep.errors import Paused
 
@@ -26,7 +26,7 @@ class TimeLimit:
         asked: returns whether the run was asked to end; called before each piece of work.
     """
 
-    def __init__(self, deadline: float | None = None, asked: Callable[[], bool] = lambda: False):
+    def __init__(self, deadline: float | None = None, asked: Callable[[], bool] | None = None):
         self.deadline, self.requested = deadline, False
         self._asked = asked
         self._longest: dict[Piece, float] = {}
@@ -37,6 +37,10 @@ class TimeLimit:
         """Return the limit of a run that has this much time from now on, `RESERVE_SECONDS` included; None: no limit."""
         return cls(None if seconds is None else time.time() + seconds - min(RESERVE_SECONDS, seconds / 10))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the measured times: another process may have another speed."""
+        return TimeLimit, (self.deadline, self._asked)
+
     def request(self) -> None:
         """Ask the run to end as soon as its work is saved."""
         self.requested = True
@@ -44,7 +48,7 @@ class TimeLimit:
     @property
     def is_over(self) -> bool:
         """Whether the run has to end now."""
-        self.requested = self.requested or self._asked()
+        self.requested = self.requested or (self._asked is not None and self._asked())
         return self.requested or (self.deadline is not None and time.time() >= self.deadline)
 
     def ends(self, piece: Piece) -> bool:

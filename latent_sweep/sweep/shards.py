@@ -1,0 +1,85 @@
+"""Split a sweep between independent drivers: `--shard 3/8` runs the third of eight parts.
+
+The split follows from the trials' identities alone, so drivers on different machines agree without talking. Trainings
+that can share a stage stay together if there are at least as many such groups as shards. Otherwise packs are dealt out,
+and a driver that needs a stage that another one is learning waits for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from latent_sweep.errors import ConfigError, MissingData
+from latent_sweep.sweep.plan import Pack, Run
+
+
+class Shard(NamedTuple):
+    """One part of a sweep."""
+
+    number: int
+    """From 1."""
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Parse `3/8`.
+
+        Raises:
+            ConfigError: no such part.
+        """
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        if match and 1 <= int(match[1]) <= int(match[2]):
+            return cls(int(match[1]), int(match[2]))
+        raise ConfigError(f"--shard: found {text!r}; expected a part and their number, from 1/8 to 8/8")
+
+    @property
+    def name(self) -> str:
+        """Its name in files."""
+        return f"{self.number}-of-{self.count}"
+
+    def of(self, packs: Sequence[Pack], separable: bool = False) -> list[Pack]:
+        """Return this part of a sweep's packs; the parts are disjoint and cover all trainings.
+
+        Args:
+            separable: whether packs may be divided, as with `run.pack: auto`.
+        """
+        atoms = [(run,) for pack in packs for run in pack.runs] if separable else [pack.runs for pack in packs]
+        groups = _sharing_stages(atoms)
+        if len(groups) < self.count:
+            groups = atoms
+        loads = [0] * self.count
+        mine: set[str] = set()
+        for load, group in sorted((-_stages(group), sorted(run.training_id for run in group)) for group in groups):
+            lightest = loads.index(min(loads))
+            loads[lightest] -= load
+            if lightest == self.number - 1:
+                mine.update(group)
+        parts = [Pack(tuple(run for run in pack.runs if run.training_id in mine)) for pack in packs]
+        return [part for part in parts if part.runs]
+
+
+def _lineages(run: Run) -> tuple[str, ...]:
+    try:
+        return run.trials[0].lineages()
+    except MissingData:  # the data is on other nodes
+        return (run.training_id,) * len(run.trials[0].tasks)
+
+
+def _stages(runs: Sequence[Run]) -> int:
+    """Count the stages to learn."""
+    return len({(lineage, position) for run in runs for position, lineage in enumerate(_lineages(run))})
+
+
+def _sharing_stages(atoms: Sequence[tuple[Run, ...]]) -> list[tuple[Run, ...]]:
+    """Join those that have a stage in common."""
+    groups: dict[int, list[tuple[Run, ...]]] = {}
+    group_of: dict[str, int] = {}
+    for number, atom in enumerate(atoms):
+        lineages = {lineage for run in atom for lineage in _lineages(run)}
+        joined = {group_of[lineage] for lineage in lineages if lineage in group_of}
+        groups[number] = [atom, *(other for group in joined for other in groups.pop(group))]
+        moved = (lineage for other in groups[number] for run in other for lineage in _lineages(run)) if joined else lineages
+        group_of |= dict.fromkeys(moved, number)
+    return [tuple(run for atom in group for run in atom) for group in groups.values()]
