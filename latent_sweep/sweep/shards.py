@@ -80,6 +80,8 @@ def _sharing_stages(atoms: Sequence[tuple[Run, ...]]) -> list[tuple[Run, ...]]:
         lineages = {lineage for run in atom for lineage in _lineages(run)}
         joined = {group_of[lineage] for lineage in lineages if lineage in group_of}
         groups[number] = [atom, *(other for group in joined for other in groups.pop(group))]
-        moved = (lineage for other in groups[number] for run in other for lineage in _lineages(run)) if joined else lineages
+        moved = (
+            (lineage for other in groups[number] for run in other for lineage in _lineages(run)) if joined else lineages
+        )
         group_of |= dict.fromkeys(moved, number)
     return [tuple(run for atom in group for run in atom) for group in groups.values()]
