@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from latent_sweep.errors import ConfigError, MissingData
 from latent_sweep.sweep.plan import Pack, Run
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """One part of a sweep."""
 
     number: int
     """From 1."""
-    count: int
+    total: int
 
     @classmethod
     def parse(cls, text: str) -> Shard:
@@ -37,7 +38,7 @@ class Shard(NamedTuple):
     @property
     def name(self) -> str:
         """Its name in files."""
-        return f"{self.number}-of-{self.count}"
+        return f"{self.number}-of-{self.total}"
 
     def of(self, packs: Sequence[Pack], separable: bool = False) -> list[Pack]:
         """Return this part of a sweep's packs; the parts are disjoint and cover all trainings.
@@ -45,11 +46,13 @@ class Shard(NamedTuple):
         Args:
             separable: whether packs may be divided, as with `run.pack: auto`.
         """
-        atoms = [(run,) for pack in packs for run in pack.runs] if separable else [pack.runs for pack in packs]
+        atoms = [pack.runs for pack in packs]
+        if separable:
+            atoms = [(run,) for runs in atoms for run in runs]
         groups = _sharing_stages(atoms)
-        if len(groups) < self.count:
+        if len(groups) < self.total:
             groups = atoms
-        loads = [0] * self.count
+        loads = [0] * self.total
         mine: set[str] = set()
         for load, group in sorted((-_stages(group), sorted(run.training_id for run in group)) for group in groups):
             lightest = loads.index(min(loads))
