@@ -80,25 +80,6 @@ def test_exact_match(prediction: str, references: list[str], expected: float) ->
     assert exact_match(prediction, references) == expected
 
 
-def test_rouge_by_hand() -> None:
-    # Stems: [the cat sat on the mat] and [the cat are sit on a mat]. In common: the, cat, on, mat, in the same order.
-    prediction, reference = "the cat sat on the mat", "The cats are sitting on a mat."
-    expected = 2 * (4 / 6) * (4 / 7) / (4 / 6 + 4 / 7)
-    assert rouge_l(prediction, [reference]) == pytest.approx(expected)
-    assert rouge_1(prediction, [reference]) == pytest.approx(expected)
-
-
-def test_rouge_l_needs_the_order_and_rouge_1_does_not() -> None:
-    assert rouge_1("alpha beta gamma", ["gamma beta alpha"]) == 1.0
-    assert rouge_l("alpha beta gamma", ["gamma beta alpha"]) == pytest.approx(1 / 3)
-
-
-def test_rouge_edges() -> None:
-    assert rouge_l("", ["something"]) == 0.0
-    assert rouge_l("running", ["runs"]) == 1.0  # stemming
-    assert rouge_l("Red!", ["blue", "red"]) == 1.0  # the best reference counts
-
-
 def test_score_rows_reference_policies() -> None:
     predictions = ["b", "c", "d"]
     references = [["a", "b"], ["c"], ["a", "b"]]
@@ -115,11 +96,8 @@ def test_score_rows_metric_names(metric: Metric, expected: float) -> None:
     assert scores.tolist() == [expected]
 
 
-def test_score_rows_without_rows_is_empty() -> None:
-    assert score_rows("rouge_l", [], [], "single_first").shape == (0,)
-
-
 def test_score_rows_refuses_inconsistent_lengths() -> None:
+    assert score_rows("rouge_l", [], [], "single_first").shape == (0,)
     with pytest.raises(ValueError, match="2 predictions but 1 "):
         score_rows("accuracy", ["a", "b"], [["a"]], "single_first")
     with pytest.raises(ValueError, match="references"):
@@ -136,18 +114,15 @@ def test_measures_by_hand() -> None:
     assert MATRIX.forgetting_scorer() == pytest.approx((0.2 - 0.1) / 2)
     assert MATRIX.backward_transfer() == pytest.approx((-0.2 + 0.1) / 2)
     assert MATRIX.mean_diagonal() == pytest.approx((0.9 + 0.8 + 0.6) / 3)
+    so_far = ScoreMatrix(MATRIX.tasks, MATRIX.rows[:2])
+    assert so_far.average_performance() == pytest.approx((0.5 + 0.8) / 2)
+    assert so_far.forgetting() == pytest.approx(0.4)
 
 
 def test_forgetting_looks_at_every_row_not_only_the_diagonal() -> None:
     peak_later = ScoreMatrix(("a", "b", "c"), ((0.2,), (0.8, 0.5), (0.3, 0.5, 0.5)))
     assert peak_later.forgetting() == pytest.approx((0.8 - 0.3) / 2)
     assert peak_later.backward_transfer() == pytest.approx((0.3 - 0.2) / 2)
-
-
-def test_measures_refer_to_the_rows_so_far() -> None:
-    so_far = ScoreMatrix(MATRIX.tasks, MATRIX.rows[:2])
-    assert so_far.average_performance() == pytest.approx((0.5 + 0.8) / 2)
-    assert so_far.forgetting() == pytest.approx(0.4)
 
 
 def test_one_task_forgets_nothing() -> None:
@@ -184,6 +159,7 @@ def test_scorer_counts_unseen_entries_as_zero() -> None:
         (("a", "a"), (), "'a', 'a'"),
         (("a", "b"), ((0.1,), (0.1, 48.6)), "row 1, task b: 48.6"),
         (("a",), ((-0.1,),), "row 0, task a"),
+        (("a",), ((1.0000001,),), "row 0, task a"),
         (("a",), ((float("nan"),),), "row 0, task a"),
         (("a",), ((None,),), "row 0, task a"),
     ],
@@ -193,7 +169,9 @@ def test_malformed_matrices_are_refused(tasks: tuple[str, ...], rows: Any, messa
         ScoreMatrix(tasks, rows)
 
 
-def test_empty_matrix_has_no_performance() -> None:
+@pytest.mark.parametrize("score", [0, 1, 0.0, 1.0])
+def test_scores_of_zero_and_one_are_fractions(score: float) -> None:
+    assert ScoreMatrix(("a",), ((score,),)).measures()["AP"] == score
     with pytest.raises(ValueError, match="score matrix"):
         ScoreMatrix(("a",), ()).average_performance()
 
@@ -257,6 +235,13 @@ def test_token_f1_is_that_of_squad() -> None:
         assert token_f1(prediction, [reference]) == pytest.approx(squad_f1(reference, prediction))
     assert token_f1("the cat", ["dog", "a cat", "cat food"]) == 1.0
     assert token_f1("cat food today", ["cat"]) == pytest.approx(2 * (1 / 3) / (1 / 3 + 1))
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_are_one_for_correct_answers(name: str) -> None:
+    right, inputs = "dogs and 12 mice now indeed", ["keep 7 cats , dogs and 12 mice now"]
+    assert score_rows(name, [right], [[right]], "single_first", inputs)[0] == pytest.approx(1.0)
+    assert takes_input(name) == (name == "sari")
 
 
 def test_edit_similarity_by_its_definition() -> None:
@@ -422,6 +407,7 @@ def test_rouge_equals_rouge_score_bit_for_bit() -> None:
         expected = scorer.score(target=reference, prediction=prediction)
         assert rouge_l(prediction, [reference]) == expected["rougeL"].fmeasure
         assert rouge_1(prediction, [reference]) == expected["rouge1"].fmeasure
+    assert rouge_l("Red!", ["blue", "red"]) == 1.0  # the best reference counts
 
 
 def test_quick_rouge_does_not_stem() -> None:
@@ -480,16 +466,6 @@ def test_properties_of_every_metric(metric: str, answer: str, reference: str) ->
     for form in ("NFC", "NFD"):
         assert score(unicodedata.normalize(form, answer), unicodedata.normalize(form, reference)) == actual
         assert score(answer, unicodedata.normalize(form, reference)) == actual
-
-
-def test_metrics_are_fractions_and_one_for_correct_answers() -> None:
-    for name in METRICS:
-        inputs = ["keep 7 cats , dogs and 12 mice now"]
-        right = "dogs and 12 mice now indeed"
-        assert score_rows(name, [right], [[right]], "single_first", inputs)[0] == pytest.approx(1.0), name
-        for prediction, reference in PAIRS:
-            assert 0 <= score_rows(name, [prediction], [[reference]], "max_over_refs", inputs)[0] <= 1, name
-        assert takes_input(name) == (name == "sari")
 
 
 PLUGIN = """

@@ -47,7 +47,8 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
             f"method {method.settings.name}: its snapshots are not LoRA adapters (a soft prompt follows the text here, "
             "but precedes it in peft); export it with `--to model` or `--to mlflow`"
         )
-    if not _blends_pairs(type(method)):
+    # how snapshots are combined must be defined, or inherited, where the pairs are
+    if not issubclass(defined_in(type(method), "low_rank_pairs"), defined_in(type(method), "combine")):
         raise ConfigError(
             f"method {method.settings.name}: it combines its snapshots in its own way, which peft adapters cannot; "
             "export it with `--to model` or `--to mlflow`"
@@ -59,11 +60,6 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
     if mode == "sum":
         return [Adapter(SUM, model.tasks, summed(pairs))]
     return [Adapter(name, (name,), own) for name, own in zip(model.tasks, pairs, strict=True)]
-
-
-def _blends_pairs(kind: type) -> bool:
-    """Return whether the class that defines the pairs also defines, or inherits, how they are combined."""
-    return issubclass(defined_in(kind, "low_rank_pairs"), defined_in(kind, "combine"))
 
 
 def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:

@@ -10,7 +10,8 @@ factors/        for a method whose adapters use factors of the backbone's weight
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,13 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
                 record.save(_record_path(path, task.spec.name, kind))
     if method.factored:
         digest = context.backbone.weights_digest
-        method.combine(
-            [content.learned[0].snapshot.tensors], torch.ones(1, 1)
-        )  # computes factors that do not exist yet
+        # computes factors that do not exist yet
+        method.combine([content.learned[0].snapshot.tensors], torch.ones(1, 1))
         for factors in kept_factors(digest, method.rank(), context.storage.folder / "factors"):
             write_file(path / "factors" / factors.name, factors.read_bytes())
     write_file(path / "README.md", model_card(content, context))
-    files = {name: file_digest(path / name) for name in _files(path)}
+    written = sorted(file for file in path.rglob("*") if file.is_file())
+    files = {str(file.relative_to(path)): file_digest(file) for file in written}
     write_checksummed_json(path / MODEL_FILE, _described(content) | {"files": files}, indent=1)
     return path
 
@@ -105,7 +106,7 @@ def is_model(folder: str | Path) -> bool:
 
 def _described(content: ModelContent) -> dict[str, Any]:
     """Convert a model to JSON, without paths of this machine except the backbone's."""
-    trial, origin = content.trial, content.origin
+    trial = content.trial
     settings = trial.settings.model_dump(mode="json")
     settings["benchmark"] |= {"data_dir": None, "name": trial.spec.name}
     tasks = [_without_source(task) for task in trial.spec.tasks]
@@ -128,13 +129,7 @@ def _described(content: ModelContent) -> dict[str, Any]:
             }
             for task in content.learned
         ],
-        "origin": {
-            "sweep": origin.sweep,
-            "trial_id": origin.trial_id,
-            "name": origin.name,
-            "scores": dict(origin.scores),
-            "measures": dict(origin.measures),
-        },
+        "origin": asdict(content.origin),
         "versions": versions.installed(),
     }
 
@@ -177,10 +172,6 @@ def _record_path(path: Path, task: str, kind: str) -> Path:
     return path / "router" / f"{task}.{kind}.safetensors"
 
 
-def _files(path: Path) -> Iterator[str]:
-    yield from sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-
-
 def _checked(path: Path) -> dict[str, Any]:
     """Read `model.json` and check every file against its digest."""
     file = path / MODEL_FILE
@@ -189,7 +180,10 @@ def _checked(path: Path) -> dict[str, Any]:
             f"{path}: found no {MODEL_FILE}; expected a model folder, as written by `latent-sweep export --to model`. "
             "Check the path"
         )
-    description = _checksummed_content(file)
+    try:
+        description = json.loads(file.read_bytes())["content"] if has_valid_checksum(file) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        description = None
     if not isinstance(description, dict) or not isinstance(description.get("files"), dict):
         raise StorageError(f"{file}: does not match its digest. Copy or export the model again")
     if description.get("format") != FORMAT:
@@ -197,18 +191,12 @@ def _checked(path: Path) -> dict[str, Any]:
             f"{file}: has format {description.get('format')!r:.20}; this version reads {FORMAT}. Export the model again"
         )
     for name, digest in description["files"].items():
-        member = path / name
-        if not member.resolve().is_relative_to(path):
+        part = path / name
+        if not part.resolve().is_relative_to(path):
             raise StorageError(f"{file}: names {name!r:.80}, outside the folder; expected files inside")
-        if not member.is_file():
-            raise StorageError(f"{member}: is missing. Copy or export the model again")
-        if name != "README.md" and file_digest(member) != digest:  # people edit the card
-            raise StorageError(f"{member}: does not match its digest. Copy or export the model again")
+        fault = None if part.is_file() else "is missing"
+        if fault is None and name != "README.md" and file_digest(part) != digest:  # people edit the card
+            fault = "does not match its digest"
+        if fault is not None:
+            raise StorageError(f"{part}: {fault}. Copy or export the model again")
     return description
-
-
-def _checksummed_content(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())["content"] if has_valid_checksum(file) else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None

@@ -59,6 +59,10 @@ class ScoreMatrix:
         """Return the mean over j of a[j, j]."""
         return float(self._lower().diagonal().mean())
 
+    def best_stages(self) -> list[int]:
+        """Return the first row with the best score of each task but the last."""
+        return [j + int(np.argmax([row[j] for row in self.rows[j:]])) for j in range(len(self.rows) - 1)]
+
     def measures(self) -> dict[str, float]:
         return {
             "AP": self.average_performance(),

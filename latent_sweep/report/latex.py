@@ -51,7 +51,7 @@ def _float(section: Section, table: Table, name: str) -> str:
         [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{{_text(_capital(caption))}.}}",
+            rf"\caption{{{_text(caption[:1].upper() + caption[1:])}.}}",
             rf"\label{{tab:{label}}}",
             r"\small",
             rf"\resizebox{{{_FITTING}}}{{!}}{{%",
@@ -141,7 +141,3 @@ def _escaped(text: str) -> str:
 def _sentence(note: str) -> str:
     text = _text(note)
     return text if text.endswith(".") else f"{text}."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -211,10 +211,7 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
 
 def forgetting_by_task(matrices: Sequence[ScoreMatrix]) -> Array:
     """Return the best score minus the last one of each task but the last (the terms of FM), averaged over trials."""
-    terms = []
-    for matrix in matrices:
-        last = matrix.rows[-1]
-        terms.append([max(row[j] for row in matrix.rows[j:]) - last[j] for j in range(len(last) - 1)])
+    terms = [[m.rows[best][j] - m.rows[-1][j] for j, best in enumerate(m.best_stages())] for m in matrices]
     return np.mean(terms, axis=0)
 
 

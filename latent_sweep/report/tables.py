@@ -70,7 +70,7 @@ def sections(summary: Summary) -> list[Section]:
     ]
     lists = {
         "tuned": ("Selected by tuning, by AP on held-out training examples", summary.tuned),
-        "ended": ("Ended early", ended_lines(summary)),
+        "ended": ("Ended early", summary.ended_lines),
         "again": ("Restarted", summary.restarted_lines),
         "compute": ("Compute used", [items_text(summary.compute_used)] if summary.compute_used else []),
         "alike": (NOT_ALIKE, list(mixed_lines(summary))),
@@ -529,11 +529,11 @@ def _constants(summary: Summary) -> Iterator[tuple[str, Mapping[str, float]]]:
     for one in summary.configurations:
         if one.constants:
             groups.setdefault(tuple(one.constants.items()), []).append(one)
-    for scores, members in groups.items():
+    for scores, group in groups.items():
         common = {
             axis: value
-            for axis, value in members[0].values.items()
-            if len(groups) > 1 and all(one.values[axis] == value for one in members)
+            for axis, value in group[0].values.items()
+            if len(groups) > 1 and all(one.values[axis] == value for one in group)
         }
         yield f"constant{f' ({label(common)})' if common else ''}", dict(scores)
 
@@ -574,7 +574,3 @@ def mixed_lines(summary: Summary) -> Iterator[str]:
 def _counted(trials: Sequence[str], most: int = 4) -> str:
     listed = ", ".join([*trials[:most], *(["..."] if len(trials) > most else [])])
     return f"{len(trials)} trial{'s' if len(trials) > 1 else ''}: {listed}"
-
-
-def ended_lines(summary: Summary) -> list[str]:
-    return [f"{label(end.values)} {end.status}: {end.reason}" for end in summary.ended_early]

@@ -112,9 +112,9 @@ def _grouped(
     groups: dict[Repeat, list[Outcomes]] = {}
     for key, outcomes in trials.items():
         groups.setdefault(tuple(key[index] for index in common), []).append(outcomes)
-    for key, members in groups.items():
-        finished = [outcomes[measure] for outcomes in members if outcomes is not None and measure in outcomes]
-        if len(finished) == len(members):
+    for key, group in groups.items():
+        finished = [outcomes[measure] for outcomes in group if outcomes is not None and measure in outcomes]
+        if len(finished) == len(group):
             yield key, finished
 
 

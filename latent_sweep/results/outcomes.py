@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.errors import StorageError
-from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.results.definition import Measure
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.journal import final_metrics
@@ -65,7 +64,9 @@ def outcomes(trial: TrialResults) -> dict[Measure, Outcome]:
         rows["AP"] = {task: own.scores for task, own in last.items()}
         if by_stage := _by_stage(trial, last):
             rows["LA"] = {task: by_stage[seen, task] for seen, task in enumerate(matrix.tasks, start=1)}
-            best = {task: by_stage[seen, task] for task, seen in _best_stages(matrix).items()}
+            best = {
+                task: by_stage[row + 1, task] for task, row in zip(matrix.tasks, matrix.best_stages(), strict=False)
+            }
             rows["BWT"] = {task: rows["AP"][task] - rows["LA"][task] for task in best}
             rows["FM"] = {task: best[task] - rows["AP"][task] for task in best}
     return {measure: Outcome(values[measure], _with_ids(rows.get(measure), last)) for measure in trial.measures}
@@ -89,12 +90,3 @@ def _with_ids(rows: Mapping[str, Scores] | None, last: Mapping[str, RowScores] |
     if not rows or last is None:
         return None
     return {task: RowScores(last[task].ids, scores) for task, scores in rows.items()}
-
-
-def _best_stages(matrix: ScoreMatrix) -> dict[str, int]:
-    """Return the tasks seen at the first stage with the best score of each task but the last."""
-    best = {}
-    for position, task in enumerate(matrix.tasks[:-1]):
-        scores = [row[position] for row in matrix.rows[position:]]
-        best[task] = position + scores.index(max(scores)) + 1
-    return best

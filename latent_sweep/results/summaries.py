@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
@@ -114,26 +114,43 @@ class Configuration:
         return len(self.finished_ids)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cost:
-    """The time that the stages of a sweep have taken; time shared by a pack's runs counts once."""
+    """The time that the stages of a sweep have taken; time shared by a pack's runs, or by trials, counts once."""
 
-    seconds_learning: float
-    seconds_answering: float
-    learned: int
-    reused: int
+    learning: dict[str, float] = field(default_factory=dict)
+    """Seconds by lineage."""
+    seconds_answering: float = 0.0
+    reused: int = 0
     """Stages found in the storage, or shared by trials of one training."""
-    generated_share: float | None
-    """Share of the requested answers that were generated."""
+    generated: float = 0.0
+    asked: float = 0.0
+    """Answers."""
 
+    def add(self, trial: TrialResults) -> None:
+        for stage in trial.stages:
+            metrics = stage.metrics
+            self.seconds_answering += metrics.get("seconds_eval", 0.0)
+            if stage.reused or stage.lineage in self.learning:
+                self.reused += 1
+            else:
+                self.learning[stage.lineage] = metrics.get("seconds_train", 0.0)
+            if "answers_asked" in metrics:
+                self.generated += metrics["generated_share"] * metrics["answers_asked"]
+                self.asked += metrics["answers_asked"]
 
-@dataclass(frozen=True)
-class Ended:
-    """A trial that ended without finishing."""
+    @property
+    def learned(self) -> int:
+        return len(self.learning)
 
-    values: Mapping[str, Any]
-    status: Literal[Status, "interrupted"]
-    reason: str
+    @property
+    def seconds_learning(self) -> float:
+        return sum(self.learning.values())
+
+    @property
+    def generated_share(self) -> float | None:
+        """Share of the requested answers that were generated."""
+        return self.generated / self.asked if self.asked else None
 
 
 @dataclass(frozen=True)
@@ -148,7 +165,8 @@ class Summary:
     repeats: tuple[str, ...]
     """Short names of the axes that repeat a configuration, the seed first."""
     configurations: tuple[Configuration, ...]
-    ended_early: tuple[Ended, ...]
+    ended_lines: tuple[str, ...]
+    """A line for each trial that ended without finishing."""
     restarted_lines: tuple[str, ...]
     """A line for each restarted trial."""
     mixed: Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -256,7 +274,7 @@ def summarize_all(
     )
     if baseline:
         by_repeat = [
-            [_outcomes(sweep, members, repeats) for members in groups]
+            [_outcomes(sweep, group, repeats) for group in groups]
             for sweep, (_, groups, repeats) in zip(sweeps, read, strict=True)
         ]
         summaries = _compared(summaries, by_repeat, baseline)
@@ -272,27 +290,24 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     columns = {axis: name for axis, name in names.items() if axis not in repeats}
     driven = driven_since(sweep) is not None  # first: journals end before the lease does
-    costs, at_work = _Costs(), list[AtWork]()
+    cost, at_work = Cost(), list[AtWork]()
     trials: dict[str, TrialSummary] = {}
     for folder in sweep:  # one journal at a time: there may be thousands
         trial = TrialResults(sweep, folder)
         trials[folder.trial_id] = _trial_summary(trial)
-        costs.add(trial)
+        cost.add(trial)
         at_work += held_at_work(trial.events)
     tuning = read_tuning(sweep) or []
-    groups = [[trials[folder.trial_id] for folder in members] for members in _groups(sweep, columns)]
+    groups = [[trials[folder.trial_id] for folder in group] for group in _groups(sweep, columns)]
     summary = Summary(
         name=sweep.name,
         axes=tuple(columns.values()),
         paths={name: axis for axis, name in columns.items()},
         repeats=tuple(names.get(axis, axis) for axis in repeats),
-        configurations=tuple(_configuration(members, columns) for members in groups),
-        ended_early=tuple(
-            Ended(
-                {names[axis]: each.folder.values[axis] for axis in sweep.axes},
-                "interrupted" if each.status == "running" else each.status,
-                each.reason,
-            )
+        configurations=tuple(_configuration(group, columns) for group in groups),
+        ended_lines=tuple(
+            f"{label({names[axis]: each.folder.values[axis] for axis in sweep.axes})} "
+            f"{'interrupted' if each.status == 'running' else each.status}: {each.reason}"
             for each in trials.values()
             if each.status in ("failed", "stopped") or (each.status == "running" and each.reason and not driven)
         ),
@@ -303,7 +318,7 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
         counts=Counter(each.status for each in trials.values()),
         driven=driven,
         latest=max((each.latest for each in trials.values()), default=0.0),
-        cost=costs.total(),
+        cost=cost,
         compute_used=compute_used(sweep, at_work),
     )
     return summary, groups, repeats
@@ -346,9 +361,9 @@ def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
     return _groups(sweep, _columns(sweep))
 
 
-def summarize_one(sweep: SweepFolder, members: Sequence[TrialFolder]) -> Configuration:
+def summarize_one(sweep: SweepFolder, group: Sequence[TrialFolder]) -> Configuration:
     """Summarize one of the `repetitions`, reading only its journals."""
-    return _configuration([_trial_summary(TrialResults(sweep, folder)) for folder in members], _columns(sweep))
+    return _configuration([_trial_summary(TrialResults(sweep, folder)) for folder in group], _columns(sweep))
 
 
 def _columns(sweep: SweepFolder) -> dict[str, str]:
@@ -464,9 +479,9 @@ def _restart_line(events: Sequence[Event]) -> str:
     return f"started again after {', '.join(reasons)}" + (f"; now {', '.join(now)}" if now else "")
 
 
-def _configuration(members: Sequence[TrialSummary], columns: Mapping[str, str]) -> Configuration:
-    first, read = members[0].folder, values_read(members[0].folder)
-    finished = [each for each in members if each.status == "finished"]
+def _configuration(group: Sequence[TrialSummary], columns: Mapping[str, str]) -> Configuration:
+    first, read = group[0].folder, values_read(group[0].folder)
+    finished = [each for each in group if each.status == "finished"]
     matrices = tuple(each.matrix for each in finished if each.matrix is not None)
     final_scores = [dict(zip(matrix.tasks, matrix.rows[-1], strict=True)) for matrix in matrices]
     tasks = dict.fromkeys(task for scores in final_scores for task in scores)
@@ -477,11 +492,11 @@ def _configuration(members: Sequence[TrialSummary], columns: Mapping[str, str]) 
     return Configuration(
         values={name: first.values[axis] for axis, name in columns.items()},
         read={name: read[axis] for axis, name in columns.items()},
-        trial_ids=tuple(each.folder.trial_id for each in members),
+        trial_ids=tuple(each.folder.trial_id for each in group),
         settings={
             path: value
             for path, value in first.params.items()
-            if all(each.folder.params.get(path) == value for each in members)
+            if all(each.folder.params.get(path) == value for each in group)
         },
         n_tasks=first.n_tasks,
         finished_ids=tuple(each.folder.trial_id for each in finished),
@@ -490,18 +505,18 @@ def _configuration(members: Sequence[TrialSummary], columns: Mapping[str, str]) 
         average_performance=statistic("AP"),
         learning_accuracy=statistic("LA"),
         forgetting=statistic("FM"),
-        trainable_parameters=_distinct(number for each in members for number in each.trainable_parameters),
-        learning_rates=_distinct(each.folder.params.get("training.learning_rate") for each in members),
-        steps=_distinct(number for each in members for number in each.steps),
+        trainable_parameters=_distinct(number for each in group for number in each.trainable_parameters),
+        learning_rates=_distinct(each.folder.params.get("training.learning_rate") for each in group),
+        steps=_distinct(number for each in group for number in each.steps),
         task_scores=_statistics(tasks, final_scores),
         constants={task: score for each in finished for task, score in each.constants.items()},
         router=_statistics([metric.metric for metric in ROUTING_METRICS], [each.router for each in finished]),
         computed_with=_values_by_name(
-            (name, value) for each in members for name, values in each.computed_with.items() for value in values
+            (name, value) for each in group for name, values in each.computed_with.items() for value in values
         ),
-        n_stopped=sum(each.status == "stopped" for each in members),
-        n_failed=sum(each.status == "failed" for each in members),
-        learns_in_turn=all(each.learns_in_turn for each in members),
+        n_stopped=sum(each.status == "stopped" for each in group),
+        n_failed=sum(each.status == "failed" for each in group),
+        learns_in_turn=all(each.learns_in_turn for each in group),
         matrices=matrices,
     )
 
@@ -510,37 +525,6 @@ def _statistics(names: Iterable[str], values: Sequence[Mapping[str, float]]) -> 
     """Return the statistic of each name over the trials that have a value."""
     by_name = {name: Statistic.of([each[name] for each in values if name in each]) for name in names}
     return {name: statistic for name, statistic in by_name.items() if statistic is not None}
-
-
-class _Costs:
-    """Sums the costs of trials; learning a stage that several share counts once."""
-
-    def __init__(self) -> None:
-        self._learning: dict[str, float] = {}
-        """Seconds by lineage."""
-        self._answering, self._reused, self._generated, self._asked = 0.0, 0, 0.0, 0.0
-
-    def add(self, trial: TrialResults) -> None:
-        for stage in trial.stages:
-            metrics = stage.metrics
-            self._answering += metrics.get("seconds_eval", 0.0)
-            if stage.reused or stage.lineage in self._learning:
-                self._reused += 1
-            else:
-                self._learning[stage.lineage] = metrics.get("seconds_train", 0.0)
-            if "answers_asked" in metrics:
-                asked = metrics["answers_asked"]
-                self._generated += metrics["generated_share"] * asked
-                self._asked += asked
-
-    def total(self) -> Cost:
-        return Cost(
-            seconds_learning=sum(self._learning.values()),
-            seconds_answering=self._answering,
-            learned=len(self._learning),
-            reused=self._reused,
-            generated_share=self._generated / self._asked if self._asked else None,
-        )
 
 
 def _compared(
@@ -566,13 +550,13 @@ def _compared(
     ]
 
 
-def _outcomes(sweep: SweepFolder, members: Sequence[TrialSummary], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
+def _outcomes(sweep: SweepFolder, group: Sequence[TrialSummary], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
     """Return the outcomes of trials, None if unfinished, by their values on repeating axes."""
     return {
         tuple(_repeat(one.folder, axis) for axis in repeats): outcomes(TrialResults(sweep, one.folder))
         if one.status == "finished"
         else None
-        for one in members
+        for one in group
     }
 
 

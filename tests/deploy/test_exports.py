@@ -258,9 +258,6 @@ def test_merging_needs_an_unambiguous_adapter(opened, tmp_path, name, task, mess
     assert not (tmp_path / "merged").exists()
 
 
-# --- the commands ----------------------------------------------------------------------------------------------------
-
-
 def test_export_and_ask_from_a_terminal(sweeps, tmp_path, capsys):
     sweep, model, merged = str(sweeps["tiny-t5"]), str(tmp_path / "model"), str(tmp_path / "merged")
     assert main(["export", sweep, "method=latent_lora", "--to", "model", model]) == 0

@@ -127,9 +127,6 @@ def files_of(folder):
     return [(path, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
-# --- answering -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_machine
 @pytest.mark.parametrize("name", ["latent_lora", "gain_lora"])
 def test_it_answers_and_learns_as_its_trial(some, tmp_path, name):
@@ -285,9 +282,6 @@ def test_another_process_needs_neither_ray_nor_mlflow(mixed, tmp_path):
     model.close()
 
 
-# --- learning --------------------------------------------------------------------------------------------------------
-
-
 def test_learning_a_task_from_the_callers_rows(mixed, tmp_path):
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     model.save(tmp_path / "model")
@@ -345,9 +339,6 @@ def test_unlearnable_tasks_are_refused(mixed, task, more, error, message):
         model.learn(task, **more)
     assert model.tasks == tuple(TASKS)
     model.close()
-
-
-# --- selecting a trial, and refusals --------------------------------------------------------------------------
 
 
 def test_the_best_trial_and_others_by_id_prefix_and_name(mixed):

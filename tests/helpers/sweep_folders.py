@@ -162,6 +162,23 @@ def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:
     finish(trial, average, forgetting)
 
 
+def finished_sweep(
+    storage: Path, axes: dict[str, list[Any]], averages: Sequence[float | None], forgetting: float = 0.0, **named: Any
+) -> SweepFolder:
+    """Write a sweep whose first trials have finished with these AP; None is a trial that has not run."""
+    sweep = write_sweep(storage, axes, **named)
+    for trial, average in zip(sweep, averages, strict=False):
+        if average is not None:
+            run_to_end(trial, average, forgetting)
+    return sweep
+
+
+def stop(trial: TrialFolder) -> None:
+    """Stop a trial after its first task, as a scheduler does."""
+    start(trial)
+    trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+
+
 def run_copies(sweep: SweepFolder, n_tasks: int, trials: list[TrialFolder] | None = None) -> None:
     """Write identical complete trials with this many tasks, like those of a real run.
 

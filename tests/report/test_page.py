@@ -9,10 +9,9 @@ from html.parser import HTMLParser
 from urllib.parse import unquote
 
 import pytest
-from helpers.sweep_folders import run_to_end, start, write_sweep
+from helpers.sweep_folders import finished_sweep, run_to_end, start, write_sweep
 
 from latent_sweep.cli.main import main
-from latent_sweep.errors import ConfigError
 from latent_sweep.report import report
 from latent_sweep.report.page import _extreme_trial, _facts, all_pictures, render_page
 from latent_sweep.report.pictures import sweep_pictures
@@ -24,9 +23,9 @@ from latent_sweep.storage.folders import open_sweep
 
 @pytest.fixture
 def sweep(tmp_path):
-    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
-    for trial, average in zip(sweep, (0.40, 0.44, 0.52, 0.54), strict=True):
-        run_to_end(trial, average, 0.10)
+    sweep = finished_sweep(
+        tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}, (0.40, 0.44, 0.52, 0.54), forgetting=0.10
+    )
     return sweep
 
 
@@ -64,33 +63,13 @@ def test_a_page_is_self_contained(sweep):
     assert len(anchors) >= 3 and set(anchors) <= set(page.ids)
     assert "default-src 'none'" in text
     assert not re.search(r"url\(|@import|<script src", text)
-
-
-def test_the_table_has_the_reports_numbers(sweep):
-    cells = Page(render_page([sweep])).cells
-    first = cells.index("0.0")
-    assert cells[first : first + 5] == ["0.0", "2", "42.00 ± 2.83", "42.00 ± 2.83", "10.00 ± 0.00"]
-    assert "53.00 ± 1.41" in cells
-
-
-def test_a_page_has_the_settings(sweep):
-    text = html.unescape(render_page([sweep]))
-    assert "method.ortho_lambda: 0.0, 0.1; seed: 0, 1" in text
-    assert "method.name latent_lora" in text
+    first = page.cells.index("0.0")
+    assert page.cells[first : first + 5] == ["0.0", "2", "42.00 ± 2.83", "42.00 ± 2.83", "10.00 ± 0.00"]
+    sizes = re.findall(r'data-size="([^"]*)"', text)
+    assert sizes and all(isinstance(json.loads(size), (int, float)) for size in sizes)
+    text = html.unescape(text)
+    assert "method.ortho_lambda: 0.0, 0.1; seed: 0, 1" in text and "method.name latent_lora" in text
     assert "12 learned, 0 shared" in text
-
-
-def test_several_sweeps_are_compared(sweep, tmp_path):
-    other = write_sweep(tmp_path, {"seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
-    run_to_end(next(iter(other)), 0.48, 0.0)
-    cells = Page(render_page([sweep, other])).cells
-    assert [cells[i : i + 2] for i in (0, 8, 16)] == [["lambda", "0.1"], ["other", "0.0"], ["lambda", "0.0"]]
-
-
-def test_an_unfinished_sweep_has_a_page(tmp_path):
-    sweep = write_sweep(tmp_path, {"seed": [0, 1]})
-    start(next(iter(sweep)))
-    assert "2 trials (1 interrupted, 1 pending)" in render_page([sweep])
 
 
 def test_names_are_escaped(tmp_path):
@@ -117,8 +96,8 @@ def test_the_command_writes_the_page_into_the_sweeps_folder(sweep, tmp_path, cap
 
 @pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
 def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
-    other = write_sweep(tmp_path, {"router.combine": ["soft"], "seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
-    run_to_end(next(iter(other)), 0.48, 0.0)
+    axes = {"router.combine": ["soft"], "seed": [0]}
+    other = finished_sweep(tmp_path, axes, [0.48], name="other", sweep_id="0ther0ther0ther0")
     assert main(["report", str(sweep.path), str(other.path), "--format", format]) == 0
     text = capsys.readouterr().out
     if format == "csv":
@@ -344,14 +323,9 @@ def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
     assert "benchmark.order 1" in facts["the same for all"]
 
 
-def test_figures_are_written_into_the_sweeps_folder(sweep, capsys):
-    assert main(["figures", str(sweep.path)]) == 0
-    assert "4 pictures as PDF and PNG in" in capsys.readouterr().out
-    assert (sweep.path / "figures" / "matrices.pdf").exists()
-
-
-def test_figures_of_an_earlier_call_are_removed(sweep):
+def test_figures_of_an_earlier_call_are_removed(sweep, capsys):
     assert main(["figures", str(sweep.path), "--baseline", "lambda=0.0"]) == 0
+    assert "5 pictures as PDF and PNG in" in capsys.readouterr().out
     folder = sweep.path / "figures"
     assert (folder / "differences.pdf").exists()
     (folder / "mine.pdf").write_bytes(b"of another hand")
@@ -359,13 +333,3 @@ def test_figures_of_an_earlier_call_are_removed(sweep):
     listed = set(re.findall("^- `(.+?)`", (folder / "README.md").read_text(), re.MULTILINE))
     assert {path.stem for path in folder.iterdir()} == listed | {"README", "mine"}
     assert "differences" not in listed
-
-
-def test_an_unknown_axis_is_refused(sweep):
-    with pytest.raises(ConfigError, match="one of the sweep's axes"):
-        render_page([sweep], over=["rank"])
-
-
-def test_sizes_are_numbers(sweep):
-    sizes = re.findall(r'data-size="([^"]*)"', render_page([sweep]))
-    assert sizes and all(isinstance(json.loads(size), (int, float)) for size in sizes)

@@ -5,11 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from helpers.sweep_folders import TASKS, finish, learn, run_to_end, start, write_sweep
+from helpers.sweep_folders import TASKS, finish, finished_sweep, learn, run_to_end, start, write_sweep
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
-from latent_sweep.cli.main import main
 from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.report.export import export_pictures
 from latent_sweep.report.pictures import (
@@ -50,6 +49,8 @@ def test_pictures_have_their_data(sweep):
     interaction = found["lambda_and_K"].figure.axes[0].images[0].get_array()
     last = 0.3 + 0.02 * np.arange(12).reshape(2, 3, 2).mean(2)  # (lambda, K), a mean over seeds
     np.testing.assert_allclose(interaction, (100 * (1.2 + last) / 3).T)
+    for picture in found.values():
+        assert_legible(picture)
 
 
 def test_lines_over_the_tasks_seen(sweep):
@@ -86,9 +87,7 @@ def test_the_x_axis_is_symlog_for_decades_and_zero(tmp_path, x_values, scale):
 
 def test_bands_stay_between_0_and_100_per_cent(tmp_path):
     """Means of 95 and 5 with deviations of 7."""
-    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
-    for trial, average in zip(sweep, (0.9, 1.0, 0.0, 0.1), strict=True):
-        run_to_end(trial, average, 0.0)
+    sweep = finished_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}, (0.9, 1.0, 0.0, 0.1))
     found = pictures_of(sweep)
     heights = np.concatenate(
         [
@@ -143,11 +142,6 @@ def assert_legible(picture):
     box, (width, height) = figure.get_tightbbox(figure.canvas.get_renderer()), figure.get_size_inches()
     assert min(box.x0, box.y0) >= -0.01 and box.x1 <= width + 0.01 and box.y1 <= height + 0.01, (picture.name, box)
     assert all(text.get_fontsize() >= 5 for text in figure.findobj(Text) if text.get_text())
-
-
-def test_pictures_of_a_small_sweep_are_legible(sweep):
-    for picture in pictures_of(sweep).values():
-        assert_legible(picture)
 
 
 def test_270_configurations_are_legible(tmp_path):
@@ -207,9 +201,9 @@ def test_forgetting_counts_other_streams_left_out(tmp_path, monkeypatch):
 
 def test_equal_configurations_are_drawn_once(tmp_path):
     """Like soft and hard routing with a certain router; one different seed is a difference."""
-    sweep = write_sweep(tmp_path, {"router.combine": ["soft", "hard", "oracle"], "seed": [0, 1]})
-    for trial, average in zip(sweep, (0.5, 0.6, 0.5, 0.6, 0.5, 0.7), strict=True):
-        run_to_end(trial, average, 0.0)
+    sweep = finished_sweep(
+        tmp_path, {"router.combine": ["soft", "hard", "oracle"], "seed": [0, 1]}, (0.5, 0.6, 0.5, 0.6, 0.5, 0.7)
+    )
     found = pictures_of(sweep)
     for name in ("over_tasks", "forgetting", "matrices"):
         assert found[name].caption.endswith(": combine=soft, combine=hard")
@@ -281,10 +275,3 @@ def test_differences_of_many_configurations_are_legible(tmp_path):
     assert len(found["differences"].figure.axes[0].get_yticks()) == ROWS
     assert f"the {ROWS} with the highest AP of 99" in found["differences"].caption
     assert found["matrices"].caption.count(" and 46 more") == 2
-
-
-def test_the_figures_command_draws_differences(sweep, tmp_path, capsys):
-    assert main(["figures", str(sweep.path), "--output", str(tmp_path / "out"), "--baseline", "lambda=0.0 K=1"]) == 0
-    assert (tmp_path / "out" / "differences.pdf").is_file()
-    assert main(["figures", str(sweep.path), "--output", str(tmp_path / "out"), "--over", "nothing"]) == 2
-    assert "found 'nothing'" in capsys.readouterr().err

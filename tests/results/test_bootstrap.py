@@ -74,14 +74,10 @@ def test_the_interval_equals_that_of_loops():
 
 def test_blocks_change_only_the_draws(monkeypatch):
     repetitions = [{"a": np.random.default_rng(r).normal(size=30)} for r in range(3)]
+    assert (means_of(repetitions) == means_of(repetitions)).all(), "the same draws"
     whole = percentile_interval(means_of(repetitions))
     monkeypatch.setattr(bootstrap, "_MOST_DRAWS", 1_000)
     assert percentile_interval(means_of(repetitions)) == pytest.approx(whole, abs=0.03)
-
-
-def test_the_same_numbers_give_the_same_interval():
-    repetitions = [{"a": np.random.default_rng(r).normal(size=30)} for r in range(3)]
-    assert (means_of(repetitions) == means_of(repetitions)).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from helpers.buckets import WholeFiles
 from helpers.patience import PATIENCE
-from helpers.sweep_folders import journal_of, learn, run_to_end, start, write_sweep
+from helpers.sweep_folders import TASKS, finished_sweep, journal_of, learn, run_to_end, start, write_sweep
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write
 from matplotlib import image
 from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -57,9 +57,6 @@ def sweep(tmp_path):
 
 def dtypes(frame):
     return {name: str(dtype) for name, dtype in frame.dtypes.items()}
-
-
-# --- a sweep in every state ------------------------------------------------------------------------------------------
 
 
 def test_every_trial_has_a_row(sweep):
@@ -137,9 +134,6 @@ def test_the_matrix_is_empty_above_its_diagonal(sweep):
     assert nothing.shape == (0, 0) and (nothing.index.name, nothing.columns.name) == ("after_task", "task")
 
 
-# --- types -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["trials", "stages", "scores", "answers"])
 def test_columns_and_types_follow_the_docstring(sweep, finished, tmp_path, kind):
     documented = dict(re.findall(r"^ +(\w+) \(([^)]+)\): ", getattr(SweepResults, kind).__doc__, re.MULTILINE))
@@ -174,9 +168,6 @@ def test_an_axis_has_the_type_of_its_values(tmp_path, values, dtype):
     found = SweepResults(write_sweep(tmp_path, {"method.choice": values})).trials()["choice"]
     assert str(found.dtype) == dtype
     assert [None if value is pd.NA else value for value in found] == values
-
-
-# --- which trial, which task -----------------------------------------------------------------------------------------
 
 
 def test_trials_by_id_prefix_or_settings(sweep):
@@ -222,33 +213,17 @@ def test_an_unknown_task_is_refused(sweep):
     assert sweep.answers(task="sentiment", trial="trial0005").empty  # pending: its tasks are not known
 
 
-def test_a_folder_without_a_sweep_is_refused(tmp_path):
-    with pytest.raises(
-        StorageError, match=r"nowhere: found no sweep.json; expected the folder of a sweep.*check the path"
-    ):
-        open_sweep(tmp_path / "nowhere")
-
-
 def test_undefined_measures_are_missing(tmp_path):
     """Every stage has the same snapshot, as in joint training."""
-    folder = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
-    (trial,) = folder
+    (trial,) = folder = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
+    metrics = {"AP": 0.5, "FM": 0.0, "BWT": 0.0, "FM_scorer": 0.0}
     for seen in (1, 2, 3):
-        learn_nothing_new(trial, seen)
+        told = {"tasks_seen": seen, "task": TASKS[seen - 1], "lineage": "first", "reused": False}
+        journal_of(trial).append("stage", **told, scores=dict.fromkeys(TASKS[:seen], 0.5), metrics=metrics)
     found = SweepResults(folder)
     assert found.trials()[["FM", "LA", "BWT"]].isna().all(axis=None)
     assert found.stages()[["FM", "BWT", "FM_scorer"]].iloc[-1].isna().all()
     assert found.trials()["AP"].tolist() == [0.5]
-
-
-def learn_nothing_new(trial, seen):
-    tasks = ["sentiment", "summary", "intent"][:seen]
-    metrics = {"AP": 0.5, "FM": 0.0, "BWT": 0.0, "FM_scorer": 0.0}
-    told = {"tasks_seen": seen, "task": tasks[-1], "lineage": "first", "reused": False}
-    journal_of(trial).append("stage", **told, scores=dict.fromkeys(tasks, 0.5), metrics=metrics)
-
-
-# --- a sweep that was run --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -395,11 +370,9 @@ def test_frames_from_an_object_store(finished, tmp_path, monkeypatch):
     here, there = open_sweep(finished / "runs" / "tiny"), open_sweep("s3://bucket/runs/tiny")
     for kind in ("trials", "stages", "scores", "answers"):
         pd.testing.assert_frame_equal(getattr(there, kind)(), getattr(here, kind)())
-    with pytest.raises(StorageError, match=r"s3://bucket/runs, sweep tinny: found no sweep\.json"):
-        open_sweep("s3://bucket/runs/tinny")
-
-
-# --- what is imported ------------------------------------------------------------------------------------------------
+    for missing in ("s3://bucket/runs/tinny", tmp_path / "nowhere"):
+        with pytest.raises(StorageError, match=r"found no sweep\.json"):
+            open_sweep(missing)
 
 
 def in_a_fresh_process(code, *arguments, **options):
@@ -431,9 +404,6 @@ def test_reading_results_needs_no_torch(ran, finished):
     )
     assert "pandas" in found
     assert not {"torch", "ray", "mlflow", "transformers", "deepspeed"} & set(found)
-
-
-# --- the script in the README ----------------------------------------------------------------------------------------
 
 
 PROBE = """
@@ -486,9 +456,7 @@ def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
 @pytest.mark.parametrize("seeds", [[0], [0, 1, 2]])
 def test_the_readmes_script_takes_a_sweep_of_seeds_alone(tmp_path, seeds):
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    folder = write_sweep(tmp_path / "runs", {"seed": seeds}, name="quickstart")
-    for trial, average in zip(folder, (0.4, 0.5, 0.6), strict=False):
-        run_to_end(trial, average, 0.1)
+    folder = finished_sweep(tmp_path / "runs", {"seed": seeds}, (0.4, 0.5, 0.6), forgetting=0.1, name="quickstart")
     assert SweepResults(folder).configuration == ["sweep"]
     printed = in_a_fresh_process(script, cwd=tmp_path, env=os.environ | {"MPLBACKEND": "agg"})
     row = printed.strip().splitlines()[-1].split()

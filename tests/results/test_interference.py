@@ -34,9 +34,6 @@ R = source.normal(size=(T, M, r, r))
 S = np.sort(source.uniform(0.5, 3, size=(M, r)))[:, ::-1].copy()
 
 
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("side", ["out", "in", "none"])
 def test_overlaps_equal_the_penalty(side):
     found = overlaps(weighted(R, S, side))
@@ -95,8 +92,6 @@ def test_directions_reach_the_largest_and_never_the_bound():
         assert 0.9 * found.largest[pair] <= reached <= found.largest[pair] <= found.bound[pair] * (1 + 1e-12)
         assert found.typical[pair] == pytest.approx(np.sqrt(np.square(products).mean(1)).mean(), rel=0.05)
 
-
-# --- sweeps ----------------------------------------------------------------------------------------------------------
 
 LATENT = tiny(search={"method.ortho_lambda": [1e-5, 0.0], "router.combine": ["soft", "sum"], "seed": [0]})
 PAIRS = tiny(name="pairs", search={"seed": [0]}, trial__method={"name": "o_lora", "rank": 4}, trial__training__epochs=1)

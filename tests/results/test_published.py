@@ -1,7 +1,7 @@
 """The paper's numbers next to those of a sweep."""
 
 import pytest
-from helpers.sweep_folders import run_to_end, write_sweep
+from helpers.sweep_folders import finished_sweep, run_to_end, write_sweep
 
 from latent_sweep.report import report
 from latent_sweep.results import summaries
@@ -38,10 +38,7 @@ def test_configurations_and_their_cells(changes, expected):
     found = find_published(T5 | {"benchmark.name": STREAMS[order]} | changes, 15)
     numbers = None if found is None else (found.table, 100 * found.average_performance, 100 * found.forgetting)
     assert numbers == (None if expected is None else pytest.approx(expected))
-
-
-def test_five_tasks_have_no_cell():
-    assert find_published(T5 | {"benchmark.name": "superni"}, 5) is None
+    assert find_published(T5 | {"benchmark.name": STREAMS[order]} | changes, 5) is None
 
 
 def test_all_cells_are_stored():
@@ -56,11 +53,12 @@ def test_all_cells_are_stored():
 def reproduced(tmp_path, monkeypatch):
     """Two methods on streams that count as the paper's."""
     monkeypatch.setattr("latent_sweep.results.published.TASKS", 3)
-    sweep = write_sweep(
-        tmp_path, {"method.name": ["latent_lora", "ours:Method"], "router.combine": ["soft"], "seed": [0, 1]}
+    sweep = finished_sweep(
+        tmp_path,
+        {"method.name": ["latent_lora", "ours:Method"], "router.combine": ["soft"], "seed": [0, 1]},
+        (0.50, 0.48, 0.3, 0.3),
+        forgetting=0.02,
     )
-    for trial, average in zip(sweep, (0.50, 0.48, 0.3, 0.3), strict=True):
-        run_to_end(trial, average, 0.02)
     return summaries.summarize(sweep)
 
 
@@ -77,9 +75,3 @@ def test_reduced_protocols_are_noted(tmp_path, monkeypatch):
     sweep = write_sweep(tmp_path, {"router.combine": ["soft"], "benchmark.train_per_task": [96], "seed": [0]})
     run_to_end(next(iter(sweep)), 0.5, 0.0)
     assert "benchmark.train_per_task=96\n" in report.render(summaries.summarize(sweep))
-
-
-def test_without_a_cell_there_is_no_such_section(tmp_path):
-    sweep = write_sweep(tmp_path, {"seed": [0]})
-    run_to_end(next(iter(sweep)), 0.5, 0.0)
-    assert "paper" not in report.render(summaries.summarize(sweep))
