@@ -33,6 +33,7 @@ from latent_sweep.data.prompts import (
     encode_target,
     is_cut,
     split_prompts,
+    template_identity,
 )
 from latent_sweep.data.records import files_digest, files_state, read_records
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, target_length
@@ -146,6 +147,8 @@ def data_digest(
     }
     if (cue := cue_of(spec, task)) != CUE:
         content["cue"] = cue
+    if template := template_identity(spec, task):
+        content["template"] = template
     longest = settings.max_target_length or spec.max_target_length
     if task.max_target_length is not None and task.max_target_length < longest:
         content["target_length"] = task.max_target_length

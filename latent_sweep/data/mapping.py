@@ -276,7 +276,7 @@ def template_fields(template: str) -> list[tuple[str, str | None, tuple[str, ...
         column, bracket, rest = name.partition("[")
         if spec or conversion or not column or (bracket and not re.fullmatch(f"(?:{_PART.pattern})+", bracket + rest)):
             raise ValueError(
-                f"{quoted(template)} is not a template; expected columns as in {{question}} or {{answers[0]}}"
+                f"{quoted(template)} is not a template; expected fields as in {{question}} or {{answers[0]}}"
             )
         fields.append((text, column, tuple(_PART.findall(bracket + rest))))
     return fields

@@ -7,10 +7,10 @@ superni         `Definition: <instruction>`, blank line, `Now complete the follo
 long_sequence   `<instruction>`, newline, `<input>`, newline, `Output: `
 plain           `<instruction>`, blank line, `<input>`, newline, `Output: `
 
-Without an instruction, the last two start with the input. Test prompts may have a paraphrase instead, or none at all
-(`benchmark.prompts.definition`); `superni` then omits `Definition:` and the blank line. The first two formats are the
-strings of the SAPT and GainLoRA code, the same for T5 and Llama, and end in a space. `plain` is for the package's own
-benchmark and users' benchmarks.
+A `template` of the task or benchmark (`templates.py`) replaces them. Without an instruction, the last two start with
+the input. Test prompts may have a paraphrase instead, or none at all (`benchmark.prompts.definition`); `superni` then
+omits `Definition:` and the blank line. The first two formats are the strings of the SAPT and GainLoRA code, the same
+for T5 and Llama, and end in a space.
 
 The default truncation, `keep_cue`, differs from the released code only in keeping the cue: that code cuts from the
 right. If a task asks its question after a passage, `keep_cue` loses the question; `keep_ends` keeps it, but departs
@@ -19,12 +19,14 @@ further from the published protocol. docs/data.md has counts by task.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, Truncation
+from latent_sweep.data.templates import TEMPLATES, fill
 from latent_sweep.data.text_tokens import TextIds, tokenize
 from latent_sweep.errors import DataError
 from latent_sweep.security import quoted
@@ -114,6 +116,10 @@ def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str
         definition: replaces the task's instruction; "" omits it and the text around it.
     """
     instruction = (task.instruction if definition is None else definition).strip()
+    if (template := template_of(spec, task)) is not None:
+        values = {"labels": ", ".join(task.labels or ()), "category": task.category, "title": task.title}
+        head, cue = fill(template, values | {"name": task.name, "instruction": instruction})
+        return PromptParts(head, text, cue)
     if spec.prompt == "superni":
         prefix = f"Definition: {instruction}\n\n" if instruction or definition is None else ""
         head = f"{prefix}Now complete the following example -\nInput: "
@@ -130,9 +136,29 @@ def bare_prompt(spec: BenchmarkSpec, text: str) -> PromptParts:
 
 
 def cue_of(spec: BenchmarkSpec, task: TaskSpec | None = None) -> str:
-    """Return the task's own cue, or the benchmark's, or `CUE`."""
+    """Return the task's own cue, or the benchmark's, or `CUE`; of a template, the text after the input."""
+    if (template := template_of(spec, task)) is not None:
+        return fill(template, {})[1] if task is None else prompt_parts(spec, task, "").cue
     own = spec.cue if task is None or task.cue is None else task.cue
     return CUE if own is None else own
+
+
+def template_of(spec: BenchmarkSpec, task: TaskSpec | None = None) -> str | None:
+    """Return the template's text of a task, or of the benchmark; None if prompts have the benchmark's format."""
+    template = spec.template if task is None or task.template is None else task.template
+    return None if template is None else TEMPLATES.get(template, template)
+
+
+def format_names(spec: BenchmarkSpec, tasks: Iterable[TaskSpec]) -> str:
+    """Return the prompt formats and templates of tasks, as inline code."""
+    formats = (template_of(spec, task) for task in tasks)
+    return ", ".join(dict.fromkeys(f"`{spec.prompt if each is None else json.dumps(each)}`" for each in formats))
+
+
+def template_identity(spec: BenchmarkSpec, task: TaskSpec) -> list[str]:
+    """Return what identifies the prompts of a task with a template; empty without one."""
+    template = template_of(spec, task)
+    return [] if template is None else [template, *prompt_parts(spec, task, "")]
 
 
 def in_chat(parts: PromptParts, chat: Chat) -> PromptParts:

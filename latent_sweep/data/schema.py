@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, field_
 from latent_sweep.data.faults import unknown_name, validation_faults
 from latent_sweep.data.hub import pinned
 from latent_sweep.data.mapping import SourceSpec
+from latent_sweep.data.templates import reads_instruction, template_fault
 from latent_sweep.errors import ConfigError
 from latent_sweep.metrics.answers import check_metric, first_equivalent
 from latent_sweep.security import quoted
@@ -112,6 +113,9 @@ class TaskSpec(Settings):
     `same_prompts`."""
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any supported kind, or a data set of the hub."""
+    template: str | None = None
+    """The whole prompt, e.g. `"{instruction}\\n{input}\\nAnswer:"`, or the name of a released format: `o_lora`,
+    `sapt_superni`, `sapt_long_sequence`, `trace`. It replaces format and cue; defaults to the benchmark's."""
     cue: str | None = None
     """Text between input and answer; defaults to the benchmark's."""
     stop: Stop | None = None
@@ -132,6 +136,10 @@ class TaskSpec(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> TaskSpec:
+        if self.template is not None and (fault := template_fault(self.template)):
+            raise ValueError(f"`template` of task {self.name!r}: {fault}")
+        if self.template is not None and self.cue is not None:
+            raise ValueError(f"task {self.name!r} has a `template` and a `cue`; leave the `cue` out")
         if self.metric == "accuracy" and (alike := first_equivalent(self.labels or ())):
             raise ValueError(
                 f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
@@ -168,6 +176,8 @@ class BenchmarkSpec(Settings):
     """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
     stop: Stop = ()
     """Strings at which generation ends, after some text; targets should not contain any."""
+    template: str | None = None
+    """Template of every task's prompt instead of `prompt` and `cue`; see the tasks' `template`."""
     cue: str | None = None
     """Text between input and answer; defaults to `"\\nOutput: "`, and `""` means none."""
     max_target_length: int = Field(50, ge=1)
@@ -211,6 +221,7 @@ class BenchmarkSpec(Settings):
             for task in self.tasks
             if (task.max_target_length or 0) > self.max_target_length
         ]
+        faults += self._template_faults()
         if not self.orders:
             self.orders["1"] = tuple(names)
         for key, sequence in self.orders.items():
@@ -220,6 +231,26 @@ class BenchmarkSpec(Settings):
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    def _template_faults(self) -> list[str]:
+        if self.template is not None:
+            if fault := template_fault(self.template):
+                return [f"`template`: {fault}"]
+            if replaced := sorted({"prompt", "cue"} & self.model_fields_set):
+                return [f"the benchmark has a `template` and a `{replaced[0]}`; leave the `{replaced[0]}` out"]
+        faults = []
+        for task in self.tasks:
+            template = task.template or self.template
+            if template is not None and task.instruction.strip() and not reads_instruction(template):
+                faults.append(
+                    f"task {task.name!r} has an `instruction`, but its template has no {{instruction}}; add it, or "
+                    "leave the instruction out"
+                )
+            if task.template is None and template is not None and task.cue is not None:
+                faults.append(
+                    f"task {task.name!r} has a `cue`, which the benchmark's `template` replaces; leave it out"
+                )
+        return faults
 
 
 class PromptSettings(Settings):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.registry import EMBEDDED
+from latent_sweep.data.prompts import format_names
 from latent_sweep.data.schema import stop_of, target_length
 from latent_sweep.deploy.adapters import Adapter, adapters_of
 from latent_sweep.deploy.card import base_model, card, front_matter, prompts_end, provenance
@@ -125,6 +126,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> b
         else f"# vLLM takes ranks up to {VLLM_RANKS[-1]}, and this one is {rank}: export it merged"
     )
     tgi = f"LORA_ADAPTERS={','.join(f'{name}={path}' for name, path in paths.items())} text-generation-launcher "
+    prompt_formats = format_names(model.trial.spec, model.trial.tasks)
     learned = adapters[0].learned if len(adapters) == 1 else f"for {', '.join(names)}"
     base_note = (
         "The base is in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; the hub does not "
@@ -134,7 +136,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> b
         front_matter(content, "peft"),
         f"# LoRA adapters of {settings.method.name} {learned}",
         f"Rank {rank}. {LOST[settings.router.combine]}",
-        f"Prompts must be those of training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
+        f"Prompts must be those of training, cue included: {prompt_formats} of latent_sweep. "
         f"{prompts_end(model.context)} Answers are greedy, and end at {_ends(model)}.",
         base_note if settings.backbone.name == EMBEDDED else "",
         f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n"

@@ -37,7 +37,7 @@ from latent_sweep.data.loaders import (
     source_digest,
     truncation_identity,
 )
-from latent_sweep.data.prompts import CUE, cue_of
+from latent_sweep.data.prompts import CUE, cue_of, template_identity
 from latent_sweep.data.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
@@ -578,6 +578,8 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
         named["sources"] = sources
     if cues := {task.name: cue for task in tasks if (cue := cue_of(spec, task)) != CUE}:
         named["cues"] = cues
+    if templates := {task.name: template for task in tasks if (template := template_identity(spec, task))}:
+        named["templates"] = templates
     lengths = {task.name: target_length(settings, task) for task in tasks}
     if shorter := {name: length for name, length in lengths.items() if length < settings.max_target_length}:
         named["target_lengths"] = shorter

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.benchmarks import bos_tokenizer, settings_of, task_of
+from helpers.benchmarks import settings_of, starting_with_bos, task_of
 from helpers.sweeps import change_benchmark, write_benchmark
 from pydantic import ValidationError
 
@@ -122,7 +122,7 @@ def test_prompt_that_fits_is_the_tokenized_string() -> None:
 def test_bos_only_where_the_tokenizer_adds_one(family: str) -> None:
     """Llama's does, T5's has none."""
     parts = PromptParts("Sort.\n", "red", "\nOutput: ")
-    adding, plain = bos_tokenizer(), byte_tokenizer()
+    adding, plain = starting_with_bos(byte_tokenizer()), byte_tokenizer()
     without = encode_prompt(parts, plain, family, 512)
     assert encode_prompt(parts, adding, family, 512) == [plain.bos_token_id, *without]
     assert encode_prompt(parts, adding, family, 512, bos="off") == without
@@ -143,7 +143,7 @@ def test_bos_only_where_the_tokenizer_adds_one(family: str) -> None:
 )
 def test_truncation_cuts_the_end_or_the_middle_of_the_input(family: str, room: int, truncation: str, kept: str) -> None:
     """With `keep_ends` both ends keep equally many tokens, or the start one more; a prompt that fits is not cut."""
-    tokenizer = bos_tokenizer() if family == "llama" else byte_tokenizer()
+    tokenizer = starting_with_bos(byte_tokenizer()) if family == "llama" else byte_tokenizer()
     parts = PromptParts("Sort.\n", "a long list of words", "\nOutput: ")
     head, actual, cue = encode_parts(parts, tokenizer, family, 1 + 6 + room + 9, truncation)
     assert tokenizer.decode(actual) == kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +99,6 @@ def test_the_rows_of_a_task_have_its_cue_and_limit(own: Path, tmp_path: Path) ->
         "train row 0 of right\nOutput: ",
     ]
     assert [len(of["target_ids"][0]) for of in rows] == [1, 3]
-
-
-def test_a_tasks_own_length_limit_applies(own: Path, runs: Any) -> None:
-    def longest(**of_task: Any) -> list[int]:
-        change_benchmark(own, **of_task)
-        packs = runs.packs(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={})
-        runs.run(packs)
-        paths = runs.folder.glob(f"*/trials/{packs[0].trials[0].trial_id}*/answers/*.jsonl")
-        answers = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-        return [max(len(a["prediction"]) for a in answers if a["task"] == task) for task in ("left", "right")]
-
-    assert min(longest()) > 1
-    left, right = longest(task_max_target_length=1, task_allow=["long_targets"])
-    assert left == 1 < right
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec
 
 
@@ -19,11 +18,10 @@ def task_of(spec: BenchmarkSpec, name: str) -> TaskSpec:
     return next(task for task in spec.tasks if task.name == name)
 
 
-def bos_tokenizer() -> Any:
-    """Return the byte tokenizer of the tiny models, which here starts every text with BOS, as Llama's does."""
+def starting_with_bos(tokenizer: Any) -> Any:
+    """Return a tokenizer changed to start every text with BOS, as Llama's does."""
     from tokenizers import processors
 
-    tokenizer = byte_tokenizer()
     bos = (tokenizer.bos_token, tokenizer.bos_token_id)
     template = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     tokenizer.backend_tokenizer.post_processor = template

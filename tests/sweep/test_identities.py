@@ -172,6 +172,7 @@ SPEC = {
     "layout": ("cl_benchmark", READ),  # rows of one's own are read in another version than published ones
     "folder": ("data", NOTHING),
     "stop": (["x"], "trial rows answers"),
+    "template": ("{instruction} {input} =", PROMPTS),
     "cue": ("\nA: ", PROMPTS),
     "max_target_length": (5, PROMPTS),
     "tasks": ("swapped", PROMPTS),
@@ -190,6 +191,7 @@ TASK = {
     "folder": ("elsewhere", NOTHING),
     "allow": (["long_targets"], NOTHING),  # rows are refused or they are not
     "source": ({"train": "left/train.json", "test": "left/test.json"}, NOTHING),  # the same files, by their names
+    "template": ("{instruction} {input} =", PROMPTS),
     "cue": ("\nA: ", PROMPTS),
     "stop": (["x"], "trial rows answers"),
     "max_target_length": (3, PROMPTS),
