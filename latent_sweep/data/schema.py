@@ -114,7 +114,7 @@ class TaskSpec(Settings):
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any supported kind, or a data set of the hub."""
     template: str | None = None
-    """The whole prompt, e.g. `"{instruction}\\n{input}\\nAnswer:"`, or the name of a released format: `o_lora`,
+    """The whole prompt, e.g. `"{instruction}\\n{input}\\nAnswer:"`, or the name of a released format: `olora`,
     `sapt_superni`, `sapt_long_sequence`, `trace`. It replaces format and cue; defaults to the benchmark's."""
     cue: str | None = None
     """Text between input and answer; defaults to the benchmark's."""

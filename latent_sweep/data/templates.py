@@ -13,7 +13,7 @@ from latent_sweep.data.faults import unknown_name
 from latent_sweep.data.mapping import template_fields
 
 TEMPLATES: Mapping[str, str] = {
-    "o_lora": "Task:{category}\nDataset:{title}\n{instruction}\nOption: {labels} \n{input}\nAnswer:",
+    "olora": "Task:{category}\nDataset:{title}\n{instruction}\nOption: {labels} \n{input}\nAnswer:",
     "sapt_superni": "Definition: {instruction}\n\nNow complete the following example -\nInput: {input}\nOutput: ",
     "sapt_long_sequence": "{instruction}\n{input}\nOutput: ",
     "trace": "{input}",  # its data contains the instructions

@@ -110,7 +110,7 @@ def own(tmp_path: Path) -> Path:
         ({"task_template": "{instruction}"}, "'left'.* 0 "),
         ({"task_template": "{input}{input}"}, "'left'.* 2 "),
         ({"task_template": "{input"}, "'left'.*'{input'"),
-        ({"task_template": "o_lore"}, "'left'.*'o_lore'.*'o_lora'"),
+        ({"task_template": "olore"}, "'left'.*'olore'.*'olora'"),
         ({"task_template": "{input}", "task_cue": "A:"}, "'left'.*`cue`"),
         ({"task_template": "{input}", "task_instruction": "Say it."}, "'left'.*{instruction}"),
         ({"template": "trace", "task_instruction": "Say it."}, "'left'.*{instruction}"),
