@@ -6,14 +6,16 @@ import math
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig
 
 from latent_sweep.backbones.outlines import embedding_name, model_class, model_config
+from latent_sweep.backbones.random_weights import portable_random
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 """CPU capabilities, as torch names them, without bfloat16 multiplication on Intel and AMD processors."""
@@ -21,8 +23,6 @@ WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
     """Return the device for `backbone.device`. Raises ConfigError if a GPU was requested and there is none."""
-    import torch
-
     if settings.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -34,8 +34,6 @@ def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
 
 def slow_bfloat16(settings: BackboneSettings) -> str:
     """Return a warning if a backbone would compute in bfloat16 on a processor without instructions for it."""
-    import torch
-
     capability = torch.backends.cpu.get_cpu_capability()
     lacking = platform.machine() in ("x86_64", "AMD64") and capability in WITHOUT_BFLOAT16
     if settings.dtype != "bfloat16" or device_of(settings) != "cpu" or not lacking:
@@ -46,20 +44,8 @@ def slow_bfloat16(settings: BackboneSettings) -> str:
     )
 
 
-def avoid_cudnn_attention() -> None:
-    """Use torch's own attention kernels instead of cuDNN's, which torch 2.11 and later prefer on Hopper.
-
-    cuDNN plans for tens of milliseconds for each new shape. Its masked gradients have been NaN (pytorch#196678).
-    """
-    import torch
-
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def free_memory(settings: BackboneSettings) -> float:
     """Return the bytes this process can use on the model's device; infinite on a CPU."""
-    import torch
-
     if device_of(settings) != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info()
@@ -68,15 +54,11 @@ def free_memory(settings: BackboneSettings) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    import torch
-
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
     """Create a tiny model with random weights, drawn on the CPU even for a GPU, whose generator differs."""
-    import torch
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _build(family, config, dtype)
@@ -84,11 +66,6 @@ def random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, see
 
 def portable_random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
     """Create a full-size model with random weights on its device, with the same bits on every device."""
-    import torch
-    from accelerate import init_empty_weights
-
-    from latent_sweep.backbones.random_weights import portable_random
-
     with portable_random(), torch.device(device):
         model = _build(family, config, dtype)
     with init_empty_weights(include_buffers=False):
@@ -100,8 +77,6 @@ def portable_random_model(family: str, config: Mapping[str, Any], dtype: torch.d
 
 
 def _build(family: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    import torch
-
     full_config = model_config(family, config)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # a large model would not fit in float32 first
@@ -116,8 +91,6 @@ def _build(family: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 def _untie_random_head(model: Any) -> None:
     """Give the head its own random weight; transformers always ties T5's, whatever the configuration says."""
-    import torch
-
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is table.weight:
         head.weight = torch.nn.Parameter(torch.empty_like(table.weight, requires_grad=False).normal_())
@@ -128,8 +101,6 @@ def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
 
     FLAN-T5 has, although its configuration ties the head.
     """
-    import torch
-
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
     if head.weight is not table.weight or name not in stored:
@@ -143,9 +114,6 @@ def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
 
 def empty_model(folder: Path) -> Any:
     """Create the model of a checkpoint folder with parameters on the meta device and real buffers."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
         model = model_class(config)(config)
@@ -161,8 +129,6 @@ def forget_dropout(config: Any) -> None:
 
 def set_dropout(model: Any, rate: float) -> float:
     """Set all dropout rates of a model, not its mode (A28), and return the previous rate."""
-    import torch
-
     before = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -9,17 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
 
 from latent_sweep.backbones.architectures import device_of
 from latent_sweep.backbones.families import refusal
 from latent_sweep.backbones.files import checkpoint_file, embedded_folder, tensor_files
 from latent_sweep.backbones.outlines import outline
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, BackboneSpec, describe
-
-if TYPE_CHECKING:
-    import torch
-
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +69,6 @@ def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
 
     None, with a log message, if there are no safetensors files, or their tensor names differ from the model's.
     """
-    import torch
-
     spec = describe(settings)
     if spec is not None and spec.source == "config":
         return None
@@ -101,8 +97,6 @@ def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
 
 
 def read_weight(file: Path, name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_tensor(name)
 
@@ -116,8 +110,6 @@ def _from_cache(source: str, revision: str | None) -> BackboneSpec | None:
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> str:
     """Return a content hash of weights in this order, including shapes and types."""
-    import torch
-
     digest = hashlib.sha256()
     for weight in weights:
         digest.update(f"{tuple(weight.shape)}{weight.dtype}".encode())

@@ -16,15 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from latent_sweep.backbones.architectures import portable_random_model, random_model
-from latent_sweep.backbones.registry import (
-    EMBEDDED,
-    EMBEDDED_PACKAGE,
-    RANDOM,
-    BackboneSettings,
-    BackboneSpec,
-    describe,
-)
+from latent_sweep.backbones.registry import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, BackboneSpec, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
@@ -144,6 +136,8 @@ def local_folder(settings: BackboneSettings) -> Path:
 def _write_random(folder: Path, spec: BackboneSpec, settings: BackboneSettings) -> None:
     import torch
     from safetensors.torch import save_file
+
+    from latent_sweep.backbones.architectures import portable_random_model, random_model
 
     dtype = getattr(torch, settings.dtype)
     if settings.name.startswith(RANDOM):

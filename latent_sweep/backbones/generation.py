@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +104,11 @@ def generate(
     seen = 0
     backbone.before_answering()
     with torch.inference_mode(), bank.active(adaptation):
-        decoder = _decoder(backbone, prompts, max_new_tokens, shared)
+        decoder: _EncoderDecoder | _CausalDecoder
+        if backbone.traits.encoder_decoder:
+            decoder = _EncoderDecoder(backbone, prompts, max_new_tokens)
+        else:
+            decoder = _CausalDecoder(backbone, prompts, max_new_tokens, shared)
         written = torch.empty(len(prompts), max_new_tokens, dtype=torch.long, device=backbone.device)
         for step in range(max_new_tokens):
             if step:
@@ -143,19 +147,16 @@ def answer_text(backbone: Backbone, ids: Sequence[int], stop: Sequence[str] = ()
     return cut_answer(backbone.tokenizer.decode(list(ids), skip_special_tokens=True), stop)
 
 
-def _has_stopped(backbone: Backbone, ids: Sequence[int], stop: Sequence[str]) -> bool:
-    text = backbone.tokenizer.decode(list(ids), skip_special_tokens=True).lstrip()
-    return any(mark in text for mark in stop)
-
-
 def _extend(answer: list[int], tokens: Sequence[int], backbone: Backbone, stop: Sequence[str]) -> bool:
     eos = backbone.eos_id
     for token in tokens:
         if token == eos:
             return False
         answer.append(token)
-        if stop and _has_stopped(backbone, answer, stop):
-            return False
+        if stop:
+            text = backbone.tokenizer.decode(answer, skip_special_tokens=True).lstrip()
+            if any(mark in text for mark in stop):
+                return False
     return True
 
 
@@ -214,19 +215,6 @@ class _StaticLayer(DynamicLayer):
         self.values = self._all_values.narrow(-2, 0, self._filled)
 
 
-class _Decoder(Protocol):
-    """Reads prompts, then one token of every row at a time."""
-
-    def next_logits(self) -> Tensor:
-        """Return the logits of the next tokens, (rows, vocabulary)."""
-
-    def feed(self, tokens: Tensor) -> None:
-        """Set every row's next input token, (rows,)."""
-
-    def select(self, active: Sequence[int], kept: Tensor) -> None:
-        """Keep these rows, given as a list on the host and a tensor on the device."""
-
-
 class _CausalDecoder:
     """Pads prompts on the left; the first pass reads them, each later pass one token."""
 
@@ -236,7 +224,8 @@ class _CausalDecoder:
         shared = shared if lays_out else 0
         self._ids, mask = pad_prompts([prompt[shared:] for prompt in prompts], backbone)
         mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)  # padding follows the prefix
-        self._padding: _Masks = (_Padding if lays_out else _Plain)(backbone, prompts, mask, longest - 1)
+        masks: type[_Padding | _Plain] = _Padding if lays_out else _Plain
+        self._padding = masks(backbone, prompts, mask, longest - 1)
         self._mask = self._padding.of_prompts(shared)
         token_positions = positions(mask)
         self._positions = token_positions[:, shared:]
@@ -277,8 +266,8 @@ class _EncoderDecoder:
         self._model, self._backbone = backbone.model, backbone
         ids, mask = pad_prompts(prompts, backbone)
         self._read = ids.shape[1]
-        masks: Any = _Padding if backbone.traits.laid_out else _Plain
-        self._padding: _Masks = masks(backbone, prompts, mask)
+        masks: type[_Padding | _Plain] = _Padding if backbone.traits.laid_out else _Plain
+        self._padding = masks(backbone, prompts, mask)
         self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=self._padding.of(self._read))
         start = backbone.model.config.decoder_start_token_id
         self._ids = torch.full((len(prompts), 1), start, device=backbone.device)
@@ -304,23 +293,6 @@ class _EncoderDecoder:
         self._cache.cross_attention_cache.batch_select_indices(kept)
         self._encoded.last_hidden_state = self._encoded.last_hidden_state[kept]
         self._padding.select(active, kept)
-
-
-def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int) -> _Decoder:
-    if backbone.traits.encoder_decoder:
-        return _EncoderDecoder(backbone, prompts, longest)
-    return _CausalDecoder(backbone, prompts, longest, shared)
-
-
-class _Masks(Protocol):
-    """Attention masks for padding."""
-
-    def of(self, keys: int) -> Tensor | None: ...
-
-    def of_prompts(self, shared: int) -> Tensor | None:
-        """Return the mask of the pass over prompts after a shared prefix."""
-
-    def select(self, active: Sequence[int], kept: Tensor) -> None: ...
 
 
 class _Plain:

@@ -29,24 +29,30 @@ def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
 
 def pinned(settings: BackboneSettings) -> BackboneSettings:
     """Replace a branch, a tag or no revision by its commit, if that can be resolved."""
-    update = {"revision": _commit(_source(settings.name), settings.revision)}
-    if settings.tokenizer is not None:
-        update |= {"tokenizer_revision": _commit(_source(settings.tokenizer), settings.tokenizer_revision)}
+    update = {}
+    for _, field, source, revision in _sources(settings):
+        update[field] = _commit(source, revision)
     return settings.model_copy(update=update)
 
 
 def unpinned(settings: BackboneSettings) -> list[str]:
     """Return a fault for each part of a backbone that comes from a hub without a known commit."""
-    sources = [("backbone.name", _source(settings.name), settings.revision)]
-    if settings.tokenizer is not None:
-        sources += [("backbone.tokenizer", _source(settings.tokenizer), settings.tokenizer_revision)]
     return [
         f"{path}: no commit of {source} can be found: it is not in this machine's cache, and the hub did not answer. "
         f"Expected one, because the default branch can change during a sweep. Download it (`hf download {source}`), or "
         "set a commit as revision"
-        for path, source, revision in sources
+        for path, _, source, revision in _sources(settings)
         if source is not None and not COMMIT.fullmatch(revision or "")
     ]
+
+
+def _sources(settings: BackboneSettings) -> list[tuple[str, str, str | None, str | None]]:
+    """Return path, name of the revision's setting, hub name and revision of a backbone and its tokenizer."""
+    sources = [("backbone.name", "revision", _source(settings.name), settings.revision)]
+    if settings.tokenizer is not None:
+        revision = settings.tokenizer_revision
+        sources.append(("backbone.tokenizer", "tokenizer_revision", _source(settings.tokenizer), revision))
+    return sources
 
 
 def _source(name: str) -> str | None:

@@ -114,25 +114,26 @@ class Shared:
         real = steps < lengths[:, None]
         self.rest: Indices = np.where(real, self.starts[:, None] + steps, self.starts[:, None])
         """Index of each token of each rest, (B, S); padding repeats the rest's first token."""
-        self._real = real
+        self._masks: dict[torch.dtype, Tensor] = {}
+        self._steps, self._real = steps, real
         self._owner, self._device = owner, device
+
+    def _by_token(self, of_prefix: Any, of_rests: Any) -> Indices:
+        """Return values (P, T) from those of the prefix, (P, n), and the rests, (B, S); 0 for padding."""
+        result = np.zeros((self.runs, self.tokens), np.int64)
+        result[:, : self.shared] = of_prefix
+        result.reshape(-1)[self.rest[self._real]] = np.broadcast_to(of_rests, self._real.shape)[self._real]
+        return result
 
     @property
     def positions(self) -> Indices:
         """Position of every token in its own row, (P, T)."""
-        result = np.zeros(self.runs * self.tokens, np.int64)
-        result.reshape(self.runs, -1)[:, : self.shared] = np.arange(self.shared)
-        steps = np.broadcast_to(np.arange(self.longest), self._real.shape)
-        result[self.rest[self._real]] = self.shared + steps[self._real]
-        return result.reshape(self.runs, -1)
+        return self._by_token(np.arange(self.shared), self.shared + self._steps)
 
     @property
     def multiplicity(self) -> Indices:
         """Number of rows that every token belongs to, (P, T): all for the prefix, 0 for padding."""
-        result = np.zeros(self.runs * self.tokens, np.int64)
-        result.reshape(self.runs, -1)[:, : self.shared] = np.array(self.rows)[:, None]
-        result[self.rest[self._real]] = 1
-        return result.reshape(self.runs, -1)
+        return self._by_token(np.array(self.rows)[:, None], 1)
 
     def _on_device(self, indices: Indices) -> Tensor:
         return to_device(indices.reshape(-1), self._device)
@@ -150,10 +151,8 @@ class Shared:
 
     def _place(self, width: int) -> Tensor:
         """(P * T,) index of each rest's token in rows of `width` tokens; 0 for other tokens."""
-        result = np.zeros(self.runs * self.tokens, np.int64)
-        rows = np.arange(len(self.rest))[:, None] * width + width - self.longest + np.arange(self.longest)
-        result[self.rest[self._real]] = rows[self._real]
-        return self._on_device(result)
+        rows = np.arange(len(self.rest))[:, None] * width + width - self.longest + self._steps
+        return self._on_device(self._by_token(0, rows))
 
     @cached_property
     def place_rest(self) -> Tensor:
@@ -174,10 +173,6 @@ class Shared:
         """Padding among the (P * T) tokens; None if there is none."""
         padding = np.flatnonzero(self.multiplicity == 0)
         return self._on_device(padding) if len(padding) else None
-
-    @cached_property
-    def _masks(self) -> dict[torch.dtype, Tensor]:
-        return {}
 
     def _mask(self, query: Tensor) -> Tensor:
         """Return the mask of a rest's tokens, (1, 1, S, n + S): each sees the prefix and its own row."""

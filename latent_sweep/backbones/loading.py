@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from latent_sweep.backbones.architectures import (
-    avoid_cudnn_attention,
     device_of,
     empty_model,
     forget_dropout,
@@ -31,20 +35,14 @@ from latent_sweep.backbones.checkpoint import (
 )
 from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
+from latent_sweep.backbones.layouts import ATTENTION
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outlines import linears_of, model_class
 from latent_sweep.backbones.registry import EMBEDDED, RANDOM, BackboneSettings, describe
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
 from latent_sweep.errors import ConfigError
 
-if TYPE_CHECKING:
-    import torch
-
-
 log = logging.getLogger(__name__)
-
-
-def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,8 @@ class Backbone:
     """Content hash of embedding table and adapted projections."""
     whole: bool = True
     """Whether this process holds all weights; otherwise methods read them from `stored`."""
-    before_answering: Callable[[], None] = _nothing
+    before_answering: Callable[[], None] = lambda: None
     """Moves the weights to where answers are generated."""
-
     answer_end: int | None = None
     """The token that ends an answer if it is not EOS: a chat template's end of turn."""
 
@@ -171,8 +168,6 @@ class Backbone:
 
 def load_backbone(settings: BackboneSettings) -> Backbone:
     """Load the model and its tokenizer, frozen and with dropout off. Raises ConfigError if it is not supported."""
-    import torch
-
     hide_progress_bars()
     if slow := slow_bfloat16(settings):
         log.warning("%s.", slow)
@@ -195,18 +190,17 @@ def assemble(
     model: Any,
     stored: CheckpointWeights | None,
     whole: bool = True,
-    before_answering: Callable[[], None] = _nothing,
+    before_answering: Callable[[], None] = lambda: None,
 ) -> Backbone:
     """Combine a loaded model with its tokenizer; see `Backbone` for the arguments."""
-    import torch
-
-    from latent_sweep.backbones.layouts import ATTENTION
 
     set_dropout(model, 0.0)
     model.requires_grad_(False)
     model.eval()
     if device_of(settings) == "cuda":
-        avoid_cudnn_attention()
+        # torch 2.11 and later prefer cuDNN on Hopper, which plans for tens of milliseconds for each new shape, and
+        # whose gradients behind a mask have been NaN (pytorch/pytorch#196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
         fuse_norms(model)
     kind, linears, traits = model.config.model_type, linears_of(model), _traits_of(model)
     if not traits.stacks:
@@ -243,9 +237,6 @@ def _traits_of(model: Any) -> Family:
 
 
 def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype) -> Any:
-    from safetensors import SafetensorError
-    from transformers import AutoConfig
-
     try:
         config = AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
         model, loading = _class_of(config, source).from_pretrained(
@@ -275,9 +266,6 @@ def _class_of(config: Any, source: str) -> Any:
 
 def _mapped(folder: Path) -> Any:
     """Load a model whose weights stay in the page cache, shared by all processes that map the file."""
-    import torch
-    from safetensors.torch import load_file
-
     weights = load_file(folder / WEIGHTS)
     model = empty_model(folder)
     own_head = separate_head(model, weights)

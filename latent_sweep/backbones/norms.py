@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
+from torch.nn.functional import rms_norm
 
 FUSIBLE = {
     "t5": "T5LayerNorm",
@@ -45,7 +45,6 @@ def _is_fusible(kind: type) -> bool:
 @cache
 def _fused(kind: Any) -> type:
     """Return a subclass of a norm with another forward pass, (..., width) to the same shape."""
-    from torch.nn.functional import rms_norm
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype:  # not supported by the fused kernel

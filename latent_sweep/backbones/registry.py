@@ -87,32 +87,16 @@ class BackboneSpec:
         return target_shapes(self.family, self.config, settings.targets)
 
 
-def _llama(
-    source: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: Any
-) -> BackboneSpec:
-    config = dict(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=vocab,
-        **more,
-    )
-    return BackboneSpec("llama", source, config)
+LLAMA_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def _llama(source: str, *sizes: int, vocab: int, **more: Any) -> BackboneSpec:
+    return BackboneSpec("llama", source, dict(zip(LLAMA_SIZES, sizes, strict=True)) | {"vocab_size": vocab, **more})
 
 
 def _t5(source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model: int = 1024) -> BackboneSpec:
-    config = dict(
-        d_model=d_model,
-        num_layers=layers,
-        num_decoder_layers=layers,
-        num_heads=heads,
-        d_kv=d_kv,
-        d_ff=d_ff,
-        vocab_size=32128,
-    )
-    return BackboneSpec("t5", source, config)
+    config = dict(d_model=d_model, num_layers=layers, num_decoder_layers=layers, num_heads=heads, d_kv=d_kv, d_ff=d_ff)
+    return BackboneSpec("t5", source, {**config, "vocab_size": 32128})
 
 
 TINY_VOCABULARY = 260  # 256 bytes and four special tokens
@@ -120,17 +104,13 @@ TINY_VOCABULARY = 260  # 256 bytes and four special tokens
 
 def _tiny(family: str, **more: Any) -> BackboneSpec:
     """Return a decoder of two layers, with weights large enough that an adapter changes the logits."""
-    base = _llama("config", 32, 2, 4, 2, 64, TINY_VOCABULARY, initializer_range=0.2, **more)
+    base = _llama("config", 32, 2, 4, 2, 64, vocab=TINY_VOCABULARY, initializer_range=0.2, **more)
     return BackboneSpec(family, "config", base.config)
 
 
 def _tiny_t5(family: str, **more: Any) -> BackboneSpec:
     base = _t5("config", heads=4, d_kv=8, d_ff=64, layers=2, d_model=32)
-    ids = dict(
-        pad_token_id=0,
-        eos_token_id=2,  # the byte tokenizer's own; T5's default is 1
-        decoder_start_token_id=0,
-    )
+    ids = dict(pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)  # EOS of the byte tokenizer; T5's is 1
     return BackboneSpec(family, "config", {**base.config, "vocab_size": TINY_VOCABULARY, **ids, **more})
 
 
@@ -138,13 +118,13 @@ _IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 """Special tokens of the byte tokenizer; the families' own exceed a tiny vocabulary."""
 
 REGISTRY: Mapping[str, BackboneSpec] = {
-    EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, 49152),
+    EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, vocab=49152),
     "t5-large": _t5("google-t5/t5-large", heads=16, d_kv=64, d_ff=4096),
     "t5-3b": _t5("google-t5/t5-3b", heads=32, d_kv=128, d_ff=16384),
-    "tinyllama-1.1b": _llama("TinyLlama/TinyLlama_v1.1", 2048, 22, 32, 4, 5632, 32000),
-    "llama-2-7b": _llama("meta-llama/Llama-2-7b-hf", 4096, 32, 32, 32, 11008, 32000),
-    "llama-3-8b": _llama("meta-llama/Meta-Llama-3-8B", 4096, 32, 32, 8, 14336, 128256),
-    "llama-2-13b": _llama("meta-llama/Llama-2-13b-hf", 5120, 40, 40, 40, 13824, 32000),
+    "tinyllama-1.1b": _llama("TinyLlama/TinyLlama_v1.1", 2048, 22, 32, 4, 5632, vocab=32000),
+    "llama-2-7b": _llama("meta-llama/Llama-2-7b-hf", 4096, 32, 32, 32, 11008, vocab=32000),
+    "llama-3-8b": _llama("meta-llama/Meta-Llama-3-8B", 4096, 32, 32, 8, 14336, vocab=128256),
+    "llama-2-13b": _llama("meta-llama/Llama-2-13b-hf", 5120, 40, 40, 40, 13824, vocab=32000),
     "tiny-llama": _tiny("llama"),
     "tiny-t5": _tiny_t5("t5"),
     "tiny-flan-t5": _tiny_t5("t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
@@ -163,10 +143,8 @@ REGISTRY: Mapping[str, BackboneSpec] = {
     "tiny-phi4": _tiny("phi3", tie_word_embeddings=True, **_IDS),
 }
 
-
 RANDOM = "random:"
 BYTE_IDS = dict(**_IDS, decoder_start_token_id=0)
-"""The same for any model, including encoder-decoders."""
 
 
 def registered_backbone(name: str) -> BackboneSpec | None:
@@ -195,27 +173,23 @@ def describe(settings: BackboneSettings) -> BackboneSpec | None:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"backbone.name: {path} is not JSON ({error}); copy the checkpoint again") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"backbone.name: {path} holds no object; copy the checkpoint again")
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or (why := refusal(kind, config)):
-        why = why if isinstance(kind, str) else "that is not the name of an architecture"
+        kind = config.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"backbone.name: {path} is no JSON object ({error}); copy the checkpoint again") from error
+    why = refusal(kind, config) if isinstance(kind, str) else "that is not the name of an architecture"
+    if why:
         raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; {SUPPORTED}; {why}")
     try:
         sizes = [size for shape in outline(kind, config).linears.values() for size in shape]
+        if odd := [size for size in sizes if not isinstance(size, int) or size <= 0]:
+            raise TypeError(f"found {odd[0]!r}")
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"backbone.name: {path}: sizes such as hidden_size or d_model are missing or not numbers ({error!r}); copy "
-            "the checkpoint again"
+            f"backbone.name: {path}: expected positive whole numbers as sizes such as hidden_size or d_model "
+            f"({error!r}); copy the checkpoint again"
         ) from error
     except ConfigError as error:
         raise ConfigError(f"backbone.name: {path} says {error}") from error
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ConfigError(
-            f"backbone.name: {path}: expected positive whole numbers as sizes such as hidden_size; copy it again"
-        )
     return BackboneSpec(kind, str(folder), config)
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.backbones.embedded_tokenizer import embedded_tokenizer_file
-from latent_sweep.backbones.files import checkpoint_file, embedded_folder
+from latent_sweep.backbones.files import (
+    EMBEDDED_FILE,
+    checkpoint_file,
+    embedded_folder,
+    embedded_package,
+    embedded_version,
+)
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
+from latent_sweep.storage.files import cache_folder, write_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -106,4 +113,42 @@ def _from_pretrained(source: str, revision: str | None) -> Any:
             f"backbone.tokenizer: {source!r} has no end-of-sequence token, so answers would never end; choose a "
             "tokenizer that has one, or set its eos_token in a copy of the folder"
         )
+    return tokenizer
+
+
+# --- the embedded backbone's, without torch, transformers or a conversion ---------------------------------------------
+
+SPECIAL = 3
+"""GGUF's type of control tokens."""
+
+
+def embedded_tokenizer_file() -> Path | None:
+    """Return the embedded backbone's tokenizer.json, written on first use; None if its package is missing."""
+    try:
+        folder = cache_folder() / f"{EMBEDDED}-{embedded_version()}-tokenizer"
+    except ConfigError:
+        return None
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, read_tokenizer(embedded_package() / EMBEDDED_FILE).to_str(pretty=True).encode())
+    return path
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Build the same tokenizer as transformers does from a GGUF file."""
+    from gguf import GGUFReader
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    fields: Any = GGUFReader(path).fields
+    tokens, types, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges"))
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    model = models.BPE(vocabulary, pairs, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == SPECIAL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     return tokenizer

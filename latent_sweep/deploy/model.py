@@ -261,17 +261,7 @@ class ContinualModel:
 
     @cached_property
     def _evaluator(self) -> Evaluator:
-        s = self.trial.settings
-        return Evaluator(
-            self.context.engine,
-            self.context.bank,
-            self.method,
-            s.evaluation.batch_size,
-            s.benchmark.max_target_length,
-            self.trial.spec.stop,
-            s.benchmark.references,
-            cache=None,  # users' texts are private
-        )
+        return self.context.evaluator(self.trial, self.method, cache=None)  # users' texts are private
 
     # --- learning ---
 

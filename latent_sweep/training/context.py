@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.data.chat import Chat, chat_of
+from latent_sweep.data.examples import Example
 from latent_sweep.data.loaders import WHOLE_PROMPT, load_examples, tokenized
 from latent_sweep.data.schema import BenchmarkSettings, Split, scoring_metric
 from latent_sweep.data.tokenized import TokenizedExamples
@@ -36,7 +38,7 @@ from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import SPLITS, Trial
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.evaluation import Recent
+from latent_sweep.training.evaluation import AnswerBatch, AnswerEnd, Evaluator, Recent
 from latent_sweep.training.events import Activity, ActivityName, Emit, ignore_event
 from latent_sweep.training.time_limit import TimeLimit
 
@@ -207,10 +209,9 @@ class Context:
                 "benchmark.max_source_length or benchmark.max_target_length, or use another backbone"
             )
 
-    def inputs(self, trial: Trial, position: int) -> list[str]:
+    def examples(self, trial: Trial, position: int, split: Split) -> list[Example]:
         task = trial.tasks[position]
-        source = trial.source(task, "test")
-        return [row.input for row in load_examples(trial.spec, task, "test", trial.settings.benchmark, source=source)]
+        return load_examples(trial.spec, task, split, trial.settings.benchmark, source=trial.source(task, split))
 
     def constant(self, trial: Trial, position: int) -> float | None:
         """Return a task's test score if every answer is the most frequent training answer; None without its rows."""
@@ -218,9 +219,7 @@ class Context:
         key = b, task.name
         if key not in self._constants:
             try:
-                train, test = (
-                    load_examples(trial.spec, task, split, b, source=trial.source(task, split)) for split in SPLITS
-                )
+                train, test = (self.examples(trial, position, split) for split in SPLITS)
             except DataError as error:
                 log.warning("no score of the most frequent answer of %s: %s", task.name, error)
                 return None
@@ -238,6 +237,28 @@ class Context:
         seed = trial.settings.seed
         folder, shared = self.storage.folder, (self._scatter_sums, self._gmms)
         return Combiner(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *shared)
+
+    def evaluator(
+        self,
+        trial: Trial,
+        method: Method,
+        cache: Path | None,
+        order: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
+    ) -> Evaluator:
+        s = trial.settings
+        return Evaluator(
+            self.engine,
+            self.bank,
+            method,
+            s.evaluation.batch_size,
+            AnswerEnd(s.benchmark.max_target_length, tuple(trial.spec.stop)),
+            s.benchmark.references,
+            cache,
+            order,
+            trial.method_source,
+            self.passes("answering"),
+            self.limit,
+        )
 
     def recent(self, trial: Trial, position: int) -> Recent:
         return self._recent.setdefault((trial.trial_id, position), {})

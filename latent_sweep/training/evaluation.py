@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,37 +157,29 @@ class AnswerEnd(NamedTuple):
     stop: tuple[str, ...]
 
 
+@dataclass
 class Evaluator:
-    """Answers test rows with weighted snapshots and scores them.
+    """Answers test rows with weighted snapshots and scores them."""
 
-    Args:
-        cache: folder of the generation cache; None for none.
-        order: sends batches to the other workers of the engine's group before they are answered.
-        method_source: digest of the method's code as imported, if it is a plugin.
-        passes: forward passes that a batch is split into.
-        limit: when to end; the answers so far are in the cache.
-    """
+    engine: Engine
+    bank: AdapterBank
+    method: Method
+    batch_size: int
+    end: AnswerEnd
+    """Where the answers of tasks without an end of their own end."""
+    references: RefsPolicy
+    cache: Path | None
+    """Folder of the generation cache; None for none."""
+    order: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None
+    """Sends batches to the other workers of the engine's group before they are answered."""
+    method_source: str | None = None
+    """Digest of the method's code as imported, if it is a plugin."""
+    passes: int = 1
+    limit: TimeLimit = field(default_factory=TimeLimit)
+    """When to end; the answers so far are in the cache."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        bank: AdapterBank,
-        method: Method,
-        batch_size: int,
-        max_new_tokens: int,
-        stop: Sequence[str],
-        references: RefsPolicy,
-        cache: Path | None,
-        order: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
-        method_source: str | None = None,
-        passes: int = 1,
-        limit: TimeLimit | None = None,
-    ):
-        self.engine, self.bank, self.method = engine, bank, method
-        self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
-        self.references, self.cache, self.order, self.method_source = references, cache, order, method_source
-        self.passes, self.limit = passes, limit or TimeLimit()
-        self._adapters = CombinedAdapters(method)
+    def __post_init__(self) -> None:
+        self._adapters = CombinedAdapters(self.method)
 
     def score(
         self,
@@ -206,7 +198,7 @@ class Evaluator:
             definitions: number of wordings of the instruction that the prompts take in turn.
             inputs: the rows' inputs, for a metric that reads them.
             recent: answers of the previous stage, looked up before the cache; replaced by those of this stage.
-            end: where the task's answers end, if not where all answers of this evaluator end.
+            end: where the task's answers end, if not as the evaluator's.
         """
         answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent, end)
         answers = [trimmed(metric, text) for text in answers]
@@ -232,14 +224,14 @@ class Evaluator:
     ) -> tuple[list[str], int]:
         """Return an answer for every row, and the number of rows generated now, not cached; see `score`."""
         prompts = [self.method.prompt(ids) for ids in prompt_ids]
-        end = end or AnswerEnd(self.max_new_tokens, self.stop)
         parts: list[list[int]] = []
         batches: list[AnswerBatch] = []
         for first in range(min(definitions, len(prompts))):
             reading = range(first, len(prompts), definitions)
             shared = shared_tokens(self.engine.backbone, [prompts[row] for row in reading], self.batch_size)
             cut = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
-            batches += [self._batch(history, weights[part], [prompts[r] for r in part], shared, end) for part in cut]
+            for part in cut:
+                batches.append(self._batch(history, weights[part], [prompts[r] for r in part], shared, end or self.end))
             parts += cut
         texts_of_parts, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
         answers = [""] * len(prompts)

@@ -45,23 +45,11 @@ class StageDone:
     tasks_left: int
     matrices: Sequence[ScoreMatrix]
 
-    @property
-    def average_performance(self) -> float:
-        """AP so far, a mean over the pack's trials: what a scheduler compares."""
-        return sum(matrix.average_performance() for matrix in self.matrices) / len(self.matrices)
-
-    @property
-    def forgetting(self) -> float:
-        """FM so far, a mean over the pack's trials."""
-        return sum(matrix.forgetting() for matrix in self.matrices) / len(self.matrices)
-
     def measures(self) -> dict[str, float]:
-        return {
-            "tasks_seen": self.tasks_seen,
-            "tasks_left": self.tasks_left,
-            "AP": self.average_performance,
-            "FM": self.forgetting,
-        }
+        """Return what a scheduler compares; AP and FM so far are means over the pack's trials."""
+        ap = sum(matrix.average_performance() for matrix in self.matrices) / len(self.matrices)
+        fm = sum(matrix.forgetting() for matrix in self.matrices) / len(self.matrices)
+        return {"tasks_seen": self.tasks_seen, "tasks_left": self.tasks_left, "AP": ap, "FM": fm}
 
 
 Event = Activity | Step | StageDone

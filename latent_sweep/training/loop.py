@@ -232,11 +232,7 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
 
 
 def _forward_and_back(
-    batches: _Batches,
-    index: int,
-    bank: AdapterBank,
-    add: Callable[[Sequence[Mapping[str, Tensor]]], None],
-    watch: bool,
+    batches: _Batches, index: int, bank: AdapterBank, add: Callable[[Sequence[Mapping[str, Tensor]]], None], watch: bool
 ) -> None:
     """Run one forward and backward pass of a step; a function, so that its tensors are freed before the next one.
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latent_sweep.training.trainer import Optimizer, Trainer
+from latent_sweep.training.trainer import Trainer
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 """Of AdamW, torch's defaults."""
 
 
-def optimizer_of(trainers: Sequence[Trainer]) -> Optimizer:
+def optimizer_of(trainers: Sequence[Trainer]) -> AdamW | Adafactor:
     (kind,) = {trainer.settings.optimizer for trainer in trainers}
     return AdamW(trainers) if kind == "adamw" else Adafactor(trainers)
 

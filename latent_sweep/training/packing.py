@@ -1,4 +1,4 @@
-"""The number of runs per pack, measured on the machine that will run them."""
+"""The number of runs per pack, and the speed of a backbone, measured on the machine that will run them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from latent_sweep.settings import content_hash
+from latent_sweep.methods import method_class
+from latent_sweep.methods.protocol import Method, TaskData
+from latent_sweep.settings import as_written, content_hash
 from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.failures import free_frames
-from latent_sweep.storage.snapshots import TaskCheckpoint
+from latent_sweep.storage.snapshots import Snapshot, TaskCheckpoint
 from latent_sweep.storage.storage import Storage
-from latent_sweep.sweep.plan import Pack
+from latent_sweep.storage.versions import installed
+from latent_sweep.sweep.plan import Pack, Trial
+from latent_sweep.sweep.profile import Profile
+from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.context import Context, hardware
 from latent_sweep.training.engine import forget_backbone
 from latent_sweep.training.loop import train_pack
 from latent_sweep.training.run import ActiveRun
-from latent_sweep.training.trainer import Progress, Trainer
+from latent_sweep.training.trainer import Progress, Trainer, derived_seed
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +118,12 @@ def _first_steps(run: ActiveRun, on_step: Progress) -> Trainer:
     settings = run.settings.training.model_copy(
         update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
     )
-    nowhere = TaskCheckpoint(run.context.storage, run.context.storage.folder / "profiles" / "none.safetensors")
-    return replace(run.trainer(0, on_step), settings=settings, checkpoint=nowhere, validation=(), tasks=1)
+    checkpoint = _no_checkpoint(run.context.storage)
+    return replace(run.trainer(0, on_step), settings=settings, checkpoint=checkpoint, validation=(), tasks=1)
+
+
+def _no_checkpoint(storage: Storage) -> TaskCheckpoint:
+    return TaskCheckpoint(storage, storage.folder / "profiles" / "none.safetensors")
 
 
 _SIZES = ("batch_size", "micro_batch_size", "gradient_checkpointing", "optimizer")
@@ -129,3 +141,65 @@ def _key(pack: Pack) -> str:
         "share": torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0,
     }
     return content_hash(key)
+
+
+# --- a backbone ------------------------------------------------------------------------------------------------------
+
+RANK, BATCH_SIZE, LEARNING_RATE = 32, 8, 1e-2
+"""Of the adapter that is trained. A few steps at this rate teach it to end its answers."""
+
+
+def measure_backbone(trial: Trial, storage: Storage, name: str) -> Profile:
+    """Train an adapter of the named method for some steps of the trial's first task and answer test rows with it."""
+    context, b = Context(trial, storage), trial.settings.backbone
+    device = context.backbone.device.type
+    steps, test_rows, turns = (25, 48, 3) if device == "cuda" else (9, 16, 2)
+    try:
+        shapes = [(target.out_features, target.in_features) for target in context.backbone.targets.values()]
+        rank, kind = min(RANK, *(min(shape) for shape in shapes)), method_class(name)
+        settings = kind.resolve(as_written(kind.settings_class)(name=name, rank=rank), b.name, trial.spec.name)
+        method = context.method(settings, rank)
+        tensors, tokens_per_second = _train(trial, context, method, steps)
+        prompts = context.tokens(trial, 0, "test")["prompt_ids"][:test_rows]
+        evaluator, seconds = context.evaluator(trial, method, cache=None), []
+        for _ in range(turns):
+            began = time.perf_counter()
+            evaluator.answers([Snapshot("speed", tensors, {})], np.ones((len(prompts), 1)), prompts)
+            seconds.append(time.perf_counter() - began)
+    finally:
+        context.close()
+    rows_per_second = len(prompts) / statistics.median(seconds)
+    measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Profile(b.name, device, b.dtype, tokens_per_second, rows_per_second, measured_at, installed())
+
+
+def _train(trial: Trial, context: Context, method: Method, steps: int) -> tuple[dict[str, Tensor], float]:
+    """Return the adapter's tensors and the tokens trained per second; the first step is not timed."""
+    rows = list(context.tokens(trial, 0, "train"))[: 4 * BATCH_SIZE]
+    moments: list[float] = []
+
+    def generator(purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(derived_seed(purpose))
+
+    learner = method.begin_task(TaskData(trial.tasks[0].name, 0, 1, rows, generator), [])
+    settings = TrainingSettings(
+        learning_rate=LEARNING_RATE,
+        batch_size=BATCH_SIZE,
+        epochs=steps,
+        max_steps=steps,
+        checkpoint_every=steps + 1,
+        gradient_checkpointing=False,
+    )
+    nowhere = _no_checkpoint(context.storage)
+    trainer = Trainer(
+        learner, rows, settings, ("speed",), nowhere, on_step=lambda *step: moments.append(time.perf_counter())
+    )
+    (outcome,) = train_pack([trainer], context.engine, context.bank)
+    if isinstance(outcome, Exception):
+        raise outcome
+    tokens = [
+        sum(len(rows[i]["prompt_ids"]) + len(rows[i]["target_ids"]) for i in trainer.batch(step))
+        for step in range(1, steps)
+    ]
+    rates = [count / (end - began) for count, (began, end) in zip(tokens, itertools.pairwise(moments), strict=True)]
+    return learner.finish(), statistics.median(rates)

@@ -161,7 +161,7 @@ def _try_metric(context: Context, trial: Trial, position: int) -> None:
     b, task = trial.settings.benchmark, trial.tasks[position]
     metric = scoring_metric(b, task)
     references = context.tokens(trial, position, "test")["references"][0]
-    inputs = 2 * context.inputs(trial, position)[:1] if takes_input(metric) else None
+    inputs = 2 * [context.examples(trial, position, "test")[0].input] if takes_input(metric) else None
     score_rows(metric, [references[0], ""], 2 * [references], b.references, inputs)
 
 

@@ -86,9 +86,6 @@ class ActiveRun:
     def has_recorded(self, position: int) -> bool:
         return bool(self.trials) and all(position < len(active.files.rows) for active in self.trials)
 
-    def _seed_parts(self, position: int) -> tuple[int, str]:
-        return self.settings.seed, self.tasks[position].name
-
     def _rows(self, position: int, split: Split) -> list[Example]:
         """Return the rows of a split that the stage at this position reads."""
         first, carve = self.planned.trials[0], self.settings.training.select == "best_validation"
@@ -96,10 +93,9 @@ class ActiveRun:
         return [row for i in positions for row in self.context.tokens(first, i, split, carve)]
 
     def task_data(self, position: int) -> TaskData:
-        seed_parts = self._seed_parts(position)
 
         def generator(purpose: str) -> torch.Generator:
-            return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))
+            return torch.Generator().manual_seed(derived_seed(self.settings.seed, self.tasks[position].name, purpose))
 
         at_once = self.settings.training.rows_in_a_pass(self.context.engine.group.size)
         rows = self._rows(position, "train")
@@ -121,7 +117,7 @@ class ActiveRun:
             learner,
             data.rows,
             s.training,
-            self._seed_parts(position),
+            (s.seed, self.tasks[position].name),
             context.store.checkpoint(self.lineages[position]),
             validation,
             on_step,

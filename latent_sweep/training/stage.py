@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from latent_sweep.data.prompts import definitions
@@ -16,7 +18,7 @@ from latent_sweep.storage.failures import during
 from latent_sweep.storage.predictions import GENERATED, mark_stage_cached
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.context import Context
-from latent_sweep.training.evaluation import AnswerEnd, CachedTensors, Evaluator
+from latent_sweep.training.evaluation import AnswerEnd, CachedTensors
 from latent_sweep.training.events import Emit, Step
 from latent_sweep.training.journaling import record_stage
 from latent_sweep.training.loop import train_pack
@@ -38,7 +40,8 @@ def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> Learned:
     store, limit, learned = runs.context.store, runs.context.limit, {}
     _recall(runs, position)  # reading needs no lease
     while wanted := list(dict.fromkeys(run.lineages[position] for run in _lacking(runs, position))):
-        with store.leases(wanted, _log_waiting, lambda: limit.check("waiting")) as leased:
+        waiting = partial(log.info, "waiting for another worker to learn %s")
+        with store.leases(wanted, waiting, lambda: limit.check("waiting")) as leased:
             _recall(runs, position)
             lacking = {run.lineages[position] for run in _lacking(runs, position)}
             missing = [lineage for lineage in leased if lineage in lacking]
@@ -63,9 +66,9 @@ def _lacking(runs: ActiveRuns, position: int) -> list[ActiveRun]:
 def _recall(runs: ActiveRuns, position: int) -> None:
     """Append the task's snapshot to each run that lacks it, if it is stored."""
     store = runs.context.store
-    sharers: dict[str, list[ActiveRun]] = {}
+    sharers = defaultdict[str, list[ActiveRun]](list)
     for run in _lacking(runs, position):
-        sharers.setdefault(run.lineages[position], []).append(run)
+        sharers[run.lineages[position]].append(run)
     for lineage, sharing in sharers.items():
         if (snapshot := store.recall(lineage)) is None:
             continue
@@ -118,10 +121,6 @@ def _reporter(runs: Sequence[ActiveRun], position: int, emit: Emit) -> Progress:
     return on_step
 
 
-def _log_waiting(lineage: str) -> None:
-    log.info("waiting for another worker to learn %s", lineage)
-
-
 # --- scoring ---------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +142,6 @@ def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> di
     s, method = trial.settings, run.method_of(trial)
     run.step = None
     context.check(run.snapshots[: position + 1])
-
     tensors = [CachedTensors(snapshot.tensors) for snapshot in run.snapshots]
 
     def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
@@ -153,20 +151,8 @@ def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> di
     with context.doing("fitting the router", position) if combiner.routes else nullcontext():
         combiner.fitted(position + 1)
     routing_metrics = combiner.routing_metrics(position + 1, [task.name for task in trial.tasks])
-    evaluator = Evaluator(
-        context.engine,
-        context.bank,
-        method,
-        s.evaluation.batch_size,
-        s.benchmark.max_target_length,
-        trial.spec.stop,
-        s.benchmark.references,
-        context.storage.folder / GENERATED,
-        lambda batches: context.order("answer", run.training_id, trial.trial_id, batches),
-        trial.method_source,
-        context.passes("answering"),
-        context.limit,
-    )
+    order = partial(context.order, "answer", run.training_id, trial.trial_id)
+    evaluator = context.evaluator(trial, method, context.storage.folder / GENERATED, order)
     row, generated, total, rouge_1 = active.files.new_row(), 0, 0, {}
     with context.doing("answering", position):
         for j in range(position + 1):
@@ -174,7 +160,7 @@ def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> di
             rows = context.tokens(trial, j, "test")
             wordings = len(definitions(task, "test", s.benchmark))
             metric = scoring_metric(s.benchmark, task)
-            inputs = context.inputs(trial, j) if takes_input(metric) else None
+            inputs = [row.input for row in context.examples(trial, j, "test")] if takes_input(metric) else None
             weights, recent = combiner.weights_at(position + 1, j), context.recent(trial, j)
             routing_metrics.add(j, weights)
             end = AnswerEnd(target_length(s.benchmark, task), stop_of(trial.spec, task))

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,18 +58,6 @@ class TrainingSummary:
     """Prompt and target tokens, without padding, that this process has trained on."""
 
 
-class Optimizer(Protocol):
-    """Steps the parameters of several trainers together."""
-
-    def step(self) -> Tensor:
-        """Clip and step; return the gradient norms before clipping, (P,). The clipped gradients stay."""
-
-    def state(self, index: int) -> dict[str, Tensor]:
-        """Return one trainer's moments as named tensors."""
-
-    def load_state(self, index: int, state: Mapping[str, Tensor]) -> None: ...
-
-
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
 _FAILED = "failed"
@@ -110,7 +98,7 @@ class Trainer:
         self.step = 0
         self.steps = self.settings.step_count(len(self.rows), self.tasks)
         self.steps_per_epoch = math.ceil(len(self.rows) / self.settings.batch_size)
-        self.optimizer: tuple[Optimizer, int]  # and this trainer's index there
+        self.optimizer: tuple[Any, int]  # and this trainer's index there
         self.selection = BestOnValidation(self, engine.backbone, bank) if self.validation else None
         self.history = History()
         self.seconds, self.tokens = 0.0, 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -135,17 +136,6 @@ def test_logits_are_those_of_transformers(name, monkeypatch):
     assert (backbone.window == 16) == (name in WINDOWED)
     if name in WINDOWED:
         assert "layout" not in batch.inputs
-
-
-@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "tiny-gemma2"])
-def test_a_window_would_be_overlooked_by_a_layout(name, monkeypatch):
-    """Otherwise the test above would say nothing of long sequences."""
-    monkeypatch.setattr(type(load_backbone(settings_of(name))), "lays_out", lambda backbone, tokens: True)
-    backbone, long = load_backbone(settings_of(name)), random_rows(3, seed=2, shortest=20, longest=30, targets=4)
-    backbone.model.set_attn_implementation("laid_out")
-    with torch.no_grad():
-        actual, expected = label_logits(backbone, collate([long], backbone)), expected_logits(plain(name), long)
-    assert float((actual - expected).abs().max()) > 100 * PASS * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -283,12 +273,6 @@ def test_recomputed_activations_give_the_same_gradients(name):
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def empty(name):
-    actual = model_config(REGISTRY[name].family, REGISTRY[name].config)
-    with torch.device("meta"):
-        return model_class(actual)(actual)
-
-
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.one_machine
 def test_shapes_by_table_equal_the_models(name):
@@ -297,10 +281,7 @@ def test_shapes_by_table_equal_the_models(name):
     assert list(linear_shapes(spec.traits, spec.config).items()) == list(linears_of(model).items())
     tables = outline(spec.family, spec.config)
     assert model.get_parameter(tables.embedding) is model.get_input_embeddings().weight
-    counted = {}
-    for parameter in model.parameters():
-        counted[parameter.numel()] = counted.get(parameter.numel(), 0) + 1
-    assert shape_of(settings_of(name)).parameters == counted
+    assert shape_of(settings_of(name)).parameters == Counter(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -311,17 +292,11 @@ def test_defaults_are_those_of_transformers(family):
         assert getattr(own, name) == value
     assert FAMILIES[family].encoder_decoder == own.is_encoder_decoder
     dropped = getattr(own, "dropout_rate", getattr(own, "attention_dropout", 0.0))
-    assert FAMILIES[family].dropout == dropped
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_query_and_value_are_separate_or_fused(family):
-    traits, config = FAMILIES[family], {}
-    if traits.encoder_decoder:
-        config = REGISTRY["tiny-t5"].config
-    linears = linear_shapes(traits, {**LLAMA, **config})
-    assert bool(default_targets(traits, linears)) != bool(traits.fused)
-    assert sizes(traits, {**LLAMA, **config})["width"] == 32
+    traits = FAMILIES[family]
+    assert traits.dropout == dropped
+    config = REGISTRY["tiny-t5"].config if traits.encoder_decoder else LLAMA
+    assert bool(default_targets(traits, linear_shapes(traits, config))) != bool(traits.fused), "separate or fused"
+    assert sizes(traits, config)["width"] == 32
 
 
 def test_a_family_without_a_table_is_not_forecast():
@@ -388,21 +363,19 @@ def test_invalid_targets_are_refused(targets):
         parse_sweep(tiny(trial__backbone__targets=targets), "sweep.yaml")
 
 
-@pytest.mark.parametrize("name", list(FUSED))
-def test_a_fused_projection_must_be_named(name):
-    (target,) = FUSED[name]
-    expected = rf"backbone\.targets: .*`targets: \[{target}\]`"
-    with pytest.raises(ConfigError, match=expected):
-        REGISTRY[name].adapted(settings_of(name, targets=None))
-    with pytest.raises(ConfigError, match=expected):
-        load_backbone(settings_of(name, targets=None))
-
-
-def test_missing_projections_are_refused_with_the_available_ones():
-    with pytest.raises(ConfigError, match=r"q_prj.*q_proj, k_proj"):
-        canonical_targets(settings_of("tiny-llama", targets=["q_prj"]))
-    with pytest.raises(ConfigError, match=r"embed_tokens"):
-        load_backbone(settings_of("tiny-llama", targets=["embed_tokens"]))
+@pytest.mark.parametrize(
+    ("name", "targets", "words"),
+    [
+        *((name, None, rf"`targets: \[{target}\]`") for name, (target,) in FUSED.items()),
+        ("tiny-llama", ["q_prj"], "q_prj.*q_proj, k_proj"),
+        ("tiny-llama", ["embed_tokens"], "embed_tokens"),
+    ],
+)
+def test_missing_projections_are_refused_with_the_available_ones(name, targets, words):
+    settings = settings_of(name, targets=targets)
+    for use in (REGISTRY[name].adapted, load_backbone):
+        with pytest.raises(ConfigError, match=rf"backbone\.targets: .*{words}"):
+            use(settings)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -412,10 +385,7 @@ def test_missing_projections_are_refused_with_the_available_ones():
     ("config", "words"),
     [
         ({"model_type": "mamba"}, "from a state"),
-        (
-            {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-            "from a state",
-        ),
+        ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "from a state"),
         ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "several models .*text_config"),
         ({"model_type": "roberta"}, "text"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
@@ -435,21 +405,18 @@ def test_unsupported_configurations_are_refused(tmp_path, config, words):
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("gemma3", "several models"), ("mamba", "from a state"), ("bert", "text")]
+    ("family", "more", "words"),
+    [
+        ("gemma3", {}, "several models"),
+        ("mamba", {}, "from a state"),
+        ("bert", {}, "text"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ],
 )
-def test_unsupported_hub_models_are_refused_before_their_weights_are_read(family, words):
+def test_unsupported_hub_models_are_refused_before_their_weights_are_read(family, more, words):
     with pytest.raises(ConfigError, match=rf"model_type '{family}'.*{words}"):
-        model_class(CONFIG_MAPPING[family]())
-
-
-def test_quantized_configurations_are_refused():
-    """Also if only transformers has read the configuration; null means not quantized."""
-    config = CONFIG_MAPPING["llama"](quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match="quantized"):
-        model_class(config)
-    config.quantization_config = None
-    model_class(config)
-    assert refusal("llama", {"quantization_config": None}) == ""
+        model_class(CONFIG_MAPPING[family](**more))
+    assert refusal("llama", {"quantization_config": None}) == "", "null means not quantized"
 
 
 def test_a_decoder_without_a_start_token_is_refused():

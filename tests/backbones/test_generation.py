@@ -56,33 +56,6 @@ def reference(backbone, model, prompt):
     return answer[: answer.index(backbone.eos_id)] if backbone.eos_id in answer else answer
 
 
-def test_one_adapter_for_a_ragged_batch(setting):
-    backbone, bank, space, R = setting
-    expected = [reference(backbone, merged(backbone, space, R[:, 0]), prompt) for prompt in PROMPTS]
-    assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R[:, 0])), LONGEST) == expected
-    assert len({len(answer) for answer in expected}) > 1, "some answers must end before others"
-
-
-def test_an_adapter_for_every_row(setting):
-    backbone, bank, space, R = setting
-    expected = [reference(backbone, merged(backbone, space, R[:, i]), prompt) for i, prompt in enumerate(PROMPTS)]
-    actual = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
-    assert actual == expected
-    lengths = {len(answer) for answer in actual}
-    assert LONGEST in lengths and len(lengths) > 2, "rows must leave the batch at different steps"
-    plain = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(torch.zeros_like(R))), LONGEST)
-    assert sum(a != b for a, b in zip(plain, actual, strict=True)) > len(PROMPTS) // 2
-
-
-def test_a_row_does_not_depend_on_its_batch(setting):
-    backbone, bank, space, R = setting
-    together = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
-    for i, prompt in enumerate(PROMPTS):
-        assert generate(backbone, bank, [prompt], Adaptation(space.deltas(R[:, i : i + 1])), LONGEST) == [together[i]]
-    backwards = generate(backbone, bank, PROMPTS[::-1], Adaptation(space.deltas(R.flip(1))), LONGEST)
-    assert backwards == together[::-1]
-
-
 def test_the_cache_grows_within_an_answer(setting, monkeypatch):
     backbone, bank, space, R = setting
     expected = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
@@ -214,12 +187,13 @@ def passes(setting):
     ("ends", "more"),
     [
         (PROMPTS, 0),
+        (PROMPTS[:1], 0),
         ([prompt[:1] * 3 for prompt in PROMPTS], 0),
         ([[9], *PROMPTS], 0),
         ([[], *PROMPTS], -1),
         ([[7, 8]] * 4, 1),
     ],
-    ids=["ragged", "of one length", "of one token", "nothing", "the same"],
+    ids=["ragged", "a single row", "of one length", "of one token", "nothing", "the same"],
 )
 def test_a_common_prefix_is_read_once(setting, passes, ends, more):
     """`more`: shared tokens after the instruction; the last token of a prompt is never shared."""
@@ -231,7 +205,8 @@ def test_a_common_prefix_is_read_once(setting, passes, ends, more):
     assert generate(backbone, bank, prompts, adaptation, LONGEST) == expected
     passes.clear()
     once = len(INSTRUCTION) + more
-    assert shared_tokens(backbone, prompts, len(prompts)) == once
+    if len(prompts) > 1:  # a single row's numbers do not depend on its neighbors
+        assert shared_tokens(backbone, prompts, len(prompts)) == once
     assert generate(backbone, bank, prompts, adaptation, LONGEST, shared=once) == expected
     longest = max(map(len, prompts))
     if backbone.family == "t5":  # its encoder reads in both directions
@@ -247,18 +222,6 @@ def test_a_common_prefix_is_read_once(setting, passes, ends, more):
 def test_a_prefix_is_shared_if_that_costs_less(rows, together, begin, shared):
     prompts = [[*range(40, 40 + begin), 200 + row] for row in range(rows)]
     assert shared_tokens(load_tiny("tiny-llama"), prompts, together) == shared
-
-
-def test_a_single_row_also_reads_its_prefix_separately(setting, passes):
-    """So that its numbers do not depend on its neighbors."""
-    backbone, bank, space, R = setting
-    prompt = INSTRUCTION + PROMPTS[0]
-    expected = reference(backbone, merged(backbone, space, R[:, 0]), prompt)
-    passes.clear()
-    actual = generate(backbone, bank, [prompt], Adaptation(space.deltas(R[:, 0])), LONGEST, shared=len(INSTRUCTION))
-    assert actual == [expected]
-    if backbone.family == "llama":
-        assert passes[:2] == [(1, len(INSTRUCTION)), (1, len(PROMPTS[0]))]
 
 
 # --- choosing tokens -------------------------------------------------------------------------------------------------
@@ -289,29 +252,6 @@ def transformers_scores(logits, answer, top_k, penalty):
     return TopKLogitsWarper(top_k)(ids, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits[None]))
 
 
-@pytest.mark.parametrize("penalty", [1.0, 2.5, 0.5])
-def test_penalized_scores_rank_as_in_transformers(penalty):
-    logits = 3 * torch.randn(200, 30, generator=torch.Generator().manual_seed(1))
-    answers = [[(7 * row + i) % (1 + row % 30) for i in range(12)] for row in range(200)]
-    before = logits.clone()
-    actual = sampler(1, penalty)(logits, torch.tensor(answers)).tolist()
-    pairs = zip(logits, answers, strict=True)
-    assert actual == [int(transformers_scores(row, answer, 1, penalty).argmax()) for row, answer in pairs]
-    assert torch.equal(logits, before)
-    assert (actual == logits.argmax(-1).tolist()) == (penalty == 1.0)
-
-
-def test_draws_follow_the_probabilities():
-    logits, answer = 2 * torch.randn(30, generator=torch.Generator().manual_seed(1)), [3, 17, 4, 17]
-    expected = transformers_scores(logits, answer, 6, 2.5).softmax(-1)[0]
-    draws = sampler(6, 2.5)(logits.expand(5_000, -1), torch.tensor([answer] * 5_000))
-    shares = torch.bincount(draws, minlength=30) / len(draws)
-    assert set(draws.tolist()) <= set(expected.nonzero()[:, 0].tolist()), "a token outside the top k was drawn"
-    torch.testing.assert_close(shares, expected, atol=0.02, rtol=0)
-    nothing = torch.empty(9, 0, dtype=torch.long)
-    assert (sampler(1000, 1.0)(logits.expand(9, -1), nothing) < 30).all(), "a vocabulary smaller than top_k is allowed"
-
-
 def drawn_in_turn(logits, answers, top_k, penalty, generator):
     """Sample row by row, as transformers does."""
     scores = [transformers_scores(row, answer, top_k, penalty)[0] for row, answer in zip(logits, answers, strict=True)]
@@ -319,15 +259,19 @@ def drawn_in_turn(logits, answers, top_k, penalty, generator):
     return tokens.gather(1, torch.multinomial(values.softmax(-1), 1, generator=generator))[:, 0]
 
 
-def test_batched_draws_equal_draws_row_by_row():
+@pytest.mark.parametrize(("top_k", "penalty"), [(7, 1.7), (7, 1.0), (7, 0.5), (1, 2.5)])
+def test_batched_draws_equal_draws_row_by_row(top_k, penalty):
     """Bit for bit, with a number of operators that does not depend on the rows."""
     logits = 3 * torch.randn(64, 30, generator=torch.Generator().manual_seed(1))
-    answers = torch.randint(30, (64, 9), generator=torch.Generator().manual_seed(2))
+    answers, before = torch.randint(30, (64, 9), generator=torch.Generator().manual_seed(2)), logits.clone()
     generator = torch.Generator().manual_seed(5)
-    expected = [drawn_in_turn(logits, answers.tolist(), 7, 1.7, generator) for _ in range(5)]
-    ours = sampler(7, 1.7, seed=5)
+    expected = [drawn_in_turn(logits, answers.tolist(), top_k, penalty, generator) for _ in range(5)]
+    ours = sampler(top_k, penalty, seed=5)
     for tokens in expected:
         assert torch.equal(ours(logits, answers), tokens)
+    assert torch.equal(logits, before)
+    nothing = torch.empty(64, 0, dtype=torch.long)
+    assert (sampler(1000, 1.0)(logits, nothing) < 30).all(), "a vocabulary smaller than top_k is allowed"
     one_row = logits[:1], answers[:1]
     with Calls() as for_one:
         ours(*one_row)
@@ -358,40 +302,12 @@ def test_invalid_sampler_settings_are_refused(top_k, penalty, name):
 # --- where an answer ends --------------------------------------------------------------------------------------------
 
 
-def test_no_adaptation_stays_active(setting):
-    backbone, bank, space, R = setting
-    ids = torch.arange(4, 14).reshape(2, 5)
-    inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
-    with torch.no_grad():
-        before = backbone.model(**inputs).logits
-        generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
-        assert torch.equal(backbone.model(**inputs).logits, before)
-
-
-@pytest.mark.parametrize("longest", [1, 2, 5])
-def test_a_shorter_limit_gives_a_prefix(setting, longest):
+def test_a_shorter_limit_gives_a_prefix(setting):
     backbone, bank, space, R = setting
     whole = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
-    assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), longest) == [
-        answer[:longest] for answer in whole
-    ]
-
-
-def test_a_stop_string_ends_only_its_row(setting):
-    backbone, bank, space, R = setting
-    whole = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
-    texts = [backbone.tokenizer.decode(answer) for answer in whole]
-    row = max(range(len(texts)), key=lambda i: len(texts[i].strip()))
-    mark = texts[row].strip()[2]
-    stopped = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST, stop=(mark,))
-    for text, before, after in zip(texts, whole, stopped, strict=True):
-        assert after == before[: len(after)]
-        decoded = backbone.tokenizer.decode(after).lstrip()
-        if mark in text.lstrip():
-            assert decoded.count(mark) == 1 and decoded.endswith(mark)
-        else:
-            assert after == before
-    assert len(stopped[row]) < len(whole[row])
+    for longest in (1, 5):
+        shorter = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), longest)
+        assert shorter == [answer[:longest] for answer in whole]
 
 
 def test_a_stop_string_before_the_answer_does_not_end_it(setting):
@@ -424,7 +340,7 @@ def references(setting):
     }
 
 
-@pytest.mark.parametrize("look_every", [1, 3, 8, 50])
+@pytest.mark.parametrize("look_every", [1, 3, 50])
 @pytest.mark.parametrize("marked", [False, True], ids=["eos", "eos and stop"])
 @pytest.mark.parametrize("alike", [False, True], ids=["a row's own adapter", "one adapter"])
 def test_answers_do_not_depend_on_the_hosts_checks(setting, references, look_every, marked, alike):

@@ -126,10 +126,10 @@ def assert_same_step(double, members, kind, checkpointing=False):
 # --- one member ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_losses_and_gradients_are_those_of_padded_rows(double, kind):
+@pytest.mark.parametrize(("kind", "checkpointing"), [*((kind, False) for kind in KINDS), ("latent", True)])
+def test_losses_and_gradients_are_those_of_padded_rows(double, kind, checkpointing):
     instruction = [-1, *INSTRUCTION, -3, -2] if kind == "prompt" else INSTRUCTION
-    padded, shared = assert_same_step(double, [rows_with(instruction, 6)], kind)
+    padded, shared = assert_same_step(double, [rows_with(instruction, 6)], kind, checkpointing)
     assert shared.inputs["layout"].shared >= len(instruction)
     assert shared.inputs["input_ids"].numel() < padded.inputs["input_ids"].numel() / 2
 
@@ -149,10 +149,6 @@ def test_losses_and_gradients_are_those_of_padded_rows(double, kind):
 )
 def test_rows_of_any_kind(double, rows):
     assert_same_step(double, [rows], "latent")
-
-
-def test_with_gradient_checkpointing(double):
-    assert_same_step(double, [rows_with(INSTRUCTION, 6)], "latent", checkpointing=True)
 
 
 def test_the_prefixs_gradient_is_the_sum_over_rows(double, monkeypatch):
@@ -188,6 +184,7 @@ def test_each_run_of_a_pack_shares_its_own_prefix(double, kind):
 
 
 def test_adaptations_that_differ_by_row_do_not_share(double):
+    """By weights, dropout masks or, by default, as plugins."""
     backbone, _, space = double
     R = normal(len(space.rights), 5, LATENT_RANK, LATENT_RANK)
     outputs = outputs_of(backbone.targets)
@@ -199,18 +196,9 @@ def test_adaptations_that_differ_by_row_do_not_share(double):
     assert not Adaptation(space.deltas(R)).uniform
     assert not Adaptation(prompt=normal(5, 3, 32)).uniform
     assert Adaptation().uniform
-
-
-def test_dropout_masks_are_drawn_per_row(double):
-    """So tokens with dropout are not shared."""
-    _, _, space = double
-    (A, B), of_all = lora(double)
-    (R,), _ = latent(double)
-    assert not Adaptation(space.deltas(R, dropout=0.1)).uniform
+    assert not Adaptation(space.deltas(latent(double)[0][0], dropout=0.1)).uniform
     assert not Adaptation(DeltaSum([of_all(A, B).deltas], rate=0.1)).uniform
 
-
-def test_plugin_deltas_differ_by_row_by_default():
     class Mine:
         def __call__(self, h, output):
             return output
@@ -231,11 +219,7 @@ def test_sharing_must_save_tokens(double, monkeypatch):
     assert isinstance(collate([saves], backbone, uniform=True).inputs["layout"], Shared)
     assert isinstance(collate([saves_nothing], backbone, uniform=True).inputs["layout"], Padded)
     assert isinstance(collate([saves], backbone).inputs["layout"], Padded)
-
-
-def test_encoders_do_not_share():
-    t5 = load_tiny("tiny-t5")
-    assert isinstance(collate([rows_with(INSTRUCTION, 4)], t5, uniform=True).inputs["layout"], Padded)
+    assert isinstance(collate([saves], load_tiny("tiny-t5"), uniform=True).inputs["layout"], Padded)
 
 
 # --- statistics and teachers -----------------------------------------------------------------------------------------

@@ -27,14 +27,11 @@ def splitmix64(i: int) -> int:
 
 @pytest.mark.parametrize("first", [0, 12_999_999_000])
 def test_numbers_are_sums_of_the_parts_of_a_hash(first):
+    assert splitmix64(1) == 0xE220A8397B1DCDAF  # the first number of the published generator from seed 0
     sums = [sum((splitmix64(i) >> shift) & 65535 for shift in (0, 16, 32, 48)) for i in range(first + 1, first + 201)]
     deviation = (4 * (65536**2 - 1) / 12) ** 0.5
     expected = (torch.tensor(sums, dtype=torch.float64) - 131070) / deviation
     torch.testing.assert_close(normal_values(first, torch.empty(200)).double(), expected, rtol=1e-6, atol=1e-7)
-
-
-def test_the_hash_is_the_published_one():
-    assert splitmix64(1) == 0xE220A8397B1DCDAF  # the first number of the published generator from seed 0
 
 
 def test_numbers_are_close_to_normal():
@@ -84,7 +81,7 @@ def test_uniform_numbers_are_refused():
         torch.empty(3).bernoulli_()
 
 
-@pytest.mark.parametrize("name", ["tiny-t5", "tiny-flan-t5", "tiny-llama"])
+@pytest.mark.parametrize("name", ["tiny-flan-t5", "tiny-llama"])
 def test_a_gpu_draws_the_same_bits(name, monkeypatch, tmp_path):
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
     settings = BackboneSettings(name=f"{RANDOM}{name}")

@@ -27,12 +27,10 @@ def sized(name: str, device: str = "cuda") -> Backbone:
     return backbone
 
 
-def test_sizes_are_those_of_the_model():
-    backbone = load_tiny("tiny-llama")
-    assert backbone.multiplied == sum(
-        m * n for m, n in linear_shapes(backbone.traits, REGISTRY["tiny-llama"].config).values()
-    )
-    assert (backbone.blocks, load_tiny("tiny-t5").blocks) == (2, 4)
+def test_sizes_are_those_of_the_model(llama, t5):
+    shapes = linear_shapes(llama.traits, REGISTRY["tiny-llama"].config).values()
+    assert llama.multiplied == sum(m * n for m, n in shapes)
+    assert (llama.blocks, t5.blocks) == (2, 4)
 
 
 @pytest.mark.parametrize(

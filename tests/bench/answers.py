@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench.rows import Reading, Target, ratio, take_turns
-from bench.workbench import TASKS, Workbench, first_trial
+from bench.workbench import TASKS, Workbench, first_trial, no_gates
 
 from latent_sweep.routing.combination import Array
 from latent_sweep.storage.snapshots import Snapshot
@@ -25,10 +25,8 @@ ANSWER_TOKENS = 16
 
 def generate(bench: Workbench) -> list[Reading]:
     """Compare evaluation's answers with transformers' `generate`: same prompts, adapter and stops, sorted batches."""
-    rows = []
-    for name, steps in (("untrained adapter", 0), ("trained adapter", bench.sizes.learning_steps)):
-        rows += _generate(bench, name, steps)
-    return rows
+    kinds = (("untrained adapter", 0), ("trained adapter", bench.sizes.learning_steps))
+    return [row for name, steps in kinds for row in _generate(bench, name, steps)]
 
 
 def _generate(bench: Workbench, name: str, steps: int) -> list[Reading]:
@@ -45,20 +43,17 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Reading]:
     alone = np.ones((len(prompts), 1))
     answers: dict[str, list[str]] = {}
 
-    def ours() -> float:
-        began = time.perf_counter()
+    def ours() -> None:
         with TemporaryDirectory(dir=bench.subject.folder) as unknown:
             answers["ours"], _ = bench.answer([snapshot], alone, 0, longest, Path(unknown))
-        return time.perf_counter() - began
 
-    def baseline() -> float:
-        began = time.perf_counter()
+    def baseline() -> None:
         with bench.bank.active(bench.method().combine([snapshot.tensors], torch.ones(1, 1))):
             ids = generate_answers(backbone.model, tokenizer, prompts, longest, stop, s.evaluation.batch_size)
         answers["baseline"] = answer_texts(tokenizer, ids, stop)
-        return time.perf_counter() - began
 
-    seconds = take_turns({"ours": ours, "generate()": baseline}, bench.sizes.few_turns)
+    contenders = {"ours": lambda: bench.timed(ours)[0], "generate()": lambda: bench.timed(baseline)[0]}
+    seconds = take_turns(contenders, bench.sizes.few_turns)
     rates = [
         Reading.of(f"{n}, {name}: rows answered", [len(prompts) / t for t in s], "rows/s") for n, s in seconds.items()
     ]
@@ -99,12 +94,11 @@ def evaluate(bench: Workbench) -> list[Reading]:
 
 
 def _routed_share(bench: Workbench) -> tuple[float, int]:
-    """Return the share of the triangle's generations that an evaluation runs, and the number of tasks."""
     benchmark: dict[str, Any] = {"name": bench.subject.benchmark, "order": 1}
     if bench.sizes.routed_tasks is not None:
         benchmark["tasks"] = list(TASKS[bench.subject.benchmark][: bench.sizes.routed_tasks])
     trial = first_trial(bench.subject.sweep(benchmark, {}))
-    combiner, tasks = bench.combiner(trial), range(len(trial.tasks))
+    combiner, tasks = bench.context.combiner(trial, no_gates), range(len(trial.tasks))
     lengths = [[len(ids) for ids in bench.context.tokens(trial, position, "test")["prompt_ids"]] for position in tasks]
     weights = [combiner.weights(stage + 1) for stage in tasks]
     return generated_share(weights, lengths, trial.settings.evaluation.batch_size), len(tasks)
@@ -113,11 +107,8 @@ def _routed_share(bench: Workbench) -> tuple[float, int]:
 def generated_share(weights: Sequence[Sequence[Array]], lengths: Sequence[Sequence[int]], batch_size: int) -> float:
     """Return the rows that an evaluation generates, over all rows that it scores after all tasks.
 
-    A batch is cached if every weight in it is what it was at an earlier stage.
-
-    Args:
-        weights: for each stage, for each task seen, the weights (rows, tasks seen).
-        lengths: for each task, the prompt length of each row: batches are cut from the rows sorted by it.
+    A batch is cached if every weight in it is what it was at an earlier stage. `weights` are (rows, tasks seen), by
+    stage and task, `lengths` those of prompts, by task.
     """
     cached: set[Any] = set()
     generated = total = 0
@@ -141,10 +132,9 @@ class _Scored:
 
 
 def _score_all_stages(bench: Workbench, keep: bool) -> _Scored:
-    """Answer the tests of all tasks seen after each task, with or without a cache across stages."""
     tasks, rows = range(len(bench.trial.tasks)), bench.one_batch()
     history = [Snapshot(f"task{i}", bench.training(rows, 1, seed=i).learner.finish(), {}) for i in tasks]
-    combiner = bench.combiner(bench.trial)
+    combiner = bench.context.combiner(bench.trial, no_gates)
     answers: list[str] = []
     began, generated = time.perf_counter(), 0
     for stage in tasks:

@@ -2,12 +2,10 @@
 
     python -m bench.baseline CONFIG.json RESULT.json
 
-Each trial loads the model once, trains a LoRA adapter per task (rank 8 on query and value) in the `Trainer`, and after
-each task answers the test rows of all tasks seen with batched `generate`, batches sorted by length, one thread per
-trial. It resembles Latent-LoRA as far as the parts allow: lambda weighs O-LoRA's overlap of the down-projection with
-those of earlier tasks, and a row is answered by the adapter of the nearest of K centroids per task, found by K-means on
-mean token embeddings. K is an ordinary setting here, so each value is a trial. Rows are tokenized beforehand and
-answers are scored by our functions.
+Each trial loads the model once, trains a LoRA adapter per task in the `Trainer`, and after each task answers the test
+rows of all tasks seen with batched `generate`. It resembles Latent-LoRA as far as the parts allow: lambda weighs
+O-LoRA's overlap of down-projections, and a row is answered by the adapter of the nearest of K centroids per task, from
+K-means on mean token embeddings. Rows are tokenized beforehand and answers are scored by our functions.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ Example = Mapping[str, Any]
 class Task:
     name: str
     metric: Any
-    """A name in `latent_sweep.metrics`."""
     train: Sequence[Example]
     test: Sequence[Example]
 
@@ -53,22 +50,18 @@ class Config:
     """Settings common to all trials of the sweep, and its three axes."""
 
     model: str
-    """A transformers folder with model and tokenizer."""
     encoder_decoder: bool
     projections: Sequence[str]
-    """Names of those that get adapters."""
     dtype: str
     device: str
     tasks: Sequence[Task]
     steps: int
-    """Optimizer steps per task."""
     batch_size: int
     eval_batch_size: int
     max_new_tokens: int
     stop: Sequence[str]
     ortho_lambda: Sequence[float]
     components: Sequence[int]
-    """Values of K."""
     seed: Sequence[int]
     concurrent: int
     """Trials at a time, one thread each; they share a GPU."""
@@ -96,9 +89,7 @@ def load(config: Config) -> tuple[Any, Any]:
 
 
 def with_padding(tokenizer: Any) -> Any:
-    """Pad with the end-of-sequence token if the tokenizer has no padding token (Llama)."""
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # Llama has none
     return tokenizer
 
 
@@ -113,38 +104,30 @@ def lora_config(config: Config) -> LoraConfig:
 
 
 def features(row: Example, encoder_decoder: bool) -> dict[str, list[int]]:
-    """Return a row as the Trainer's data collator reads it, without loss on the prompt."""
     prompt, target = list(row["prompt_ids"]), list(row["target_ids"])
-    if encoder_decoder:
-        return {"input_ids": prompt, "attention_mask": [1] * len(prompt), "labels": target}
-    ids = prompt + target
-    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100] * len(prompt) + target}
+    ids, labels = (prompt, target) if encoder_decoder else (prompt + target, [-100] * len(prompt) + target)
+    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
 
 class OrthoTrainer(Trainer):
-    """A Trainer with a penalty on the overlap of the new down-projections with those of earlier adapters."""
+    """A Trainer with O-LoRA's penalty, lambda * sum over projections and earlier adapters of ||A_i A_t^T||_F^2."""
 
     def __init__(self, ortho_lambda: float, earlier: Sequence[str], current: str, **arguments: Any):
         super().__init__(**arguments)
         self.ortho_lambda, self.earlier, self.current = ortho_lambda, earlier, current
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add lambda * sum over projections and earlier adapters of ||A_i A_t^T||_F^2."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.ortho_lambda and self.earlier:
-            loss = loss + self.ortho_lambda * self._overlap(model)
-        return loss
-
-    def _overlap(self, model: Any) -> Tensor:
+        if not self.ortho_lambda or not self.earlier:
+            return loss
         downs = [module.lora_A for module in model.modules() if hasattr(module, "lora_A")]
         pairs = [(down[name].weight, down[self.current].weight) for down in downs for name in self.earlier]
-        return torch.stack([(old @ new.T).square().sum() for old, new in pairs]).sum()
+        return loss + self.ortho_lambda * torch.stack([(old @ new.T).square().sum() for old, new in pairs]).sum()
 
 
 def trainer_arguments(
     config: Config, model: Any, tokenizer: Any, rows: Sequence[Example], seed: int, folder: str
 ) -> dict[str, Any]:
-    """Return a Trainer's arguments: constant rate, batches of similar length, no logging and saving."""
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=config.steps,
@@ -183,7 +166,6 @@ def generate_answers(
     stop: Sequence[str],
     batch_size: int,
 ) -> list[list[int]]:
-    """Return greedy answers of `generate` as token ids, including the special tokens that end them."""
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     answers: list[list[int]] = [[] for _ in prompts]
     stops = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
@@ -223,7 +205,6 @@ class BaselineTrial:
         self.centroids: list[Any] = []
 
     def run(self) -> float:
-        """Learn all tasks and return AP after the last one."""
         scores: list[float] = []
         for position in range(len(self.config.tasks)):
             self.learn(position)
@@ -272,7 +253,6 @@ class BaselineTrial:
 
 
 # --- the sweep -------------------------------------------------------------------------------------------------------
-
 
 AXES = ("ortho_lambda", "components", "seed")
 

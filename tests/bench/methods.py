@@ -46,7 +46,6 @@ def methods(bench: Workbench) -> list[Reading]:
 
 
 def method_trial(bench: Workbench, name: str) -> Trial:
-    """Return a trial of a method with default settings."""
     sizes = bench.sizes
     benchmark = {"name": "builtin", "train_per_task": 2 * sizes.batch_size, "test_per_task": sizes.test_rows}
     sweep = bench.subject.sweep(benchmark, {"learning_rate": 1e-4, "max_steps": 1})
@@ -58,22 +57,17 @@ def method_trial(bench: Workbench, name: str) -> Trial:
 
 
 class _Contender:
-    """A method that has learned the whole sequence, one step a task.
-
-    Attributes:
-        outside: seconds of `begin_task` and `finish`, by stage.
-        trainings: a learner at the start of each measured stage that learns anything, for steps that are timed.
-    """
+    """A method that has learned the whole sequence, one step a task."""
 
     def __init__(self, bench: Workbench, trial: Trial):
         self.bench, self.context, self.trial = bench, bench.context, trial
         self.run = ActiveRun(Run((trial,), bench.subject.rank), (), bench.context)
-        self.outside: dict[int, float] = {}
-        self.trainings: dict[int, Trainer] = {}
+        self.outside: dict[int, float] = {}  # seconds of `begin_task` and `finish`, by stage
+        self.trainings: dict[int, Trainer] = {}  # at the start of each measured stage that learns anything
         for position in range(len(trial.tasks)):
             self._learn(position)
         method = self.run.method
-        combiner = bench.combiner(trial, lambda seen, prompts: method.gates(self._tensors(seen), prompts))
+        combiner = bench.context.combiner(trial, lambda seen, prompts: method.gates(self._tensors(seen), prompts))
         self._weights = {stage: combiner.weights(stage)[0] for stage in bench.sizes.stages}
 
     def _tensors(self, stage: int) -> list[Mapping[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import subprocess
 import sys
@@ -44,15 +45,17 @@ def sweep(bench: Workbench) -> list[Reading]:
     config = bench.baseline_config(first_trial(content), sizes.learning_steps)
     bench.free()
     ours, our_scores = _our_sweep(folder, content)
-    usual, baseline_scores = _baseline_sweep(folder, config)
+    config.write(folder / "baseline.json")
+    baseline, _ = _run_timed("bench.baseline", str(folder / "baseline.json"), str(folder / "scores.json"))
+    baseline_scores = [point["AP"] for point in json.loads((folder / "scores.json").read_text(encoding="utf-8"))]
     points = sizes.lambdas * len(sizes.components) * len(sizes.seeds)
     steps = f"{sizes.learning_steps} steps of {config.batch_size} rows each"
     what = f"{points} trials of {len(tasks)} built-in tasks, {steps}"
-    usually = "a peft LoRA per task with O-LoRA's penalty, a K-means router, a trial for every K"
+    theirs = "a peft LoRA per task with O-LoRA's penalty, a K-means router, a trial for every K"
     return [
         Reading("ours: sweep", ours, "s", note=what),
-        Reading("baseline: sweep", usual, "s", note=f"{what}; {usually}"),
-        Reading("baseline / ours", usual / ours, "x", None, Target(10, at_most=False)),
+        Reading("baseline: sweep", baseline, "s", note=f"{what}; {theirs}"),
+        Reading("baseline / ours", baseline / ours, "x", None, Target(10, at_most=False)),
         Reading.of("ours: AP", our_scores, "share", note=_range(our_scores)),
         Reading.of("baseline: AP", baseline_scores, "share", note=_range(baseline_scores)),
     ]
@@ -72,16 +75,9 @@ def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[fl
     content = {**content, "run": {**content["run"], "storage": str(folder / "sweep")}}
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    seconds = _run_to_the_end("latent_sweep.run", str(path))
+    seconds, _ = _run_timed("latent_sweep.run", str(path))
     results = [trial.path / "result.json" for trial in open_sweep(folder / "sweep" / content["name"])]
     return seconds, [json.loads(result.read_text(encoding="utf-8"))["metrics"]["AP"] for result in results]
-
-
-def _baseline_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
-    """Return the seconds of a sweep run by the baseline, and each trial's AP."""
-    config.write(folder / "baseline.json")
-    seconds = _run_to_the_end("bench.baseline", str(folder / "baseline.json"), str(folder / "scores.json"))
-    return seconds, [point["AP"] for point in json.loads((folder / "scores.json").read_text(encoding="utf-8"))]
 
 
 def start(bench: Workbench) -> list[Reading]:
@@ -143,37 +139,26 @@ def environment_of(threads: int | None = None) -> dict[str, str]:
     return environment | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
 
 
-def _command(module: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", module, *arguments]
-
-
-def _run_to_the_end(module: str, *arguments: str) -> float:
-    """Run a module as a program and return its seconds."""
-    began = time.perf_counter()
-    _run(module, arguments)
-    return time.perf_counter() - began
-
-
-def _run(module: str, arguments: Sequence[str]) -> str:
-    done = subprocess.run(
-        _command(module, arguments), env=environment_of(), capture_output=True, text=True, check=False
-    )
+def _run_timed(module: str, *arguments: str) -> tuple[float, str]:
+    """Run a module as a program; return its seconds and what it printed."""
+    began, command = time.perf_counter(), [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=environment_of(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise LatentSweepError(f"{module} ended with {done.returncode}:\n{redact(done.stdout + done.stderr)[-4000:]}")
-    return done.stdout
+    return time.perf_counter() - began, done.stdout
 
 
 def _child(subject: Subject, what: str, *arguments: str) -> dict[str, float]:
     """Run a measuring process and return the values that it prints as its last line."""
-    output = _run("bench.processes", [what, json.dumps(asdict(subject)), *arguments])
+    _, output = _run_timed("bench.processes", what, json.dumps(asdict(subject)), *arguments)
     return json.loads(output.strip().splitlines()[-1])
 
 
 class _Trainee:
-    """A process that trains for some steps whenever it is told to."""
+    """A process that trains for some steps on request."""
 
     def __init__(self, subject: Subject, threads: int):
-        command = _command("bench.processes", ["turns", json.dumps(asdict(subject)), str(threads)])
+        command = [sys.executable, "-m", "bench.processes", "turns", json.dumps(asdict(subject)), str(threads)]
         self._process = subprocess.Popen(
             command, env=environment_of(threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -247,45 +232,39 @@ def _measure_turns(subject: Subject, threads: str) -> None:
     bench.train([bench.training(bench.one_batch(), 1 + turn * bench.sizes.turns, on_step)])
 
 
-def _measure_bare(subject: Subject) -> None:
+def _measure_peak(take_steps: Callable[[Workbench], Any], subject: Subject) -> None:
+    take_steps(Workbench(subject))
+    print(json.dumps({"peak_gib": peak_bytes(subject) / 2**30}))
+
+
+def _bare_steps(bench: Workbench) -> None:
     from bench.steps import bare_step_seconds
 
-    bare_step_seconds(Workbench(subject))
-    _print_peak(subject)
-
-
-def _measure_train(subject: Subject) -> None:
-    Workbench(subject).step_seconds()
-    _print_peak(subject)
-
-
-def _print_peak(subject: Subject) -> None:
-    print(json.dumps({"peak_gib": peak_bytes(subject) / 2**30}))
+    bare_step_seconds(bench)
 
 
 def peak_bytes(subject: Subject) -> int:
     """Return the peak memory of this process, of the GPU or resident."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if subject.device == "cuda" else _peak_resident()
-
-
-def _peak_resident() -> int:
-    """Return bytes. Linux's `ru_maxrss` starts with what the parent held when it started this process."""
-    import resource
-
-    status = Path("/proc/self/status")
-    if status.is_file():
-        lines = dict(line.split(":", 1) for line in status.read_text(encoding="ascii").splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
+    if subject.device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if Path("/proc/self/status").is_file():
+        return memory_status("VmHWM")  # Linux's `ru_maxrss` starts with what the parent held
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, in bytes
+
+
+def memory_status(entry: str) -> int:
+    """Return an entry of Linux's memory status of this process, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    return int(lines[entry].split()[0]) * 1024
 
 
 CHILDREN: Mapping[str, Callable[..., None]] = {
     "start": _measure_start,
     "turns": _measure_turns,
-    "bare": _measure_bare,
-    "train": _measure_train,
+    "bare": partial(_measure_peak, _bare_steps),
+    "train": partial(_measure_peak, Workbench.step_seconds),
 }
 
 

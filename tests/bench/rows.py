@@ -34,13 +34,11 @@ class Reading:
     unit: str
     """`x` for a ratio, `share` for a fraction."""
     quartiles: tuple[float, float] | None = None
-    """None for a single measurement or a count."""
     target: Target | None = None
     note: str = ""
 
     @classmethod
     def of(cls, name: str, turns: Sequence[float], unit: str, target: Target | None = None, note: str = "") -> Reading:
-        """Summarize a value measured in several turns."""
         if len(turns) == 1:
             return cls(name, turns[0], unit, None, target, note)
         low, median, high = statistics.quantiles(turns, n=4, method="inclusive")
@@ -48,11 +46,9 @@ class Reading:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the target is reached; None without a target."""
         return None if self.target is None else self.target.reached_by(self.value)
 
     def content(self) -> dict[str, Any]:
-        """Return the row as JSON values."""
         target = None if self.target is None else str(self.target)
         return asdict(self) | {"target": target, "reached": self.reached}
 
@@ -60,7 +56,6 @@ class Reading:
 def ratio(
     name: str, numerator: Sequence[float], denominator: Sequence[float], target: Target | None = None, note: str = ""
 ) -> Reading:
-    """Divide turn by turn."""
     return Reading.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target, note)
 
 

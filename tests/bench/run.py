@@ -64,15 +64,7 @@ def run_bench(
     quick: bool = False,
     storage: str = "runs",
 ) -> Report:
-    """Measure each part and log its rows to standard error as they are known.
-
-    Args:
-        device: None is the GPU if there is one.
-        dtypes: every part runs with the first, `step` with each; empty is the device's usual type.
-        only: names of parts; empty is all of `PARTS`.
-        quick: run tiny sizes, to test the benchmark itself.
-        storage: the storage that `store` measures.
-    """
+    """Measure each part, `step` with each dtype, others with the first; log rows to standard error as they come."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = dtypes or ["bfloat16" if device == "cuda" else "float32"]
     names = [name for name in (*PARTS, *ON_REQUEST) if name in only] or list(PARTS)
@@ -115,15 +107,14 @@ def _log(text: str) -> None:
 
 def benchmark_for(backbone: str) -> tuple[str, str]:
     """Return SuperNI if its data is here and tokens are words, else the built-in benchmark; and the reason."""
-    known = describe(BackboneSettings(name=backbone))
-    if known is not None and known.source == "config":
+    spec = describe(BackboneSettings(name=backbone))
+    if spec is not None and spec.source == "config":
         return "builtin", f"{backbone} has a token for every byte, too many for SuperNI's prompts"
-    settings = as_written(BenchmarkSettings)(name="superni", order=1)
-    spec = load_benchmark("superni")
+    settings, superni = as_written(BenchmarkSettings)(name="superni", order=1), load_benchmark("superni")
     try:
-        for task in task_sequence(settings, spec):
-            data_digest(spec, task, "train", settings)
-            data_digest(spec, task, "test", settings)
+        for task in task_sequence(settings, superni):
+            data_digest(superni, task, "train", settings)
+            data_digest(superni, task, "test", settings)
     except MissingData as error:
         return "builtin", f"SuperNI is missing. {error}"
     return "superni", ""

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.processes import environment_of, peak_bytes
+from bench.processes import environment_of, memory_status, peak_bytes
 from bench.rows import Reading
 from bench.workbench import Subject, Workbench
 
@@ -75,13 +74,10 @@ def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dic
     gpus = 1 if bench.subject.device == "cuda" else 0
     run = RunSettings.model_validate({"engine": dict(engine), "resources": {"workers": workers, "gpus": gpus}})
     memory = predict(bench.trial, run)
-    if memory is None:
-        return {"weights": float("nan"), "learning": float("nan")}
-    return {"weights": memory.weights / 2**30, "learning": memory.learning / 2**30}
+    return {name: getattr(memory, name, float("nan")) / 2**30 for name in ("weights", "learning")}
 
 
 def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> list[dict[str, float]]:
-    """Run a group of workers; return the values that each measured."""
     from latent_sweep.training.worker_group import listen
 
     meeting = listen("127.0.0.1")
@@ -118,41 +114,24 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     group = join(rank, size, "127.0.0.1", port)
     bench = Workbench(subject, engine_of(EngineSettings.model_validate(engine), group))
-    before = 0 if cuda else _own_bytes()
+    before = 0 if cuda else memory_status("RssAnon")
     _ = bench.backbone
-    loaded = torch.cuda.memory_allocated() if cuda else _own_bytes() - before
+    loaded = torch.cuda.memory_allocated() if cuda else memory_status("RssAnon") - before
     peak_loading = peak_bytes(subject) - before
-    _forget_peak(cuda)
-    moments: list[float] = []
-    rows = bench.one_batch()
-    training = bench.training(rows, bench.sizes.steps + 1, lambda *step: moments.append(time.perf_counter()))
-    bench.train([training])
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     measured = {
         "loaded_gib": loaded / 2**30,
         "peak_loading_gib": peak_loading / 2**30,
+        "seconds": bench.step_seconds(),
         "peak_gib": (peak_bytes(subject) - before) / 2**30,
-        "seconds": (moments[-1] - moments[0]) / (len(moments) - 1),
-        "tokens": float(sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows)),
+        "tokens": float(sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in bench.one_batch())),
     }
     print(json.dumps(measured), flush=True)
     group.collect(None)  # no worker leaves while another needs it
     os._exit(0)  # gloo's threads now and then abort an interpreter that ends
-
-
-def _forget_peak(cuda: bool) -> None:
-    """Reset the peak memory."""
-    import torch
-
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _own_bytes() -> int:
-    """Return the anonymous resident memory of this process."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
-    return int(lines["RssAnon"].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -18,16 +18,13 @@ from latent_sweep.backbones.outputs import Example, Outputs
 
 def step(bench: Workbench) -> list[Reading]:
     """One optimizer step on the same batch: the bare backbone, our adapters, and peft in the Trainer."""
-    peft = _BaselineStep(bench)
-    seconds = take_turns(
-        {
-            "bare backbone": lambda: bare_step_seconds(bench),
-            "latent": bench.step_seconds,
-            "lora": lambda: bench.step_seconds(method="seq_lora"),
-            "peft + Trainer": peft.seconds,
-        },
-        bench.sizes.turns,
-    )
+    contenders = {
+        "bare backbone": partial(bare_step_seconds, bench),
+        "latent": bench.step_seconds,
+        "lora": partial(bench.step_seconds, method="seq_lora"),
+        "peft + Trainer": _BaselineStep(bench).seconds,
+    }
+    seconds = take_turns(contenders, bench.sizes.turns)
     limit = Target(1.05 if bench.subject.dtype == "float32" else 1.08)
     rows = [Reading.of(f"{name}: step", [1000 * s for s in turns], "ms") for name, turns in seconds.items()]
     for name in ("latent", "lora"):
@@ -50,23 +47,16 @@ def tasks(bench: Workbench) -> list[Reading]:
         run, padded = _tokens(bench, rows)
         shares.append(run / padded)
         note = f"{run} tokens instead of {padded}"
-        seconds = take_turns(
-            {
-                "bare backbone": partial(bare_step_seconds, bench, rows),
-                "latent": partial(bench.step_seconds, rows),
-                "peft + Trainer": partial(baseline.seconds, rows),
-            },
-            bench.sizes.few_turns,
-        )
+        contenders = {"bare backbone": partial(bare_step_seconds, bench), "latent": bench.step_seconds}
+        contenders |= {"peft + Trainer": baseline.seconds}
+        timed = {name: partial(measure, rows) for name, measure in contenders.items()}
+        seconds = take_turns(timed, bench.sizes.few_turns)
         for other, of_tasks in ratios.items():
             of_turns = [a / b for a, b in zip(seconds["latent"], seconds[other], strict=True)]
             of_tasks.append(statistics.median(of_turns))
             readings.append(Reading.of(f"{name}: latent / {other}", of_turns, "x", note=note))
-    limits = (
-        {"bare backbone": Target(0.5), "peft + Trainer": Target(0.35)}
-        if not bench.backbone.traits.encoder_decoder
-        else {}
-    )
+    limits = {"bare backbone": Target(0.5), "peft + Trainer": Target(0.35)}
+    limits = {} if bench.backbone.traits.encoder_decoder else limits
     means = {other: statistics.fmean(of_tasks) for other, of_tasks in ratios.items()}
     return [
         *readings,
@@ -137,7 +127,6 @@ class _BaselineStep:
         self.model = get_peft_model(model, baseline.lora_config(self.config))
 
     def seconds(self, rows: Sequence[Example] | None = None) -> float:
-        """Return the mean seconds of a step over a turn."""
         from bench.baseline import trainer_arguments
         from transformers import Trainer, TrainerCallback
 
@@ -157,8 +146,7 @@ class _BaselineStep:
 def _utilization(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Reading]:
     """Compare achieved arithmetic on a GPU with a large matrix product: 4 N per token, as no weight gets a gradient.
 
-    N counts the layers' weights, without embeddings and head. An encoder-decoder's halves read different tokens, so it
-    has no such row.
+    N counts the layers' weights. An encoder-decoder's halves read different tokens, so it has no such row.
     """
     model = bench.backbone.model
     if bench.subject.device != "cuda" or bench.backbone.traits.encoder_decoder:
@@ -202,11 +190,7 @@ def packs(bench: Workbench) -> list[Reading]:
 
 
 def fitting(sizes: Sequence[int], measure: Callable[[int], float]) -> Sequence[int]:
-    """Return the sizes, in rising order, that fit the GPU's memory.
-
-    Raises:
-        torch.cuda.OutOfMemoryError: not even the first does.
-    """
+    """Return the rising sizes that fit the GPU's memory. Raises OutOfMemoryError if not even the first does."""
     for count, size in enumerate(sizes):
         try:
             measure(size)
@@ -221,12 +205,7 @@ def fitting(sizes: Sequence[int], measure: Callable[[int], float]) -> Sequence[i
 def history(bench: Workbench) -> list[Reading]:
     """One optimizer step with the penalty against fifteen earlier tasks, and against one."""
     earlier = [{"R": torch.randn(len(bench.backbone.targets), *[bench.subject.rank] * 2) * 1e-3} for _ in range(15)]
-    seconds = take_turns(
-        {
-            "1": lambda: bench.step_seconds(history=earlier[:1]),
-            "15": lambda: bench.step_seconds(history=earlier),
-        },
-        bench.sizes.turns,
-    )
+    contenders = {str(n): partial(bench.step_seconds, history=earlier[:n]) for n in (1, 15)}
+    seconds = take_turns(contenders, bench.sizes.turns)
     rows = [Reading.of(f"{n} earlier tasks: step", [1000 * s for s in turns], "ms") for n, turns in seconds.items()]
     return [*rows, ratio("15 earlier tasks / 1", seconds["15"], seconds["1"], Target(1.02))]

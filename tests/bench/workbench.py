@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from latent_sweep.backbones.outputs import Example
     from latent_sweep.data.schema import Split
     from latent_sweep.methods.protocol import Method
-    from latent_sweep.routing.combination import Array, Combiner, Gates
+    from latent_sweep.routing.combination import Array
     from latent_sweep.storage.snapshots import Snapshot
     from latent_sweep.sweep.plan import Trial
     from latent_sweep.training.context import Context
     from latent_sweep.training.engine import Engine
     from latent_sweep.training.trainer import Trainer, TrainingSummary
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,11 @@ class Sizes:
     """Timed optimizer steps of a turn; one more comes before them."""
     batch_size: int
     test_rows: int
-    """Of each task."""
     pack_sizes: tuple[int, ...]
     learning_steps: int
     """Optimizer steps after which an adapter answers in its task's format."""
     lambdas: int
-    """Of the sweep, like the next four."""
+    """Of the sweep, as are the next four."""
     components: tuple[int, ...]
     seeds: tuple[int, ...]
     sweep_batch_size: int
@@ -61,76 +60,46 @@ class Sizes:
         return (self.turns + 1) // 2
 
 
-CPU = Sizes(
-    turns=4,
-    steps=2,
-    batch_size=8,
-    test_rows=16,
-    pack_sizes=(1, 2, 4),
-    learning_steps=8,
-    lambdas=2,
-    components=(1, 3, 5, 8),
-    seeds=(0, 1),
-    sweep_batch_size=4,
-    sweep_test_rows=8,
-    tasks=4,
-    routed_tasks=None,
-    stages=(2, 8),
-)
-GPU = replace(
-    CPU,
-    turns=5,
-    steps=20,
-    pack_sizes=(1, 2, 4, 8),
-    learning_steps=24,
-    test_rows=48,
-    sweep_batch_size=8,
-    sweep_test_rows=48,
-)
-"""Steps take milliseconds there."""
-QUICK = Sizes(
-    turns=1,
-    steps=1,
-    batch_size=4,
-    test_rows=4,
-    pack_sizes=(1, 2),
-    learning_steps=1,
-    lambdas=1,
-    components=(1,),
-    seeds=(0,),
-    sweep_batch_size=4,
-    sweep_test_rows=4,
-    tasks=2,
-    routed_tasks=2,
-    stages=(2, 3),
-)
+SIZES: Mapping[str, tuple[Any, Any, Any]] = {
+    "turns": (4, 5, 1),
+    "steps": (2, 20, 1),
+    "batch_size": (8, 8, 4),
+    "test_rows": (16, 48, 4),
+    "pack_sizes": ((1, 2, 4), (1, 2, 4, 8), (1, 2)),
+    "learning_steps": (8, 24, 1),
+    "lambdas": (2, 2, 1),
+    "components": ((1, 3, 5, 8), (1, 3, 5, 8), (1,)),
+    "seeds": ((0, 1), (0, 1), (0,)),
+    "sweep_batch_size": (4, 8, 4),
+    "sweep_test_rows": (8, 48, 4),
+    "tasks": (4, 4, 2),
+    "routed_tasks": (None, None, 2),
+    "stages": ((2, 8), (2, 8), (2, 3)),
+}
+"""On a CPU, on a GPU, where steps take milliseconds, and to test the benchmark itself."""
+CPU, GPU, QUICK = (Sizes(**{name: values[i] for name, values in SIZES.items()}) for i in range(3))
 
+OF_TESTS = ("prompt_ids", "references")
 TASKS = {"superni": ("task591", "task1510", "task1687", "task875"), "builtin": ("mood", "arrival", "topic", "date")}
 """What is trained on and answered, by benchmark; the sweep always takes the built-in tasks, which a few steps teach."""
 
-LAMBDAS = (0.0, 1e-5)
-BASELINE_LAMBDAS = (0.0, 0.5)
+LAMBDAS, BASELINE_LAMBDAS = (0.0, 1e-5), (0.0, 0.5)
 """Of Latent-LoRA's penalty and of O-LoRA's, whose scale is another."""
 
-
-LEARNING_RATE = 1e-2
-"""Of Latent-LoRA: eight steps have to do."""
-
-SWEEP_LEARNING_RATE = 2e-2
-"""Of Latent-LoRA in the sweep, whose steps have fewer rows. Like the baseline's, the best of a few by AP on a CPU."""
+LEARNING_RATE, SWEEP_LEARNING_RATE = 1e-2, 2e-2
+"""Of Latent-LoRA, whose eight steps have fewer rows in the sweep. The best of a few by AP on a CPU."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a measuring process is told: the backbone, and where and how to run it."""
+    """What is measured: the backbone, and where and how to run it."""
 
     backbone: str
     dtype: str
     device: str
-    """`cpu` or `cuda`."""
     benchmark: str
     folder: str
-    """For everything that is written meanwhile."""
+    """Scratch space."""
     quick: bool
     place: str = DEFAULT_LOCATION
     """The storage that is measured itself."""
@@ -165,8 +134,8 @@ class Subject:
         from latent_sweep.backbones.registry import BackboneSettings, describe
 
         settings = BackboneSettings(name=self.backbone)
-        known = describe(settings)
-        shapes = known.adapted(settings).values() if known else ()
+        spec = describe(settings)
+        shapes = spec.adapted(settings).values() if spec else ()
         return min([32, *(min(shape) for shape in shapes)])
 
 
@@ -179,7 +148,6 @@ class Workbench:
 
     @cached_property
     def trial(self) -> Trial:
-        """A Latent-LoRA trial with the settings that all measurements share."""
         sizes = self.sizes
         benchmark = {
             "name": self.subject.benchmark,
@@ -220,7 +188,6 @@ class Workbench:
         return folder
 
     def method(self, name: str = "latent_lora") -> Method:
-        """Return a method with default settings; Latent-LoRA with the trial's."""
         from latent_sweep.methods import method_class
 
         kind, own = method_class(name), self.trial.settings.method
@@ -232,7 +199,6 @@ class Workbench:
         return list(self.context.tokens(self.trial, 0, "train"))[:count]
 
     def one_batch(self) -> Sequence[Example]:
-        """Return the rows of the step that is timed."""
         return self.train_rows(self.sizes.batch_size)
 
     def training(
@@ -244,7 +210,6 @@ class Workbench:
         history: Sequence[Mapping[str, Tensor]] = (),
         seed: int = 0,
     ) -> Trainer:
-        """Return a trainer of one adapter for some steps."""
         import torch
 
         from latent_sweep.methods.protocol import TaskData
@@ -291,7 +256,7 @@ class Workbench:
         return by_task
 
     def step_seconds(self, rows: Sequence[Example] | None = None, **training: Any) -> float:
-        """Return the mean seconds of an optimizer step over a turn; other arguments go to `training`."""
+        """Return the mean seconds of an optimizer step over a turn."""
         clock = self.clock()
         self.train([self.training(rows or self.one_batch(), self.sizes.steps + 1, clock.tick, **training)])
         return clock.seconds_per_step
@@ -299,36 +264,23 @@ class Workbench:
     def clock(self) -> Clock:
         return Clock(self.subject.device == "cuda")
 
-    def timed(self, call: Callable[[], Found]) -> tuple[float, Found]:
-        """Return the seconds of a call, and its result."""
+    def timed(self, call: Callable[[], Result]) -> tuple[float, Result]:
         clock = self.clock()
         clock.tick()
         result = call()
         clock.tick()
         return clock.seconds_per_step, result
 
-    def combiner(self, trial: Trial, gates: Gates | None = None) -> Combiner:
-        return self.context.combiner(trial, gates or _no_gates)
-
     def answer(
         self, history: Sequence[Snapshot], weights: Array, position: int, max_new_tokens: int, cache: Path
     ) -> tuple[list[str], int]:
         """Return an evaluation's answers to a task's test rows, and the number of rows that were not cached."""
-        from latent_sweep.training.evaluation import Evaluator
+        from latent_sweep.training.evaluation import AnswerEnd
 
-        s = self.trial.settings
-        evaluator = Evaluator(
-            self.context.engine,
-            self.bank,
-            self.method(),
-            s.evaluation.batch_size,
-            max_new_tokens,
-            self.trial.spec.stop,
-            s.benchmark.references,
-            cache,
-        )
+        evaluator = self.context.evaluator(self.trial, self.method(), cache)
         rows = self.context.tokens(self.trial, position, "test")
-        score = evaluator.score(history, weights, rows, "accuracy")
+        end = AnswerEnd(max_new_tokens, tuple(self.trial.spec.stop))
+        score = evaluator.score(history, weights, rows, "accuracy", end=end)
         return [row["prediction"] for row in score.predictions], score.generated
 
     def baseline_config(self, trial: Trial, steps: int) -> Config:
@@ -338,7 +290,7 @@ class Workbench:
         def rows(position: int, split: Split, *columns: str) -> list[dict[str, Any]]:
             return [{name: row[name] for name in columns} for row in self.context.tokens(trial, position, split)]
 
-        longest, batch_size = trial.settings.benchmark.max_target_length, trial.settings.training.batch_size
+        s = trial.settings
         return Config(
             model=self.model_folder,
             encoder_decoder=self.backbone.traits.encoder_decoder,
@@ -346,18 +298,13 @@ class Workbench:
             dtype=self.subject.dtype,
             device=self.subject.device,
             tasks=[
-                Task(
-                    task.name,
-                    task.metric,
-                    rows(position, "train", "prompt_ids", "target_ids"),
-                    rows(position, "test", "prompt_ids", "references"),
-                )
-                for position, task in enumerate(trial.tasks)
+                Task(t.name, t.metric, rows(i, "train", "prompt_ids", "target_ids"), rows(i, "test", *OF_TESTS))
+                for i, t in enumerate(trial.tasks)
             ],
             steps=steps,
-            batch_size=batch_size,
-            eval_batch_size=trial.settings.evaluation.batch_size,
-            max_new_tokens=longest,
+            batch_size=s.training.batch_size,
+            eval_batch_size=s.evaluation.batch_size,
+            max_new_tokens=s.benchmark.max_target_length,
             stop=trial.spec.stop,
             ortho_lambda=BASELINE_LAMBDAS[: self.sizes.lambdas],
             components=self.sizes.components,
@@ -367,14 +314,13 @@ class Workbench:
 
 
 class Clock:
-    """Times steps: the time from the first tick to the last, over the ticks between."""
+    """Times steps: the mean from the first tick, which ends the warm-up, to the last."""
 
     def __init__(self, on_gpu: bool):
         self.on_gpu = on_gpu
         self.ticks: list[float] = []
 
     def tick(self, *step: Any) -> None:
-        """Note the end of a step, after waiting for a GPU."""
         if self.on_gpu:
             import torch
 
@@ -383,11 +329,10 @@ class Clock:
 
     @property
     def seconds_per_step(self) -> float:
-        """Return the mean seconds of a step, without the first, which warms up."""
         return (self.ticks[-1] - self.ticks[0]) / (len(self.ticks) - 1)
 
 
-def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
+def no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
     raise AssertionError("this trial's snapshots do not answer by gates")
 
 

@@ -11,8 +11,7 @@ from helpers.benchmarks import settings_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from latent_sweep.backbones.embedded_tokenizer import embedded_tokenizer_file
-from latent_sweep.backbones.tokenizers import byte_tokenizer
+from latent_sweep.backbones.tokenizers import byte_tokenizer, embedded_tokenizer_file
 from latent_sweep.data.chat import chat_of
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import CUE, PromptParts, encode_parts, encode_prompt, encode_target

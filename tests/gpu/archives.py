@@ -24,24 +24,13 @@ CODE = ("latent_sweep", "tests/bench", "tests/gpu", "pyproject.toml")
 
 IMPORTED = (
     *("transformers", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "threadpoolctl", "pandas"),
-    *(
-        "pydantic",
-        "PyYAML",
-        "filelock",
-        "datasets",
-        "rapidfuzz",
-        "sacrebleu",
-        "nltk",
-        "absl-py",
-        "six",
-        "rich",
-        "shtab",
-    ),
+    *("pydantic", "PyYAML", "filelock", "datasets", "rapidfuzz", "sacrebleu", "nltk", "absl-py", "six", "rich"),
+    "shtab",
 )
-"""What the kit imports besides torch; it travels with all that it needs."""
+"""What the kit imports besides torch; archived with its dependencies."""
 SOURCES = ("rouge-score",)
 """Packages that are published as source alone, from which a wheel is made here."""
-PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2014", "2010", "1")
+PLATFORMS = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "2010", "1")
 """Of manylinux, which pip matches exactly."""
 
 START = """#!/bin/sh
@@ -59,7 +48,7 @@ exec python3 -W ignore -m gpu.kit figures "$@"
 
 
 def with_needs(*names: str, without: Set[str] = frozenset()) -> set[str]:
-    """Installed packages by their canonical names, and all that they need where no extra is asked for."""
+    """Return canonical names of installed packages and their dependencies without extras."""
     found: set[str] = set()
     open_ends = {canonicalize_name(name) for name in names}
     while open_ends := open_ends - found - without:
@@ -71,7 +60,6 @@ def with_needs(*names: str, without: Set[str] = frozenset()) -> set[str]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package is here; one that is not is needed by other machines only."""
     try:
         version(name)
     except PackageNotFoundError:
@@ -80,13 +68,13 @@ def is_installed(name: str) -> bool:
 
 
 def wheels() -> set[str]:
-    """Names of all packages that travel as published wheels."""
+    """Return the names of all packages that are archived as published wheels."""
     return with_needs(*IMPORTED, without={"torch", *SOURCES})
 
 
 def download(folder: Path, python: str) -> None:
-    """Bring wheels for Linux on x86-64 and this version of Python into the folder."""
-    platforms = [option for name in PLATFORMS for option in ("--platform", f"manylinux{_joined(name)}_x86_64")]
+    """Download wheels for Linux on x86-64 and this version of Python."""
+    platforms = [option for name in PLATFORMS for option in ("--platform", f"manylinux{name}_x86_64")]
     pip = [sys.executable, "-m", "pip"]
     wanted = [f"{name}=={version(name)}" for name in sorted(wheels())]
     options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
@@ -95,45 +83,32 @@ def download(folder: Path, python: str) -> None:
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), *built], check=True)
 
 
-def _joined(platform: str) -> str:
-    return f"_{platform}" if "_" in platform else platform
-
-
 def code() -> dict[str, Path]:
-    """The files of the package and the kit, by their names in an archive."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", *CODE],
-        cwd=REPOSITORY,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.splitlines()
+    """Return the files of the package and the kit, by their names in an archive."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", *CODE]
+    listed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.splitlines()
     return {name: REPOSITORY / name for name in listed if (REPOSITORY / name).is_file()}
 
 
 def distribute(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Share files out over as few archives as first fit, largest first, finds: none exceeds `most` bytes.
-
-    Raises:
-        ValueError: a file alone exceeds it.
-    """
+    """Distribute files over few archives of at most `most` bytes: first fit, largest first."""
     archives: list[list[str]] = []
-    rooms: list[int] = []
+    free: list[int] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         size = 1024 + 512 * -(-sizes[name] // 512)  # a header and whole blocks, as tar has them
         if size > most - END:
             raise ValueError(f"{name}: found {sizes[name]:,} bytes; an archive holds {most:,}. Raise --mib")
-        place = next((i for i, room in enumerate(rooms) if size <= room), len(rooms))
-        if place == len(rooms):
+        number = next((i for i, left in enumerate(free) if size <= left), len(free))
+        if number == len(free):
             archives.append([])
-            rooms.append(most - END)
-        archives[place].append(name)
-        rooms[place] -= size
+            free.append(most - END)
+        archives[number].append(name)
+        free[number] -= size
     return archives
 
 
 END = 1024 + 10240
-"""What tar writes behind the last file, at most."""
+"""Bytes that tar writes after the last file, at most."""
 
 
 def write(files: Mapping[str, Path], folder: Path, most: int) -> list[Path]:
@@ -141,18 +116,16 @@ def write(files: Mapping[str, Path], folder: Path, most: int) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("gpu-kit-*.tar"):
         old.unlink()
-    found = []
-    shares = distribute({name: path.stat().st_size for name, path in files.items()}, most)
-    for number, names in enumerate(shares):
-        found.append(folder / f"gpu-kit-{number}.tar")
-        with tarfile.open(found[-1], "w") as archive:
+    paths = []
+    for number, names in enumerate(distribute({name: path.stat().st_size for name, path in files.items()}, most)):
+        paths.append(folder / f"gpu-kit-{number}.tar")
+        with tarfile.open(paths[-1], "w") as archive:
             for name in sorted(names):
                 archive.add(files[name], name)
-    return found
+    return paths
 
 
 def main() -> None:
-    """Write the archives, and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="Python's version on that machine")

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m gpu.kit FOLDER [--parts machine numerics step large memory] [--seconds 600]
 
-Needs torch, transformers and no network. Every part is a process of its own with a limit, and every figure is a line of
-FOLDER/figures.jsonl as soon as it is measured, so that what is cut off keeps what it has. The last thing printed is the
-table, with what is expected of an H100 next to what was measured. `--device cpu --tiny` rehearses all of it.
+Needs torch, transformers and no network. Every part is a process with a time limit, and writes each figure to
+FOLDER/figures.jsonl as soon as it is measured. At the end the table is printed, with the figures of an H100 next to
+those measured. `--device cpu --tiny` rehearses all of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Figure:
     value: float | str
     unit: str = ""
     expected: str = ""
-    """Of an H100; reckoned, not measured."""
 
     def __str__(self) -> str:
         value = f"{self.value:.4g}" if isinstance(self.value, float) else self.value
@@ -66,7 +65,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part measures, and where it writes."""
+    """The device and the folder of a measurement."""
 
     folder: Path
     device: str
@@ -77,22 +76,21 @@ class Place:
             torch.cuda.synchronize()
 
     def seconds(self, call: Callable[[], Any], repeats: int = 5) -> float:
-        """Median seconds of a call that is waited for, after two that are not counted."""
-        found = []
-        for turn in range(2 + repeats):
+        """Return the median seconds of a call, after two that are not counted."""
+        seconds = []
+        for _ in range(2 + repeats):
             self.sync()
             began = time.perf_counter()
             call()
             self.sync()
-            found += [time.perf_counter() - began] * (turn >= 2)
-        return statistics.median(found)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[2:])
 
     def held(self) -> float:
-        """MiB of the GPU that tensors hold; 0 without one."""
         return torch.cuda.memory_allocated() / 2**20 if self.device == "cuda" else 0.0
 
     def bench(self, name: str, batch_size: int = 8) -> Workbench:
-        """A workbench with a backbone of random weights, and orthonormal factors instead of the seconds of an SVD."""
+        """Return a workbench with a backbone of random weights, and orthonormal factors instead of an SVD."""
         factors.truncated_svd = quick_factors
         folder = self.folder / name.replace(":", "-")
         folder.mkdir(exist_ok=True)
@@ -102,17 +100,20 @@ class Place:
 
 
 Figures = Iterator[tuple[str, float | str, str, str]]
-"""What was measured, its value, its unit, and what is expected."""
 
 
 def quick_factors(weight: Tensor, rank: int, algorithm: str = "exact") -> factors.Factors:
-    """Orthonormal factors of the shapes that an SVD would give."""
-    U, V = (torch.linalg.qr(torch.randn(size, rank, device=weight.device))[0] for size in weight.shape)
-    return factors.Factors(U.contiguous(), torch.linspace(2, 1, rank, device=weight.device), V.contiguous())
+    """Return orthonormal factors of an SVD's shapes: the same for all types, on a CPU's generator if it is small."""
+    large = max(weight.shape) > 1024
+    device = weight.device if large else torch.device("cpu")
+    source = torch.Generator(device).manual_seed(sum(weight.shape))
+    U, V = (torch.linalg.qr(torch.randn(size, rank, device=device, generator=source))[0] for size in weight.shape)
+    S = torch.linspace(2, 1, rank, device=device)
+    return factors.Factors(*(part.contiguous().to(weight.device) for part in (U, S, V)))
 
 
 def rows_of(count: int, prompt: int, target: int, seed: int = 0) -> list[Example]:
-    """Rows of bytes: the shortest prompt is a quarter shorter than the longest."""
+    """Return rows of bytes; the shortest prompt is a quarter shorter than the longest."""
     source = torch.Generator().manual_seed(seed)
 
     def ids(length: int) -> list[int]:
@@ -154,7 +155,7 @@ def _small(family: str, place: Place) -> dict[str, Any]:
 
 
 def _gradient(backbone: Backbone, method: str, folder: Path) -> Tensor:
-    """The gradient of what a method trains in a second task, in float64 on the host."""
+    """Return the gradient of a method's parameters, in float64 on the host."""
     kind = method_class(method)
     bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
     options = {"rank": 8} if method == "latent_lora" else {}
@@ -177,42 +178,30 @@ def _gradient(backbone: Backbone, method: str, folder: Path) -> Tensor:
 
 def numerics(place: Place) -> Figures:
     """Gradients against float64 on the CPU: the device's must be no further from it than the CPU's of the same type."""
-    factors.truncated_svd = quick_factors_once()
+    factors.truncated_svd = quick_factors
     for family in CONFIGURATIONS:
-        config, found = _small(family, place), {}
+        config, gradients = _small(family, place), {}
         base = portable_random_model(family, config, torch.bfloat16, "cpu").state_dict()  # numbers that all types hold
         for device, dtype in [("cpu", torch.float64), *((d, t) for d in ("cpu", place.device) for t in TYPES)]:
             model = portable_random_model(family, config, torch.float32, "cpu").to(dtype)
             model.load_state_dict(base)
-            said = "bfloat16" if dtype == torch.bfloat16 else "float32"
-            settings = BackboneSettings(name=f"tiny-{family}", dtype=said, device=device)
+            name = "bfloat16" if dtype == torch.bfloat16 else "float32"
+            settings = BackboneSettings(name=f"tiny-{family}", dtype=name, device=device)
             backbone = assemble(settings, model.to(device), None)
             fuse_norms(backbone.model)  # wherever it computes: the same formula
             for method in ("latent_lora", "seq_lora"):
-                found[device, dtype, method] = _gradient(backbone, method, place.folder / f"{family}-{device}-{dtype}")
+                folder = place.folder / f"{family}-{device}-{dtype}"
+                gradients[device, dtype, method] = _gradient(backbone, method, folder)
         for dtype in TYPES:
             for method in ("latent_lora", "seq_lora"):
-                exact = found["cpu", torch.float64, method]
-                off = [
-                    float((found[device, dtype, method] - exact).norm() / exact.norm())
-                    for device in (place.device, "cpu")
-                ]
+                exact = gradients["cpu", torch.float64, method]
+                both = [gradients[device, dtype, method] for device in (place.device, "cpu")]
+                off = [float((gradient - exact).norm() / exact.norm()) for gradient in both]
                 what = f"{family} {method} {str(dtype).removeprefix('torch.')}: off float64"
                 yield what, off[0], "", f"at most 1.5 x the CPU's {off[1]:.2g}"
 
 
 TYPES = (torch.float32, torch.bfloat16)
-
-
-def quick_factors_once() -> Callable[..., factors.Factors]:
-    """Factors that depend on the shape alone, so that they are the same for all types and devices."""
-
-    def made(weight: Tensor, rank: int, algorithm: str = "exact") -> factors.Factors:
-        source = torch.Generator().manual_seed(sum(weight.shape))
-        U, V = (torch.linalg.qr(torch.randn(size, rank, generator=source))[0] for size in weight.shape)
-        return factors.Factors(*(part.to(weight.device) for part in (U, torch.linspace(2, 1, rank), V)))
-
-    return made
 
 
 def _steps(bench: Workbench, rows: Sequence[Example]) -> Iterator[tuple[str, float]]:
@@ -222,7 +211,7 @@ def _steps(bench: Workbench, rows: Sequence[Example]) -> Iterator[tuple[str, flo
 
 
 def _token(place: Place, bench: Workbench, rows: int) -> float:
-    """Milliseconds that a token of every row takes, whatever the prompts take."""
+    """Return the milliseconds of a token of every row, without the prompts'."""
     few, many = (2, 4) if place.tiny else (8, 72)
     endless = replace(bench.backbone, answer_end=-1)
     prompts = [row["prompt_ids"] for row in rows_of(rows, 100, 1)]
@@ -233,11 +222,11 @@ def _token(place: Place, bench: Workbench, rows: int) -> float:
     return 1000 * (times[1] - times[0]) / (many - few)
 
 
-def _pack(bench: Workbench, rows: Sequence[Example], members: int) -> float:
-    """Milliseconds of a step of so many members side by side."""
+def _pack(bench: Workbench, rows: Sequence[Example], runs: int) -> float:
+    """Return the milliseconds of a step of this many runs."""
     clock, steps = bench.clock(), bench.sizes.steps + 1
-    trainings = [bench.training(rows, steps, seed=member) for member in range(members - 1)]
-    bench.train([*trainings, bench.training(rows, steps, clock.tick, seed=members - 1)])
+    trainings = [bench.training(rows, steps, seed=run) for run in range(runs - 1)]
+    bench.train([*trainings, bench.training(rows, steps, clock.tick, seed=runs - 1)])
     return 1000 * clock.seconds_per_step
 
 
@@ -289,7 +278,7 @@ def memory(place: Place) -> Figures:
     """Leaks: what tensors hold after each of several tasks."""
     name = "tiny-llama" if place.tiny else "smollm2-135m"
     tasks = ["mood", "topic", "ticket"] if place.tiny else ["mood", "topic", "ticket", "crew", "date", "past"]
-    storage = Storage(Path(tempfile.mkdtemp(dir=place.folder)))  # of which nothing is resumed
+    storage = Storage(Path(tempfile.mkdtemp(dir=place.folder)))
     for method in ("latent_lora", "ewc", "gain_lora"):
         trial = {
             "method": {"name": method, **({"rank": 8} if method == "latent_lora" else {})},
@@ -309,12 +298,8 @@ def memory(place: Place) -> Figures:
                 seen.append(place.held())
 
         run_pack(one, SweepFolder(storage, content["name"]), emit)
-        yield (
-            f"{method}: {len(seen)} tasks, growth after the second",
-            seen[-1] - seen[1],
-            "MiB",
-            "a few for EWC, else 0",
-        )
+        what = f"{method}: {len(seen)} tasks, growth after the second"
+        yield what, seen[-1] - seen[1], "MiB", "a few for EWC, else 0"
 
 
 PARTS: Mapping[str, tuple[Callable[[Place], Figures], int]] = {
@@ -324,14 +309,14 @@ PARTS: Mapping[str, tuple[Callable[[Place], Figures], int]] = {
     "large": (large, 200),
     "memory": (memory, 120),
 }
-"""In order of worth, with the seconds that each may take."""
+"""In order of importance, with time limits in seconds."""
 
 
 # --- the driver ------------------------------------------------------------------------------------------------------
 
 
 def measure(part: str, place: Place) -> None:
-    """Run a part here, and keep each of its figures at once."""
+    """Run a part in this process, and write each of its figures at once."""
     with recording(place.folder) as keep:
         for what, value, unit, expected in PARTS[part][0](place):
             keep(Figure(part, what, value, unit, expected))
@@ -350,7 +335,7 @@ def recording(folder: Path) -> Iterator[Callable[[Figure], None]]:
 
 
 def run(parts: Sequence[str], place: Place, seconds: float) -> int:
-    """Run parts one after another; returns how many did not end well."""
+    """Run parts one after another; return how many failed."""
     began, failed = time.monotonic(), 0
     for part in parts:
         left = min(PARTS[part][1] * (10 if place.tiny else 1), seconds - (time.monotonic() - began))
@@ -369,13 +354,11 @@ def run(parts: Sequence[str], place: Place, seconds: float) -> int:
 
 
 def table(folder: Path) -> list[Figure]:
-    """All figures so far."""
     lines = (folder / "figures.jsonl").read_text(encoding="utf-8").splitlines()
     return [Figure(**json.loads(line)) for line in lines]
 
 
 def main() -> int:
-    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

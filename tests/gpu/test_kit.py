@@ -14,7 +14,7 @@ from helpers.patience import PATIENCE
 
 
 def linked_site(folder: Path) -> Path:
-    """A folder of packages with torch, what torch needs, and what travels: of this environment nothing else."""
+    """Make a folder of packages with torch, its dependencies, and what is archived."""
     folder.mkdir()
     for name in {*with_needs("torch"), *wheels(), *SOURCES}:
         for file in distribution(name).files:
@@ -85,13 +85,11 @@ def test_files_are_shared_out_over_archives_that_hold_them(tmp_path):
     assert sorted(names) == sorted(files)
     assert len(archives) == 2
 
-
-def test_a_file_that_no_archive_holds_is_refused():
     with pytest.raises(ValueError, match=r"big: found 100,000 bytes"):
         distribute({"big": 100_000}, 80_000)
 
 
-def test_what_travels_is_the_package_and_the_kit():
+def test_what_is_archived_is_the_package_and_the_kit():
     names = set(code())
     assert {"latent_sweep/__init__.py", "latent_sweep/py.typed", "tests/gpu/kit.py", "pyproject.toml"} <= names
     assert not any(name.startswith(("tests/helpers", "sweeps")) for name in names)

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.rounding import PASS, assert_same_to_rounding
 from helpers.tiny import random_rows
 
 from latent_sweep.adapters.bank import Adaptation
@@ -19,7 +18,7 @@ from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.versions import DECODING, library
 from latent_sweep.training import evaluation
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.evaluation import AnswerBatch, CombinedAdapters, Evaluator, batched, path_of
+from latent_sweep.training.evaluation import AnswerBatch, AnswerEnd, CombinedAdapters, Evaluator, batched, path_of
 
 COUNT, LONGEST = 7, 6
 
@@ -75,7 +74,7 @@ def embedded(backbone):
 @pytest.fixture
 def evaluator(backbone, bank, method, tmp_path):
     def build(**changes):
-        settings = dict(batch_size=3, max_new_tokens=LONGEST, stop=(), references="single_first")
+        settings = dict(batch_size=3, end=AnswerEnd(LONGEST, ()), references="single_first")
         return Evaluator(
             Engine(backbone=backbone), bank, method, **{"cache": tmp_path / "predictions", **settings, **changes}
         )
@@ -87,49 +86,8 @@ def answers(score):
     return [row["prediction"] for row in score.predictions]
 
 
-def alone(backbone, bank, method, snapshot, prompts):
-    """Answer each prompt by itself with one snapshot's adapter."""
-    deltas = Adaptation(method.space.deltas(snapshot.tensors["R"]))
-    return [answer_text(backbone, *generate(backbone, bank, [prompt], deltas, LONGEST)) for prompt in prompts]
-
-
 def soft(seed=0):
     return np.random.default_rng(seed).dirichlet(np.ones(3), COUNT)
-
-
-@pytest.mark.parametrize("task", range(3))
-def test_a_one_hot_posterior_equals_the_tasks_adapter(backbone, bank, method, history, rows, evaluator, task):
-    weights = np.tile(np.eye(3)[task], (COUNT, 1))
-    expected = alone(backbone, bank, method, history[task], rows["prompt_ids"])
-    assert answers(evaluator().score(history, weights, rows, "accuracy")) == expected
-    ids = torch.arange(4, 14).reshape(2, 5)
-    inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
-    with torch.no_grad():
-        with bank.active(method.combine([s.tensors for s in history], torch.from_numpy(weights[:2]).float())):
-            routed = backbone.model(**inputs).logits
-        with bank.active(Adaptation(method.space.deltas(history[task].tensors["R"]))):
-            single = backbone.model(**inputs).logits
-    assert_same_to_rounding(routed, single, PASS)
-
-
-def test_rows_of_one_batch_answer_with_their_own_weights(backbone, bank, method, history, rows, evaluator):
-    weights = soft()
-    combined = []
-    for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
-        R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
-        combined += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
-    score = evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
-    assert answers(score) == combined
-    assert len(set(combined)) > 2
-    assert [row["weights"] for row in score.predictions] == [
-        {str(i): float(w) for i, w in enumerate(mix)} for mix in weights
-    ]
-
-
-def test_unit_weights_sum_the_adapters(backbone, bank, method, history, rows, evaluator):
-    total = Snapshot("", {"R": sum(s.tensors["R"] for s in history)}, {})
-    score = evaluator().score(history, np.ones((COUNT, 3)), rows, "accuracy")
-    assert answers(score) == [text.strip() for text in alone(backbone, bank, method, total, rows["prompt_ids"])]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +105,18 @@ def test_rows_with_weights_of_0_and_1_share_a_merged_adapter_and_their_instructi
 ):
     rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
     combined = []
-    for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
+    for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):  # each by itself, with one adapter
         R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
-        combined += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
+        (ids,) = generate(backbone, bank, [prompt], Adaptation(method.space.deltas(R)), LONGEST)
+        combined.append(answer_text(backbone, ids))
     shapes, real = [], method.combine
     monkeypatch.setattr(method, "combine", lambda h, weights: shapes.append(tuple(weights.shape)) or real(h, weights))
     embedded.clear()
-    assert answers(evaluator().score(history, weights, rows, "accuracy")) == combined
+    score = evaluator().score(history, weights, rows, "accuracy")
+    assert answers(score) == combined
+    assert [row["weights"] for row in score.predictions] == [
+        {str(i): float(w) for i, w in enumerate(mix) if w} for mix in weights
+    ]
     assert shapes == given
     shared = backbone.family == "llama" and given[0][0] == 1
     assert embedded.count((1, 40)) == (3 if shared else 0), "even in the last batch, of one row"
@@ -293,11 +256,6 @@ def test_scores_count_matching_answers(history, rows, evaluator):
     json.dumps(score.predictions)
 
 
-def test_rouge_l_tasks_also_report_rouge_1(history, rows, evaluator):
-    score = evaluator().score(history, soft(), rows, "rouge_l")
-    assert score.rouge_1 is not None and 0 <= score.rouge_1 <= 1
-
-
 # --- the cache ---------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +265,8 @@ def test_cached_answers_are_not_generated_again(history, rows, evaluator, genera
     again = evaluator().score(history, soft(), rows, "accuracy")
     assert (again.generated, generated) == (0, [3, 3, 1])
     assert (again.score, again.predictions) == (first.score, first.predictions)
+    other = evaluator(references="max_over_refs").score(history, soft(), rows, "rouge_l")
+    assert other.generated == 0 and 0 <= other.rouge_1 <= 1
 
 
 def test_answers_of_the_previous_stage_need_no_file(history, rows, evaluator, generated, tmp_path):
@@ -323,19 +283,14 @@ def test_answers_of_the_previous_stage_need_no_file(history, rows, evaluator, ge
     assert sum(map(len, recent.values())) == COUNT, "outdated ones are dropped"
 
 
-def test_answers_do_not_depend_on_the_metric(history, rows, evaluator, generated):
-    evaluator().score(history, soft(), rows, "accuracy")
-    assert evaluator(references="max_over_refs").score(history, soft(), rows, "rouge_l").generated == 0
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"weights": soft(1)},
         {"history": lambda h: [h[0], h[1], Snapshot("another", h[2].tensors, {})]},
         {"prompts": lambda p: [[*prompt, 9] for prompt in p]},
-        {"settings": {"max_new_tokens": LONGEST - 1}},
-        {"settings": {"stop": ("x",)}},
+        {"settings": {"end": AnswerEnd(LONGEST - 1, ())}},
+        {"settings": {"end": AnswerEnd(LONGEST, ("x",))}},
         {"settings": {"batch_size": 4}},
     ],
     ids=lambda change: next(iter(change)),
@@ -346,15 +301,6 @@ def test_whatever_can_change_an_answer_is_part_of_its_key(history, rows, evaluat
     history = change.get("history", lambda h: h)(history)
     rows["prompt_ids"] = change.get("prompts", lambda p: p)(rows["prompt_ids"])
     assert evaluator(**change.get("settings", {})).score(history, weights, rows, "accuracy").generated >= 4
-
-
-def test_a_new_task_with_zero_weight_keeps_answers_cached(history, rows, evaluator, generated):
-    two = soft()[:, :2] / soft()[:, :2].sum(axis=1, keepdims=True)
-    first = evaluator().score(history[:2], two, rows, "accuracy")
-    three = np.concatenate([two, np.zeros((COUNT, 1))], axis=1)
-    again = evaluator().score(history, three, rows, "accuracy")
-    assert again.generated == 0
-    assert again.predictions == first.predictions
 
 
 def test_pruned_weights_make_answers_equal_between_stages(history, rows, evaluator):
@@ -407,7 +353,7 @@ def test_cached_and_new_answers_are_equal(history, rows, evaluator, tmp_path, we
         assert answers(cold) == answers(warm) == answers(again)
 
 
-@pytest.mark.parametrize("corruption", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])
+@pytest.mark.parametrize("corruption", ["", "[", '["one"]', '{"a": 1}'])
 @pytest.mark.one_machine
 def test_a_corrupt_cache_file_is_replaced(history, rows, evaluator, tmp_path, corruption):
     first = evaluator().score(history, soft(), rows, "accuracy")

@@ -10,6 +10,7 @@ import torch
 from helpers.imitated_gpu import Record, imitated_gpu
 from helpers.methods import OPTIONS
 from helpers.steady_steps import workshop
+from helpers.sweeps import tiny
 from helpers.tiny import FAMILIES, Runs, learns, load_tiny
 
 from latent_sweep.backbones.generation import LOOK_EVERY
@@ -39,19 +40,29 @@ def tokens():
 
 def content(method: str, family: str) -> dict[str, Any]:
     """Two tasks of three steps, with a checkpoint after the second, and answers to two rows of each."""
-    trial = {
-        "method": {"name": method, **OPTIONS.get(method, {})},
-        "backbone": {"name": family, "dtype": "bfloat16"},
-        "benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 6, "test_per_task": 2},
-        "training": {"learning_rate": 0.01, "epochs": 1, "batch_size": 2, "checkpoint_every": 2},
-        "router": {"components": 2},
-    }
-    trial["benchmark"]["max_target_length"] = 6
-    return {"name": "tiny", "trial": trial, "run": {"tracking": {"uri": "none"}}}
+    content = tiny(
+        search={},
+        trial__method={"name": method, **OPTIONS.get(method, {})},
+        trial__backbone={"name": family, "dtype": "bfloat16"},
+        trial__training={"learning_rate": 0.01, "epochs": 1, "batch_size": 2, "checkpoint_every": 2},
+        trial__router={"components": 2},
+    )
+    content["trial"]["benchmark"] |= {"train_per_task": 6, "test_per_task": 2, "max_target_length": 6}
+    return content
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", METHODS)
+LLAMA, T5 = FAMILIES
+QUICK = ("latent_lora", "lfpt5", "lwf")
+"""Methods that the default tests run on T5, too: the prompt, the teacher, the latent adapter."""
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        *((method, LLAMA) for method in METHODS),
+        *(pytest.param(m, T5, marks=() if m in QUICK else pytest.mark.slow) for m in METHODS),
+    ],
+)
 def test_every_method_runs_on_it(method, family, tmp_path, tokens, monkeypatch):
     """Train, interrupt after a checkpoint, resume, and answer."""
     marks: dict[str, Record] = {}
@@ -106,16 +117,11 @@ def test_a_pack_waits_no_more_often_than_one(family, method, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_settings_of_training_make_no_difference(family, tmp_path):
+def test_settings_make_no_difference_and_answers_are_checked_every_few_tokens(family, tmp_path):
     with workshop(load_tiny(family), tmp_path) as here:
         check(here.step("seq_lora", 2, optimizer="adafactor"))
         check(here.step("latent_lora", 2, micro_batch_size=3))
         check(here.step("latent_lora", gradient_checkpointing=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_looked_at_every_few_tokens(family, tmp_path):
-    with workshop(load_tiny(family), tmp_path) as here:
         for method in ("latent_lora", "seq_lora"):
             token = here.token(method)
             assert token["syncs"] <= 1 / LOOK_EVERY
@@ -151,18 +157,6 @@ WAITS: Mapping[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_it_counts_what_the_host_waits_for(what):
-    with imitated_gpu() as record:
-        x = torch.ones(4, device="cuda")
-        WAITS[what](x)
-        assert record.syncs.total() == 1
-        WAITS[what](torch.ones(4))
-    assert record.syncs.total() == 1
-    assert not record.to_device
-    assert not record.mixings
-
-
 COPIED: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "tensor": lambda x: torch.tensor([1.0], device="cuda"),
     "to": lambda x: torch.ones(4).to("cuda"),
@@ -174,23 +168,6 @@ COPIED: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "a list as index": lambda x: x[[0, 2]],
     "new_tensor": lambda x: x.new_tensor([1.0]),
 }
-
-
-@pytest.mark.parametrize("what", COPIED)
-def test_it_counts_copies_that_the_host_waits_for(what):
-    with imitated_gpu() as record:
-        COPIED[what](torch.ones(4, device="cuda"))
-    assert record.to_device.total() == 1
-    assert not record.syncs
-    assert not record.mixings
-
-
-def test_copies_from_pinned_memory_are_not_waited_for():
-    with imitated_gpu() as record:
-        x = torch.arange(4).pin_memory().to("cuda", non_blocking=True)
-        assert x.is_cuda
-        assert torch.equal(x.cpu(), torch.arange(4))
-    assert (record.to_device_later.total(), record.to_device.total()) == (1, 0)
 
 
 MIXED: Mapping[str, Callable[[torch.Tensor], Any]] = {
@@ -209,11 +186,33 @@ def _backward(x: torch.Tensor) -> None:
     torch.autograd.grad((2 * x).sum(), x)
 
 
-@pytest.mark.parametrize("what", MIXED)
-def test_it_rejects_what_a_gpu_rejects(what):
+@pytest.mark.parametrize(
+    ("counter", "call"),
+    [
+        pytest.param(counter, call, id=f"{counter}, {what}")
+        for counter, calls in {"syncs": WAITS, "to_device": COPIED, "mixings": MIXED}.items()
+        for what, call in calls.items()
+    ],
+)
+def test_it_counts_waits_copies_and_what_a_gpu_rejects(counter, call):
     with imitated_gpu() as record:
-        MIXED[what](torch.ones(4, device="cuda"))
-    assert record.mixings.total() == 1
+        call(torch.ones(4, device="cuda"))
+        counts = {name: getattr(record, name).total() for name in ("syncs", "to_device", "mixings")}
+        if counter == "syncs":
+            call(torch.ones(4))
+    if counter == "mixings":
+        assert counts["mixings"] == 1
+    else:
+        assert counts == {"syncs": 0, "to_device": 0, "mixings": 0, counter: 1}
+        assert getattr(record, counter).total() == 1, "none for the host's own tensors"
+
+
+def test_copies_from_pinned_memory_are_not_waited_for():
+    with imitated_gpu() as record:
+        x = torch.arange(4).pin_memory().to("cuda", non_blocking=True)
+        assert x.is_cuda
+        assert torch.equal(x.cpu(), torch.arange(4))
+    assert (record.to_device_later.total(), record.to_device.total()) == (1, 0)
 
 
 def test_it_counts_kernels_and_no_views():

@@ -24,14 +24,6 @@ def small(**changes):
     return {"trial__benchmark": BENCHMARK, "trial__training": BRIEF, "search": {"seed": [0]}} | changes
 
 
-@pytest.fixture
-def events(runs):
-    """Events of a pack; adds `runs.fails(pack, error)`."""
-    found = []
-    runs.fails = lambda pack, error: _fails(runs, pack, error, found)
-    return found
-
-
 def own_benchmark(folder, metric="accuracy", outputs=("yes", "yes"), inputs=4):
     """Write two tasks with four rows per split and this number of distinct training inputs; return the path."""
     for task, output in zip(("one", "two"), outputs, strict=True):
@@ -44,16 +36,15 @@ def own_benchmark(folder, metric="accuracy", outputs=("yes", "yes"), inputs=4):
     return str(folder)
 
 
-def _fails(runs, pack, error, events):
+def assert_fails(runs, pack, error, *ends):
+    """Run a pack, which learns nothing and whose trials end so; return the error's text."""
+    events = []
     with pytest.raises(error) as caught:
         run_pack(pack, runs.sweep, events.append)
     assert not any(map(learns, events)), "nothing was learned"
     assert not list((runs.folder / "snapshots").glob("*.safetensors"))
-    return caught.value
-
-
-def ends(runs, pack):
-    return [status(runs.sweep.journal(trial.trial_id).read()) for trial in pack.trials]
+    assert [status(runs.sweep.journal(trial.trial_id).read()) for trial in pack.trials] == list(ends)
+    return str(caught.value)
 
 
 def test_a_router_that_cannot_be_fitted_ends_only_its_trial(runs):
@@ -68,7 +59,7 @@ def test_a_router_that_cannot_be_fitted_ends_only_its_trial(runs):
     assert all(len(event.matrices) == 1 for event in events if isinstance(event, StageDone))
 
 
-def test_a_router_that_fails_at_a_later_stage_ends_the_trial_before_the_first(runs, events, monkeypatch):
+def test_a_router_that_fails_at_a_later_stage_ends_the_trial_before_the_first(runs, monkeypatch):
     (pack,) = runs.packs(**small())
     fit = combination.pooled_covariance
 
@@ -78,15 +69,14 @@ def test_a_router_that_fails_at_a_later_stage_ends_the_trial_before_the_first(ru
         return fit(pooled, *others)
 
     monkeypatch.setattr(combination, "pooled_covariance", refuse_two)
-    runs.fails(pack, RouterError)
-    assert ends(runs, pack) == ["failed"]
+    assert_fails(runs, pack, RouterError, "failed")
 
 
-def test_changed_rows_of_a_later_task_end_the_trial_before_the_first(runs, events, tmp_path):
+def test_changed_rows_of_a_later_task_end_the_trial_before_the_first(runs, tmp_path):
     folder = own_benchmark(tmp_path / "own")
     (pack,) = runs.packs(**small(trial__benchmark={"name": folder}))
     (tmp_path / "own" / "two" / "train.jsonl").write_text('{"input": "other", "output": "no"}\n' * 4)
-    runs.fails(pack, DataError)
+    assert_fails(runs, pack, DataError, "failed")
 
 
 PICKY = """
@@ -105,43 +95,37 @@ class Picky(SeqLora):
 """
 
 
-def test_methods_reject_tasks_before_the_first_is_learned(runs, events, tmp_path, monkeypatch):
+def test_methods_reject_tasks_before_the_first_is_learned(runs, tmp_path, monkeypatch):
     for module in outside_module(tmp_path, monkeypatch, PICKY):
         (pack,) = runs.packs(**small(trial__method={**LAST, "name": f"{module}:Picky"}))
-        assert str(runs.fails(pack, DataError)) == "no ticket with 8 rows"
+        assert assert_fails(runs, pack, DataError, "failed") == "no ticket with 8 rows"
 
 
-def test_a_metric_that_fails_on_a_later_task_ends_the_trial_before_the_first(runs, events, tmp_path, monkeypatch):
+def test_a_metric_that_fails_on_a_later_task_ends_the_trial_before_the_first(runs, tmp_path, monkeypatch):
     code = "def score(answer, references):\n    return 1.0 if 'o' not in references[0] else 2.0\n"
     for module in outside_module(tmp_path, monkeypatch, code):
         folder = own_benchmark(tmp_path / "own", f"{module}:score", outputs=("yes", "no"))
         (pack,) = runs.packs(**small(trial__benchmark={"name": folder}))
-        monkeypatch.setattr(
-            "latent_sweep.training.pack.check_pack", lambda *asked: None
-        )  # looked at on another machine
-        runs.fails(pack, ConfigError)
+        monkeypatch.setattr("latent_sweep.training.pack.check_pack", lambda *asked: None)  # as if checked elsewhere
+        assert_fails(runs, pack, ConfigError, "failed")
 
 
-def test_a_backbone_that_cannot_answer_ends_all_trials(runs, events, monkeypatch):
+def test_a_backbone_that_cannot_answer_ends_all_trials(runs, monkeypatch):
     def generate(*asked):
         raise ImportError("this attention kernel is not installed")
 
     monkeypatch.setattr(preflight, "generate", generate)
     (pack,) = runs.packs(**small(search={"seed": [0, 1]}, run__pack=["seed"]))
-    runs.fails(pack, ImportError)
-    assert ends(runs, pack) == ["failed", "failed"]
+    assert_fails(runs, pack, ImportError, "failed", "failed")
 
 
-def test_a_disk_too_small_for_all_snapshots_is_found_before_the_first(runs, events, monkeypatch):
+def test_a_storage_that_is_too_small_or_cannot_be_written_is_noticed_before_the_first(runs, monkeypatch):
+    """There may be space on the next attempt."""
     (pack,) = runs.packs(**small())
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
-    runs.fails(pack, StorageError)
-    assert ends(runs, pack) == ["running"], "there may be space on the next attempt"
-
-
-def test_a_folder_of_snapshots_that_cannot_be_written_is_found_before_the_first(runs, events, monkeypatch):
-    (pack,) = runs.packs(**small())
-    (runs.folder / "snapshots").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
+        assert_fails(runs, pack, StorageError, "running")
+    (runs.folder / "snapshots").mkdir(parents=True, exist_ok=True)
     written = preflight.write_file
 
     def write_file(path, *content, **how):
@@ -150,7 +134,7 @@ def test_a_folder_of_snapshots_that_cannot_be_written_is_found_before_the_first(
         written(path, *content, **how)
 
     monkeypatch.setattr(preflight, "write_file", write_file)
-    runs.fails(pack, StorageError)
+    assert_fails(runs, pack, StorageError, "running")
 
 
 def test_stages_reuse_what_the_preflight_has_fitted(runs, monkeypatch):
@@ -178,7 +162,6 @@ def test_trials_without_a_router_read_no_embedding(runs, monkeypatch):
     monkeypatch.setattr(combination, "pool", lambda *asked: pytest.fail("nothing is pooled"))
     (pack,) = runs.packs(**small(trial__method=LAST))
     run_pack(pack, runs.sweep, lambda event: None)
-    assert ends(runs, pack) == ["finished"]
 
 
 def test_a_resumed_trial_reads_no_training_rows_of_learned_tasks(runs, monkeypatch):
