@@ -18,6 +18,7 @@ from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.methods import METHODS
 from latent_sweep.storage.snapshots import TaskCheckpoint
+from latent_sweep.training.engine import forget_backbone
 
 SYNCS = 1
 """Waits of the host per step, for any method and number of runs: it reads all losses at once."""
@@ -83,6 +84,7 @@ def test_every_method_runs_on_it(method, family, tmp_path, tokens, monkeypatch):
     monkeypatch.setattr(TaskCheckpoint, "save", saving)
     runs = Runs(tmp_path / "runs")
     runs = runs.take_tokens(tokens[family]) if family in tokens else tokens.setdefault(family, runs)
+    forget_backbone()  # that of another imitation
     with imitated_gpu() as record:
         packs = runs.packs_of(content(method, family))
         learned = [position for position in range(2) if packs[0].trials[0].method().learns_from(position, 2)]
