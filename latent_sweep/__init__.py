@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from latent_sweep.api import Plan, TrialEvent, open_sweep, plan_sweep, run_sweep
     from latent_sweep.deploy.model import ContinualModel
-    from latent_sweep.results.frames import SweepResults
+    from latent_sweep.report.sweep_results import SweepResults
 
-__all__ = ["ContinualModel", "open_sweep"]
+_MODULES = {"ContinualModel": "deploy.model", "SweepResults": "report.sweep_results"}
+"""Modules of the public names that are not in `latent_sweep.api`."""
+
+__all__ = ["ContinualModel", "Plan", "SweepResults", "TrialEvent", "open_sweep", "plan_sweep", "run_sweep"]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> type[ContinualModel]:
-    """Import `ContinualModel`, which loads torch, on first access."""
-    if name != "ContinualModel":
+def __getattr__(name: str) -> Any:
+    """Import a public name on first access: torch and pandas take seconds."""
+    if name not in __all__:
         raise AttributeError(f"module 'latent_sweep' has no attribute {name!r}")
-    from latent_sweep.deploy.model import ContinualModel
-
-    return ContinualModel
+    return getattr(import_module(f"latent_sweep.{_MODULES.get(name, 'api')}"), name)
 
 
-def open_sweep(*places: str | Path) -> SweepResults:
-    """Return the results of a sweep as data frames, even while it runs: `open_sweep("runs/lambda").trials()`.
-
-    `open_sweep("runs/a", "runs/b")` combines sweeps; it has a column for every setting in which they differ.
-
-    Args:
-        places: folders `<storage>/<sweep name>`, as paths or URIs of an object store. A bare name refers to
-            `LATENT_SWEEP_STORAGE`, else to `runs`.
-
-    Raises:
-        ConfigError: no folder can have this path, the name is ambiguous, no sweep is named, or one is named twice.
-        StorageError: there is no such sweep, or the object store cannot be reached or refuses.
-    """
-    from latent_sweep.results.frames import SweepResults  # pandas is slow to import
-    from latent_sweep.storage import folders
-
-    return SweepResults(*map(folders.open_sweep, places))
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

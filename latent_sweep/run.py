@@ -103,12 +103,13 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, optional: bool = False)
 
 def run(options: argparse.Namespace) -> int:
     """Run a sweep; return 1 if a trial did not finish."""
-    from latent_sweep.execution.driver import run_sweep
+    from latent_sweep.execution.driver import RunOptions, drive
+    from latent_sweep.sweep.config import load_sweep
 
-    unfinished = run_sweep(
-        options.sweep, options.overrides, options.local, options.fail_fast, options.failed, options.replace
+    how = RunOptions(
+        local=options.local, fail_fast=options.fail_fast, only_failed=options.failed, replace=options.replace
     )
-    return 1 if unfinished else 0
+    return 1 if drive(load_sweep(options.sweep, options.overrides), how) else 0
 
 
 def print_any_text() -> None:

@@ -23,7 +23,7 @@ ORDER = (
     ("__init__",),
     ("cli",),
     ("run",),
-    ("doctor", "testing"),
+    ("api", "doctor", "testing"),
     ("execution",),
     ("tracking",),
     ("report",),
@@ -49,7 +49,7 @@ WITHOUT_TORCH = [
         for folder in ("cli", "monitor", "report", "results", "storage", "sweep", "tracking")
         for path in (PACKAGE / folder).glob("[a-z]*.py")
     ),
-    *("errors", "labels", "memo", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
+    *("api", "errors", "labels", "memo", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
     *("backbones.identity", "backbones.registry", "methods", "methods.protocol"),
     *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_private", "ray_tune", "ray_workers", "retries")),
 ]

@@ -64,25 +64,16 @@ def add(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from latent_sweep.execution.driver import check_engine
-    from latent_sweep.storage.snapshots import SnapshotStorage
-    from latent_sweep.storage.storage import open_storage
+    from latent_sweep.api import Plan
     from latent_sweep.sweep.config import load_sweep
-    from latent_sweep.sweep.explain import explain_plan
-    from latent_sweep.sweep.forecast import plan_record
-    from latent_sweep.sweep.plan_text import describe_whole_plan
-    from latent_sweep.sweep.planning import plan_sweep
 
-    sweep = load_sweep(options.sweep, options.overrides)
-    check_engine(sweep.run.engine)
-    storage = open_storage(sweep.run.storage)
-    plan = plan_sweep(sweep, storage=storage)
+    plan = Plan(load_sweep(options.sweep, options.overrides))
     if options.json:
-        print_json(plan_record(plan, storage))
+        print_json(plan.record())
     else:
-        print(printable(describe_whole_plan(plan, storage, options.verbose)))
+        print(printable(plan.text(options.verbose)))
     if options.explain:
-        print("", printable(explain_plan(plan.sweep, plan.trials, SnapshotStorage(storage))), sep="\n")
+        print("", printable(plan.explain()), sep="\n")
     return 2 if plan.conflicts else 0
 
 

@@ -20,6 +20,7 @@ from latent_sweep.doctor.tracker import check_tracker
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.storage.files import cache_folder
 from latent_sweep.storage.storage import Storage, default_location, open_storage
+from latent_sweep.sweep.config import load_sweep
 from latent_sweep.sweep.planning import Plan, plan_sweep
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.tracking.addresses import ray_address
@@ -58,7 +59,7 @@ def examine(
         ConfigError: the sweep file or LATENT_SWEEP_STORAGE is not valid.
     """
     began = time.monotonic()
-    plan = plan_sweep(path, overrides, check=False) if path is not None else None
+    plan = plan_sweep(load_sweep(path, overrides), check=False) if path is not None else None
     if address is not None:
         os.environ["RAY_ADDRESS"] = address
     log_line(f"latent-sweep doctor on {hostname()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 from latent_sweep.errors import ConfigError, MissingData
 from latent_sweep.execution.ray_nodes import check_cluster_answers
 from latent_sweep.memo import memo_scope
-from latent_sweep.security import say
+from latent_sweep.monitor.screen import COMMAND, Display, Following
+from latent_sweep.monitor.state import TrialEvent
 from latent_sweep.settings import Settings, canonical_json, content_hash, yaml_text
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.files import read_file
@@ -24,7 +26,7 @@ from latent_sweep.storage.objects import requests
 from latent_sweep.storage.reserve import free_reserve, write_reserve
 from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.storage.watch import remove_stale_heartbeats, reported_requests, watching
-from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
+from latent_sweep.sweep.config import Sweep, fault_report
 from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.sweep.plan_text import describe_plan, describe_tuning
 from latent_sweep.sweep.planning import OUTDATED, Plan, name_conflict, outdated, plan_sweep
@@ -36,29 +38,49 @@ from latent_sweep.training.memory_housekeeping import loading_modules
 log = logging.getLogger(__name__)
 
 
-def run_sweep(
-    path: str,
-    overrides: Sequence[str] = (),
-    local: bool = False,
-    fail_fast: bool = False,
-    only_failed: bool = False,
-    replace: bool = False,
-) -> int:
-    """Run a sweep file; return the number of trials that neither finished nor were stopped early.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to run a sweep; none of this changes a result."""
 
-    Args:
-        path: the sweep file.
-        overrides: `path=value`, as after `--set`.
-        local: run in this process, without Ray.
-        fail_fast: end the sweep when a trial has failed.
-        only_failed: run only trials that have failed before.
-        replace: accept that scored trials of an earlier sweep of this name leave its results, and compute results again
-            whose data, backbone or code have changed.
+    local: bool = False
+    """Run in this process, without Ray."""
+    fail_fast: bool = False
+    """End the sweep when a trial has failed."""
+    only_failed: bool = False
+    """Run only trials that have failed before."""
+    replace: bool = False
+    """Accept that scored trials of an earlier sweep of this name leave its results, and compute results again whose
+    data, backbone or code have changed."""
+    display: Display = COMMAND
+    on_event: Callable[[TrialEvent], None] | None = None
+    """Receives each new event of a trial, from another thread."""
+    embedded: bool = False
+    """Another program called: its garbage is not exempted from collection."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Random generators, modules that are being imported and the connection to Ray belong to the process."""
+
+
+def drive(sweep: Sweep, options: RunOptions) -> int:
+    """Run what is missing of a sweep; return the number of trials that neither finished nor were stopped early.
+
+    If another thread runs a sweep, wait for its end.
 
     Raises:
         LatentSweepError: the sweep cannot be started; the message says what to change.
     """
-    sweep = load_sweep(path, overrides)
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        options.display.write(f"{sweep.name}: another thread of this process runs a sweep; waiting for its end")
+        _ONE_AT_A_TIME.acquire()
+    try:
+        return _drive_with_tuning(sweep, options)
+    finally:
+        _ONE_AT_A_TIME.release()
+
+
+def _drive_with_tuning(sweep: Sweep, options: RunOptions) -> int:
+    say, local = options.display.write, options.local
     say(f"checking {sweep.source}, its data and its backbone")
     check_installed(sweep, local)
     if not local:
@@ -67,7 +89,6 @@ def run_sweep(
     check_engine(sweep.run.engine)
     storage = open_storage(sweep.run.storage)
     plan = plan_sweep(sweep, storage=storage, to_run=True, local=local)
-    options = _Options(local, fail_fast, only_failed, replace)
     if plan.tuning is not None and plan.results is None:
         say("\n".join(describe_tuning(plan)))
         _run_plan(plan.tuning, storage, options)
@@ -78,17 +99,9 @@ def run_sweep(
     return _run_plan(plan, storage, options)
 
 
-@dataclass(frozen=True)
-class _Options:
-    local: bool
-    fail_fast: bool
-    only_failed: bool
-    replace: bool
-
-
-def _run_plan(plan: Plan, storage: Storage, options: _Options) -> int:
+def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
     """Run the trials of one sweep once no other process runs it; return how many did not end well."""
-    sweep, trials = plan.sweep, plan.trials
+    sweep, trials, say = plan.sweep, plan.trials, options.display.write
     began, sent_before = time.time(), Counter(requests())
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
@@ -114,10 +127,9 @@ def _run_plan(plan: Plan, storage: Storage, options: _Options) -> int:
         return unfinished
 
 
-def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
+def _drive(plan: Plan, folder: SweepFolder, options: RunOptions) -> int:
     """Run what is missing of a sweep, whose lock this process holds; return how many trials did not end well."""
     from latent_sweep.monitor.progress import say_driving
-    from latent_sweep.monitor.screen import Following, screen_for
     from latent_sweep.report.plain_text import terminal_width
     from latent_sweep.report.report import render
     from latent_sweep.report.tables import PAGE_FILE
@@ -125,7 +137,7 @@ def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
     from latent_sweep.tracking.mlflow import tracker_for
     from latent_sweep.tracking.sync_thread import SyncThread
 
-    sweep, packs, storage = plan.sweep, plan.packs, folder.storage
+    sweep, packs, storage, say = plan.sweep, plan.packs, folder.storage, options.display.write
     failed = _failed(packs, folder) if options.only_failed else None
     if failed == []:
         raise ConfigError(
@@ -140,16 +152,16 @@ def _drive(plan: Plan, folder: SweepFolder, options: _Options) -> int:
         say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
     write_reserve(folder.path)
     tracker = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
-    with screen_for(folder, log=True) as screen:
+    with options.display.screen(folder) as screen:
         thread = SyncThread(tracker, log_line=screen.write)
         thread.start()
         try:
             if todo:
                 others = watching(storage, folder.path) if not options.local else nullcontext()
-                with Following(folder, screen), others:
+                with Following(folder, screen, options.on_event), others:
                     if options.local:
                         say_driving(folder, "loading PyTorch")
-                        with loading_modules():
+                        with nullcontext() if options.embedded else loading_modules():
                             from latent_sweep.execution.local import run_local
 
                         run_local(todo, folder, sweep.run, options.fail_fast, screen.write)

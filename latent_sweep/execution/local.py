@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import torch
 
 from latent_sweep.backbones.architectures import free_memory
 from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError, StorageError
@@ -54,6 +58,26 @@ def run_local(
         say_driving(sweep, MEASURING)
         sizes = [best_size(measure(decided(p, run, free_memory), sweep.storage)) for p in packs]
         packs = [part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)]
+    with _random_state_kept():
+        _run_packs(packs, sweep, run, fail_fast, log_line)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore the random generators: the process may belong to another program."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _run_packs(
+    packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool, log_line: Callable[[str], None]
+) -> None:
     launched = journal_lengths(packs, sweep)
     for p in packs:
         with ProgressWriter(sweep, p) as progress:

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from latent_sweep.errors import StorageError
 from latent_sweep.monitor.log_lines import duration, news, summary
-from latent_sweep.monitor.state import SweepState, SweepWatch, current
+from latent_sweep.monitor.state import SweepState, SweepWatch, TrialEvent, current
 from latent_sweep.monitor.terminal import draw
 from latent_sweep.security import printable, redact, say
 from latent_sweep.storage.folders import SweepFolder
@@ -64,14 +66,37 @@ def screen_for(sweep: SweepFolder, log: bool) -> Screen:
     return lines if console.is_dumb_terminal else Live(console, sweep.path / LOG if log else None)
 
 
+@dataclass(frozen=True)
+class Display:
+    """Where a run prints."""
+
+    write: Callable[[str], None]
+    """Prints lines, before and after the trials run."""
+    screen: Callable[[SweepFolder], Screen]
+    """Returns the output that shows the trials while they run."""
+
+
+COMMAND = Display(say, partial(screen_for, log=True))
+"""For the command line: on a terminal, other output goes to a file, and a closed pipe ends nothing."""
+
+
+def display_in_program(progress: bool) -> Display:
+    """Return a display for a call from another program: a notebook's cell, else plain lines; or nothing."""
+    if not progress:
+        return Display(_discard, lambda sweep: Lines(_discard))
+    return Display(_print, lambda sweep: Notebook() if _in_notebook() else Lines())
+
+
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
 class Following:
     """Shows a sweep that this process drives, from a thread, within a `with` block."""
 
-    def __init__(self, sweep: SweepFolder, screen: Screen):
-        self._reel = Reel(SweepWatch(sweep, drives=True), screen)
+    def __init__(self, sweep: SweepFolder, screen: Screen, on_event: Callable[[TrialEvent], None] | None = None):
+        watch = SweepWatch(sweep, drives=True)
+        self._reel = Reel(watch, screen)
+        watch.on_event = on_event  # the first look has read the events of earlier runs
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="progress", daemon=True)
 
@@ -82,15 +107,15 @@ class Following:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._look()
+        self._look(everything=True)
 
     def _loop(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
             self._look()
 
-    def _look(self) -> None:
+    def _look(self, everything: bool = False) -> None:
         with suppress(StorageError):  # readers that need the journal report the corruption
-            self._reel.look()
+            self._reel.look(everything)
 
 
 class Reel:
@@ -101,8 +126,8 @@ class Reel:
         self._last = watch.look()
         screen.show(self._last)
 
-    def look(self) -> SweepState:
-        state = self._watch.look()
+    def look(self, everything: bool = False) -> SweepState:
+        state = self._watch.look(everything)
         for line in news(self._last, state):
             self._screen.write(f"[{duration(time.monotonic() - self._began)}] {line}")
         self._last = state
@@ -165,6 +190,10 @@ class Lines:
 
 def _print(text: str) -> None:
     print(printable(text), flush=True)
+
+
+def _discard(text: str) -> None:
+    pass
 
 
 # --- the screen ------------------------------------------------------------------------------------------------------
@@ -259,3 +288,47 @@ class _Log(io.TextIOBase):
     def close(self) -> None:
         """Close the file only: handlers may hold this object for longer."""
         self._file.close()
+
+
+# --- notebooks -------------------------------------------------------------------------------------------------------
+
+NOTEBOOK_SIZE = (110, 24)
+"""Columns and lines of the state in a notebook."""
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
+
+
+class Notebook(Lines):
+    """Shows the state in a notebook's cell, where it changes in place; lines that stay follow below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handle: Any = None
+
+    def show(self, state: SweepState) -> None:
+        """Draw the state, or draw it again."""
+        from IPython import display  # installed wherever there is a notebook
+
+        content = _notebook_content(state)
+        if self._handle is None:
+            self._handle = display.display(content, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(content, raw=True)
+
+
+def _notebook_content(state: SweepState) -> dict[str, str]:
+    """Return the state by media type."""
+    from rich.console import Console
+
+    width, height = NOTEBOOK_SIZE
+    console = Console(
+        file=io.StringIO(), record=True, width=width, force_terminal=True, force_jupyter=False, color_system="truecolor"
+    )
+    console.print(draw(state, width, height))
+    page = console.export_html(inline_styles=True, code_format=_HTML, clear=False)
+    return {"text/html": page, "text/plain": console.export_text()}
+
+
+def _in_notebook() -> bool:
+    """Return whether a notebook's kernel runs this process."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")

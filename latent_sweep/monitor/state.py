@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from latent_sweep.results.trial_states import ENDED, Tally, TrialState, advanced
 from latent_sweep.storage.files import NO_FILE, FileState, read_json_or_nothing, state_of
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since, driver_of, tuning_name
 from latent_sweep.storage.heartbeat import FOLDER, heartbeat_of, journal_writes
-from latent_sweep.storage.journal import START, Position, Status
+from latent_sweep.storage.journal import START, Event, Position, Status
 
 ROUND = 60
 """Looks within which every journal is examined, whether or not a heartbeat reports it."""
@@ -137,6 +137,20 @@ class SweepState:
         }
 
 
+@dataclass(frozen=True)
+class TrialEvent:
+    """A new event of a trial."""
+
+    sweep: str
+    """Name of the sweep; that of a tuned sweep's tuning trials ends in `-tuning`."""
+    trial_id: str
+    name: str
+    """The settings that vary, as `lambda=0.1 seed=0`."""
+    values: Mapping[str, Any]
+    """The same by dotted path."""
+    event: Event
+
+
 def current(sweep: SweepFolder) -> SweepFolder:
     """Return the sweep, or its tuning sweep if that is being run or is the only one."""
     tuning = SweepFolder(sweep.storage, tuning_name(sweep.name))
@@ -165,14 +179,16 @@ class SweepWatch:
         self._driven: float | None = None
         self._heartbeats: dict[Path, tuple[FileState, dict[str, Any]]] = {}
         self._round = 0
+        self.on_event: Callable[[TrialEvent], None] | None = None
+        """Receives each event that a look reads."""
 
-    def look(self) -> SweepState:
+    def look(self, everything: bool = False) -> SweepState:
         """Return the sweep's current state; a corrupt journal raises `StorageError`."""
         since = self._began if self._drives else driven_since(self.sweep)  # first: journals end before the lease does
         heartbeats = self._read_heartbeats()
         if not self._trials:
             self._begin()
-        everything = since is None or since != self._driven
+        everything = everything or since is None or since != self._driven
         for index in range(len(self._trials)) if everything else self._updated(heartbeats):
             self._look_at(index)
         self._driven = since
@@ -232,6 +248,9 @@ class SweepWatch:
             events, position = trial.journal.read_on(START)
         self._read[index] = version, position
         self._tally.advance(index, advanced(state, events))
+        if self.on_event is not None:
+            for event in events:
+                self.on_event(TrialEvent(self.sweep.name, trial.trial_id, state.name, trial.values, event))
 
     def _read_heartbeats(self) -> list[dict[str, Any]]:
         current = {}

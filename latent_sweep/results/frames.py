@@ -59,7 +59,7 @@ WhichTrial = str | Mapping[str, Any]
 """A trial's id, a unique prefix of it, or settings by short name or path that only one trial has."""
 
 
-class SweepResults:
+class SweepFrames:
     """The results of one or several sweeps as data frames, read anew at every call.
 
     A sweep in an object store is downloaded when it is opened: open it again for newer results.
@@ -96,7 +96,7 @@ class SweepResults:
 
     def __repr__(self) -> str:
         paths = ", ".join(str(folder.path) for folder in self._folders)
-        return f"<SweepResults {paths}: {sum(1 for _ in self._trials())} trials>"
+        return f"<{type(self).__name__} {paths}: {sum(1 for _ in self._trials())} trials>"
 
     def _trials(self) -> Iterator[TrialResults]:
         return (TrialResults(sweep, folder) for sweep in self._folders for folder in sweep)

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -94,14 +94,29 @@ class Sweep(Settings):
         return tuple(dict.fromkeys(path for _, path in _paths(_values(self.grid, self.draws))))
 
 
-def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
-    """Read a sweep file, apply `--set path=value` overrides, and find its storage and tracker (`places.py`).
+def load_sweep(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file or its content, apply `--set path=value`, and find storage and tracker (`places.py`).
 
     Raises:
         ConfigError: listing every fault with file, path, what was found and what is allowed.
     """
+    if isinstance(source, Mapping):
+        content, shown_as = _plain(source), f"sweep {source.get('name', '')}".strip()
+    else:
+        content, shown_as = _read_sweep_file(source), str(source)
+    sweep = parse_sweep(content, shown_as, overrides)
+    given: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(given, override)
+    run, faults = placed(sweep.run, _mapping(given, "run")[0])
+    if faults:
+        raise fault_report(sweep.source, faults)
+    return sweep.model_copy(update={"run": run})
+
+
+def _read_sweep_file(path: str | Path) -> Any:
     try:
-        content = read_yaml(local_path(path))
+        return read_yaml(local_path(path))
     except ConfigError as error:
         if not isinstance(error.__cause__, FileNotFoundError) or local_path(path).is_absolute():
             raise
@@ -110,14 +125,22 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
             f"{error}; the working directory is {'that of the cluster, ' * in_job}{Path.cwd()}. Correct the path"
             f"{', or submit the job with --working-dir .' * in_job}"
         ) from error
-    sweep = parse_sweep(content, str(path), overrides)
-    given: dict[str, Any] = {}
-    for override in overrides:
-        _apply_override(given, override)
-    run, faults = placed(sweep.run, _mapping(given, "run")[0])
-    if faults:
-        raise fault_report(sweep.source, faults)
-    return sweep.model_copy(update={"run": run})
+
+
+def _plain(value: Any) -> Any:
+    """Convert what Python programs write in place of YAML's values: tuples, ranges, paths, NumPy's numbers."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def override(path: str, value: Any) -> str:
+    """Return `path=value` as after `--set`."""
+    return f"{path}={yaml_text(_plain(value), one_line=True)}"
 
 
 @memo_scope()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.registry import describe
@@ -172,7 +173,8 @@ def _time_summary(plan: Plan, work: Mapping[tuple[str, str], Sequence[Work]], co
     timed = [w for each in work.values() for w in each if w.profile.device == device]
     unknown = [f"{name} ({dtype})" for (name, dtype), each in work.items() if not any(w in timed for w in each)]
     if unknown:
-        measure = f"latent-sweep doctor --profile {plan.sweep.source}"
+        file = plan.sweep.source if Path(plan.sweep.source).suffix else "SWEEP.yaml"  # not the content of one
+        measure = f"latent-sweep doctor --profile {file}"
         return f"unknown; `{measure}` measures {', '.join(unknown)} on a {DEVICES[device]}"
     least, most = (sum(w.evaluation[end] for w in timed) for end in (0, 1))
     hours = next(item for item in costs if "-hours" in item.name)

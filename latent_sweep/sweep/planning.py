@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
@@ -17,7 +16,7 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.trial_files import final_event, recorded_rows
-from latent_sweep.sweep.config import Sweep, fault_report, load_sweep, parse_sweep
+from latent_sweep.sweep.config import Sweep, fault_report
 from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.plan import Pack, Trial, expand, pack
 from latent_sweep.sweep.tuning import (
@@ -69,8 +68,7 @@ class Plan:
 
 @memo_scope()
 def plan_sweep(
-    source: str | Path | Mapping[str, Any] | Sweep,
-    overrides: Sequence[str] = (),
+    sweep: Sweep,
     storage: Storage | None = None,
     *,
     check: bool = True,
@@ -81,8 +79,6 @@ def plan_sweep(
     """Plan a sweep.
 
     Args:
-        source: the path of a sweep file, its content, or the sweep.
-        overrides: `path=value`, as after `--set`.
         storage: earlier results; without it selections have placeholders.
         check: check devices and data.
         to_run: also check that backbones are pinned, and mark the checked rows in the storage. The caller runs
@@ -93,12 +89,8 @@ def plan_sweep(
     Raises:
         ConfigError: listing every fault.
     """
-    if isinstance(source, (str, Path)):
-        source = load_sweep(source, overrides)
-    elif not isinstance(source, Sweep):
-        source = parse_sweep(source, "sweep.yaml", overrides)
-    sweep, selections = source, find_selections(source)
-    tried, tuned = tuning_trials(selections), tuning_sweep(source)
+    selections, tuned = find_selections(sweep), tuning_sweep(sweep)
+    tried = tuning_trials(selections)
     if results is None and (storage is not None or not tried):
         results = _previous(selections, storage, tuned.name)
     trials = expand(sweep, selected_values(sweep, placeholders(selections) if results is None else results))

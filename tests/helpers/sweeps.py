@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,14 @@ def write(folder: Path, content: dict[str, Any]) -> str:
 def sweep_folder(folder: Path, name: str = "tiny") -> SweepFolder:
     """Return the sweep folder of a file written by `write`."""
     return open_sweep(folder / "runs" / name)
+
+
+def run_locally(path: str, overrides: Sequence[str] = (), **options: Any) -> int:
+    """Run a sweep file in this process; return how many trials did not end well."""
+    from latent_sweep.execution.driver import RunOptions, drive
+    from latent_sweep.sweep.config import load_sweep
+
+    return drive(load_sweep(path, overrides), RunOptions(local=True, **options))
 
 
 def results(sweep: SweepFolder) -> dict[str, bytes]:

@@ -68,7 +68,8 @@ def test_the_summary_of_a_sweep(name):
 
 def test_the_details_of_a_sweep_with_tuning():
     tune = {"tasks": 1, "search": {"router.temperature": [1.0, 50.0]}}
-    plan = plan_sweep(tiny(tune=tune, run__pack=2, search={"seed": [0, 1, 2], "router.components": [1, 2]}))
+    content = tiny(tune=tune, run__pack=2, search={"seed": [0, 1, 2], "router.components": [1, 2]})
+    plan = plan_sweep(parse_sweep(content, "sweep.yaml"))
     snapshots.check("plan_verbose.txt", f"{without_ids(describe_whole_plan(plan, NOWHERE, verbose=True))}\n")
 
 

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from helpers.sweeps import sweep_folder, tiny, write, write_benchmark
+from helpers.sweeps import run_locally, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
-from latent_sweep.execution.driver import run_sweep, write_sweep
+from latent_sweep.execution.driver import write_sweep
 from latent_sweep.results.summaries import summarize
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.storage import open_storage
@@ -305,7 +305,7 @@ def test_shared_stages_are_counted_once(tmp_path):
     """EWC's penalty begins with the second task, so the first is learned for one of three."""
     block = {"tasks": 2, "search": {"method.ewc_lambda": [1.0, 10.0, 100.0]}}
     content = tuned(block, search={"seed": [3]}, trial__method={"name": "ewc", "rank": 4})
-    assert run_sweep(write(tmp_path, content), local=True) == 0
+    assert run_locally(write(tmp_path, content)) == 0
     (selected,) = read_tuning(sweep_folder(tmp_path))
     assert sorted(tried.steps for tried in selected.tried) == [4, 4, 8]
     assert "3 tried, 16 steps" in tuning_lines([selected])[0]
@@ -327,7 +327,7 @@ def test_stages_learned_side_by_side_are_counted_once(changes, steps, tmp_path):
     block = {"tasks": changes.pop("tasks", 1), "search": changes.pop("tried")}
     content = tuned(block, search={"seed": [3]}, **changes)
     content["run"]["pack"] = 3
-    assert run_sweep(write(tmp_path, content), local=True) == 0
+    assert run_locally(write(tmp_path, content)) == 0
     (selected,) = read_tuning(sweep_folder(tmp_path))
     assert sorted(tried.steps for tried in selected.tried) == steps
     summary = summarize(open_sweep(tmp_path / "runs" / "tiny-tuning"))
@@ -346,7 +346,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert "builtin: mood; scored on 20% of the training rows" in planned
     assert "nothing yet" in planned
 
-    assert run_sweep(path, local=True) == 0
+    assert run_locally(path) == 0
     printed = capsys.readouterr().out
     sweep, tuning = sweep_folder(tmp_path), sweep_folder(tmp_path, "tiny-tuning")
     (selected,) = read_tuning(sweep)
@@ -370,7 +370,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
 
     before = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
     (sweep.path / TUNING).unlink()
-    assert run_sweep(path, local=True) == 0
+    assert run_locally(path) == 0
     assert read_tuning(sweep) == [selected]
     after = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
     assert after == before  # nothing ran again
@@ -393,18 +393,18 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert (sweep.path / TUNING).read_text() == damaged, "whoever looks changes nothing"
     assert "elected by tuning" not in capsys.readouterr().out
     assert len(repair_disk(sweep)) == 1
-    assert run_sweep(path, local=True) == 0
+    assert run_locally(path) == 0
     assert not verify_disk(open_sweep(sweep.path)).faults
     assert (sweep.path / TUNING).read_bytes() == kept
 
-    assert run_sweep(path, ["tune=null"], local=True, replace=True) == 0
+    assert run_locally(path, ["tune=null"], replace=True) == 0
     assert not (sweep.path / TUNING).exists(), "nothing was chosen for these trials"
 
 
 def test_values_added_later_are_tried_too(tmp_path):
     path = write(tmp_path, tuned({"search": {RATE: [1e-3]}}, search={"seed": [3]}))
-    assert run_sweep(path, local=True) == 0
-    assert run_sweep(path, [f"tune.search={{{RATE}: [1.0e-3, 0.1]}}"], local=True, replace=True) == 0
+    assert run_locally(path) == 0
+    assert run_locally(path, [f"tune.search={{{RATE}: [1.0e-3, 0.1]}}"], replace=True) == 0
     (selected,) = read_tuning(sweep_folder(tmp_path))
     assert [tried.values[RATE] for tried in selected.tried] == [1e-3, 0.1]
 
@@ -413,7 +413,7 @@ def test_a_method_that_learns_nothing_needs_no_tuning(tmp_path, capsys):
     path = write(tmp_path, tuned(search={"method.name": ["zero_shot"]}, trial__method=None))
     assert main(["plan", path]) == 0
     assert "tiny-tuning" not in capsys.readouterr().out
-    assert run_sweep(path, local=True) == 0
+    assert run_locally(path) == 0
     (selected,) = read_tuning(sweep_folder(tmp_path))
     assert (selected.values, selected.tried) == ({}, ())
     assert not (tmp_path / "runs" / "tiny-tuning").exists()
