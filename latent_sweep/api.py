@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -52,7 +53,8 @@ def run_sweep(
 
     After an interrupt (`KeyboardInterrupt`), the same call resumes inside a task. A failed trial raises nothing: see
     `SweepResults.failed`. One sweep at a time runs in a process; a call from a second thread waits. Signal handlers,
-    environment variables, logging and MLflow's tracking URI are the same afterward, and generators are not reseeded.
+    environment variables, logging and MLflow's tracking URI are the same afterward, and generators are not reseeded;
+    only Ray's token stays in `RAY_AUTH_TOKEN`.
 
     Args:
         source: the path of a sweep file, or its content as a mapping.
@@ -219,17 +221,17 @@ def _until_it_fails(on_event: Callable[[TrialEvent], None]) -> Callable[[TrialEv
     return call
 
 
-_VARIABLES = ("RAY_", "TUNE_", "MLFLOW_", "DS_", "GLOO_")
-"""Beginnings of the environment variables that a run sets for the libraries."""
+_VARIABLES = re.compile("RAY_(?!AUTH_)|TUNE_|MLFLOW_|DS_|GLOO_")
+"""Environment variables that a run sets for the libraries; Ray reads its token once per process, so that stays."""
 
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    before = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    before = {name: value for name, value in os.environ.items() if _VARIABLES.match(name)}
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
+        for name in filter(_VARIABLES.match, list(os.environ)):
             if name not in before:
                 del os.environ[name]
         os.environ.update(before)

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -69,7 +70,8 @@ def connect() -> bool:
     # Tune would catch Ctrl-C and return as if the sweep had ended, and an interrupted trial would look stopped early
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     start = ray_address() is None
-    if start:
+    unprotected = start and "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ  # Ray reads it as it is imported
+    if start and not unprotected:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # binds every socket to 127.0.0.1 on Linux, too
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -81,6 +83,11 @@ def connect() -> bool:
 
         if ray.is_initialized():
             return False
+        if unprotected:
+            raise ConfigError(
+                "found ray imported without RAY_AUTH_MODE=token: a cluster started now would obey every user of this "
+                "machine. Import ray after the run, connect to a cluster with ray.init() before it, or run with local"
+            )
         try:
             with _keep_sigterm_handler():
                 ray.init(
