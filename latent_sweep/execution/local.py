@@ -28,6 +28,20 @@ from latent_sweep.training.time_limit import TimeLimit
 log = logging.getLogger(__name__)
 
 
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore the random generators: the process may belong to another program."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@_random_state_kept()
 def run_local(
     packs: Sequence[Pack],
     sweep: SweepFolder,
@@ -58,26 +72,6 @@ def run_local(
         say_driving(sweep, MEASURING)
         sizes = [best_size(measure(decided(p, run, free_memory), sweep.storage)) for p in packs]
         packs = [part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)]
-    with _random_state_kept():
-        _run_packs(packs, sweep, run, fail_fast, log_line)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Restore the random generators: the process may belong to another program."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-def _run_packs(
-    packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool, log_line: Callable[[str], None]
-) -> None:
     launched = journal_lengths(packs, sweep)
     for p in packs:
         with ProgressWriter(sweep, p) as progress:
