@@ -17,7 +17,7 @@ from latent_sweep.report import report
 from latent_sweep.report.tables import ALL_EQUAL, BOOTSTRAP, FEW_PAIRS, ONE_PAIR, STOPPED, STUDENT, sections
 from latent_sweep.results import summaries
 from latent_sweep.results.comparison import Difference
-from latent_sweep.results.frames import SweepResults
+from latent_sweep.results.frames import SweepFrames
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.tracking.contents import trial_content
@@ -273,7 +273,7 @@ def test_a_single_task_has_no_forgetting(tmp_path, monkeypatch):
     assert summary.configurations[0].forgetting is None
     (row,) = section(summary, "compared").table.rows
     assert [cell.text for cell in row[-2:]] == ["-", "-"]
-    trials = SweepResults(sweep).trials()
+    trials = SweepFrames(sweep).trials()
     assert trials[["FM", "BWT"]].isna().all(axis=None) and trials["LA"].notna().all()
 
 
@@ -475,7 +475,7 @@ def test_an_omitted_setting_shows_its_default(tmp_path):
     assert [(row["combine"], row["scope"], row["tasks"]) for row in records] == told
     assert [row["baseline"] for row in records] == ["scope=prompt", None, "scope=prompt"]
     assert report.render(summary).splitlines()[4].split()[:2] == ["combine=soft", "scope=input_only"]
-    frame = SweepResults(sweep).trials()
+    frame = SweepFrames(sweep).trials()
     assert (
         list(zip(*(frame[name].replace({np.nan: None}) for name in ("combine", "scope", "tasks")), strict=True)) == told
     )

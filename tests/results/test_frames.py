@@ -25,7 +25,7 @@ from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.errors import ConfigError, DataError, StorageError
-from latent_sweep.results.frames import SweepResults
+from latent_sweep.results.frames import SweepFrames
 from latent_sweep.results.inputs import TaskExamples
 from latent_sweep.storage import objects
 from latent_sweep.storage.checksummed import checksummed_json
@@ -85,7 +85,7 @@ def test_axes_have_the_names_of_tables(sweep, tmp_path):
     assert (sweep.name, sweep.axes) == ("lambda", {"method.ortho_lambda": "lambda", "seed": "seed"})
     assert sweep.configuration == ["lambda"]
     assert "6 trials" in repr(sweep)
-    clashing = SweepResults(write_sweep(tmp_path, {"method.steps": [1], "router.components": [1]}, name="other"))
+    clashing = SweepFrames(write_sweep(tmp_path, {"method.steps": [1], "router.components": [1]}, name="other"))
     assert clashing.axes == {"method.steps": "method.steps", "router.components": "K"}
 
 
@@ -120,7 +120,7 @@ def test_stages_have_every_metric_of_the_journal(sweep, tmp_path):
         **{"tasks_seen": 1, "task": "intent", "lineage": "x", "reused": True, "scores": {"intent": 0.5}},
         metrics={"AP": 0.5, "FM": 0.0, "router_nll": 0.25, "router/nll/intent": 0.125, "steps": 7.0},
     )
-    stage = SweepResults(folder).stages().iloc[0]
+    stage = SweepFrames(folder).stages().iloc[0]
     assert (stage["router_nll"], stage["router/nll/intent"], stage["metrics.steps"]) == (0.25, 0.125, 7.0)
     assert stage["reused"] and stage["steps"] is pd.NA
 
@@ -136,9 +136,9 @@ def test_the_matrix_is_empty_above_its_diagonal(sweep):
 
 @pytest.mark.parametrize("kind", ["trials", "stages", "scores", "answers"])
 def test_columns_and_types_follow_the_docstring(sweep, finished, tmp_path, kind):
-    documented = dict(re.findall(r"^ +(\w+) \(([^)]+)\): ", getattr(SweepResults, kind).__doc__, re.MULTILINE))
+    documented = dict(re.findall(r"^ +(\w+) \(([^)]+)\): ", getattr(SweepFrames, kind).__doc__, re.MULTILINE))
     real = open_sweep(sweep_folder(finished).path)
-    nothing = SweepResults(write_sweep(tmp_path, {"router.components": [1, 2]}, name="nothing"))
+    nothing = SweepFrames(write_sweep(tmp_path, {"router.components": [1, 2]}, name="nothing"))
     empty = getattr(nothing, kind)()
     assert len(empty) == (2 if kind == "trials" else 0)
     for frame in (getattr(real, kind)(), empty):
@@ -165,7 +165,7 @@ def test_columns_and_types_follow_the_docstring(sweep, finished, tmp_path, kind)
     ],
 )
 def test_an_axis_has_the_type_of_its_values(tmp_path, values, dtype):
-    found = SweepResults(write_sweep(tmp_path, {"method.choice": values})).trials()["choice"]
+    found = SweepFrames(write_sweep(tmp_path, {"method.choice": values})).trials()["choice"]
     assert str(found.dtype) == dtype
     assert [None if value is pd.NA else value for value in found] == values
 
@@ -204,7 +204,7 @@ def test_an_id_that_is_a_prefix_of_another(tmp_path):
     content = json.loads((folder.path / "sweep.json").read_text())["content"]
     content["trials"][1]["trial_id"] = "trial0000b"
     (folder.path / "sweep.json").write_bytes(checksummed_json(content))
-    assert SweepResults(type(folder)(folder.storage, folder.name)).matrix("trial0000").empty
+    assert SweepFrames(type(folder)(folder.storage, folder.name)).matrix("trial0000").empty
 
 
 def test_an_unknown_task_is_refused(sweep):
@@ -220,7 +220,7 @@ def test_undefined_measures_are_missing(tmp_path):
     for seen in (1, 2, 3):
         told = {"tasks_seen": seen, "task": TASKS[seen - 1], "lineage": "first", "reused": False}
         journal_of(trial).append("stage", **told, scores=dict.fromkeys(TASKS[:seen], 0.5), metrics=metrics)
-    found = SweepResults(folder)
+    found = SweepFrames(folder)
     assert found.trials()[["FM", "LA", "BWT"]].isna().all(axis=None)
     assert found.stages()[["FM", "BWT", "FM_scorer"]].iloc[-1].isna().all()
     assert found.trials()["AP"].tolist() == [0.5]
@@ -301,7 +301,7 @@ def test_only_the_requested_files_are_read(copy):
     first, second = copy
     (second.path / "predictions" / "mood.jsonl").unlink()
     (first.path / "predictions" / "ticket.jsonl").write_text("damaged\n")
-    results = SweepResults(copy)
+    results = SweepFrames(copy)
     assert len(results.answers("mood", first.trial_id)) == 24
     (first.path / "answers" / "2.jsonl").write_text("damaged\n")
     assert len(results.answers("mood", first.trial_id, tasks_seen=1)) == 12
@@ -318,7 +318,7 @@ def test_only_the_requested_files_are_read(copy):
 
 def test_answers_of_a_running_trial_follow_its_journal(copy):
     """The second stage is being written: its predictions exist, and its journal has no event yet."""
-    (trial, _), results = copy, SweepResults(copy)
+    (trial, _), results = copy, SweepFrames(copy)
     whole = results.answers(trial=trial.trial_id)
     journal = trial.path / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -457,7 +457,7 @@ def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
 def test_the_readmes_script_takes_a_sweep_of_seeds_alone(tmp_path, seeds):
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     folder = finished_sweep(tmp_path / "runs", {"seed": seeds}, (0.4, 0.5, 0.6), forgetting=0.1, name="quickstart")
-    assert SweepResults(folder).configuration == ["sweep"]
+    assert SweepFrames(folder).configuration == ["sweep"]
     printed = in_a_fresh_process(script, cwd=tmp_path, env=os.environ | {"MPLBACKEND": "agg"})
     row = printed.strip().splitlines()[-1].split()
     assert (row[0], float(row[1])) == ("quickstart", 40.0 + 5.0 * (len(seeds) - 1))
