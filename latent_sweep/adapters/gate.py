@@ -44,7 +44,6 @@ class Gate:
         return layers(p0_Bd, self.G1, self.G2, self.form)
 
     def __call__(self, p0_Bd: Tensor) -> Tensor:
-        """Return g of each prompt, (B,)."""
         *_, p2 = self.inputs(p0_Bd)
         return (2 * torch.sigmoid(4 * cosine_similarity(p2, self.key, dim=-1)) - 1).abs()
 
@@ -69,7 +68,7 @@ class Pooled:
         self._lengths: dict[int, Tensor] = {}
 
     def __call__(self, prompts: Sequence[Sequence[int]], together: int = PADDED_TOGETHER) -> Tensor:
-        """Return p0 of each prompt; each batch has `together` of them."""
+        """Pool prompts, `together` of them in a batch."""
         lengths = [len(prompt) for prompt in prompts]
         if self._padded:
             batches = [lengths[i : i + together] for i in range(0, len(lengths), together)]

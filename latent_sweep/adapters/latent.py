@@ -57,7 +57,6 @@ class LatentSpace:
         self.rank = next(iter(factors.values())).S.numel()
         self.scale, self.sigma_side, self.kind = scale, sigma_side, kind
         self.singular_values = torch.stack([f.S for f in factors.values()]).to(device)
-        """(M, r), float32."""
         lefts, self.rights = [], []
         for f in factors.values():
             left, right = f.U, f.V
@@ -98,7 +97,6 @@ class _Stack:
         self._indices = torch.tensor(self.projections, device=self.lefts.device)
 
     def times(self, R: Tensor) -> Tensor:
-        """Multiply the factors by their part of R (M, r, r) or (M, P, r, r), in float32."""
         own, lefts = R if self._of_all else R.index_select(0, self._indices), self.lefts.float()
         return (lefts if R.dim() == 3 else lefts.unsqueeze(1)) @ own
 
@@ -198,7 +196,6 @@ class OrthoPenalty:
         self.G = torch.stack([self._outer(self._weighted(R)) for R in earlier]).sum(0)
 
     def _weighted(self, R: Tensor) -> Tensor:
-        """Return R~."""
         return R * self.S.unsqueeze(-2) if self.side == "in" else self.S.unsqueeze(-1) * R
 
     @staticmethod

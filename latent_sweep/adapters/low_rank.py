@@ -94,7 +94,6 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def _blocks(x: Tensor, blocks: int | None) -> Tensor:
-    """Reshape (rows, tokens, width) to (tokens, width), or to (blocks, tokens, width)."""
     return x.reshape(-1, x.shape[-1]) if blocks is None else x.reshape(blocks, -1, x.shape[-1])
 
 

@@ -157,7 +157,6 @@ class NewGate:
         return self._pooled([row["prompt_ids"] for row in rows])
 
     def _pooled_for_memory(self) -> Tensor:
-        """Return p0 of the task's examples, (rows, d); if padded, pooled by the memory's batches."""
         import torch
 
         rows = self._task.rows
@@ -170,7 +169,6 @@ class NewGate:
         return {f"gate.{part}": getattr(self.gate, part) for part in PARTS}
 
     def begin_step(self) -> None:
-        """Remember the parameters at which the next optimizer step begins."""
         held = {chunk.part for chunk in self._chunks if self._memory[chunk.name].shape[1]}
         self._before = {part: getattr(self.gate, part).detach().clone() for part in PARTS if part in held}
 

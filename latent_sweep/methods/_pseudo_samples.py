@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAWN_TOGETHER = 32
-"""Number of samples generated in one batch."""
 
 
 # --- the format of a task's examples ---------------------------------------------------------------------------------
@@ -149,9 +148,7 @@ class Samples:
     rows: Sequence[Example]
     """Well-formed examples, up to the number requested."""
     well_formed: int
-    """Number of well-formed examples, including surplus ones."""
     drawn: int
-    """Number of generated examples."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def defined_in(kind: type, member: str) -> type:
-    """Return the class among a class and its bases that defines a member."""
     return next(base for base in kind.__mro__ if member in vars(base))
 
 

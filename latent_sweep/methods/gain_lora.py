@@ -134,7 +134,6 @@ class GainLora(TaskAdapterMethod):
         return pairs + (2 * s.gate.width + 1) * width
 
     def _o_lora(self) -> OLora:
-        """Return O-LoRA with these settings, which computes its penalty."""
         shared = OLoraSettings.model_fields.keys() - {"name"}
         own = {name: value for name, value in self.settings if name in shared}
         return OLora(OLoraSettings(**own), self._context)

@@ -47,7 +47,6 @@ class InfLora(TaskAdapterMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the scripts of the baseline in GainLoRA's release."""
         scripts = gain_lora_scripts(family, benchmark)
         released = {"design": "random_project", "gpm": released_gpm(family)}
         return Scripts({**scripts.method, **released}, scripts.training)

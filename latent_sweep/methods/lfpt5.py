@@ -46,10 +46,8 @@ if TYPE_CHECKING:
     from latent_sweep.methods._pseudo_samples import RowFormat, Samples
 
 DESCRIPTION = "sentence classification"
-"""Text that the first vector of a new prompt is initialized from."""
 
 FREQUENT = 5000
-"""The remaining vectors are embeddings of tokens drawn from this number of the most frequent ones."""
 
 
 class Lfpt5Settings(MethodSettings):
@@ -101,7 +99,6 @@ class Lfpt5(Method):
 
     @classmethod
     def defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return the released code's number of micro-batches under `preset: official`."""
         return {"accumulation": 4} if settings.preset == "official" else {}
 
     @classmethod
@@ -135,7 +132,6 @@ class Lfpt5(Method):
         check_inputs(task)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> Lfpt5Learner:
-        """Continue from the previous prompt, with pseudo-samples of every earlier task that it generates now."""
         from latent_sweep.methods._pseudo_samples import RowFormat, draw
 
         backbone = self.context.backbone

@@ -138,7 +138,6 @@ class OLoraPenalty:
         self.outputs, self.lambda_1, self.lambda_2, self.kind = list(outputs), lambda_1, lambda_2, kind
 
     def __call__(self, A: Tensor, B: Tensor) -> dict[str, Tensor]:
-        """Return the weighted terms for the new pair."""
         terms = {}
         if self.lambda_1 and self.earlier is not None:
             terms["ortho_penalty"] = self.lambda_1 * overlap(self.earlier, A, self.kind)

@@ -80,7 +80,6 @@ class Rows:
     texts: Callable[[], list[str]]
     """The prompts as text, as the model reads them."""
     prompts: Callable[[], Sequence[Sequence[int]]]
-    """The prompts as token ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +140,6 @@ class Combiner:
 
     @property
     def routes(self) -> bool:
-        """Whether the weights estimate a prompt's task."""
         return self.settings.combine in ("soft", "hard", "ngram")
 
     def weights(self, tasks_seen: int) -> list[Array]:
@@ -180,7 +178,6 @@ class Combiner:
         return RoutingMetrics(self, tasks_seen, names)
 
     def novelty(self, tasks_seen: int, task: int) -> Array:
-        """Return the Mahalanobis distances of some test rows of a task to the tasks seen, (rows,)."""
         most = min(DISTANCE_ROWS, max(1, DISTANCE_ROWS_IN_ALL // self.n_tasks))
         return self._router(tasks_seen).distances(spread(self.embeddings(task, "test"), most))
 

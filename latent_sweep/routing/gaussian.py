@@ -158,7 +158,6 @@ class _Record:
 
     @classmethod
     def load(cls: type[R], path: Path) -> R | None:
-        """Read what `save` wrote; None if the file is missing or corrupt."""
         if not verified(path):
             return None
         arrays = load_file(path)
@@ -271,7 +270,8 @@ def prune(weights: Array, threshold: float) -> Array:
 
 
 def scatter_of(embeddings: npt.NDArray[Any]) -> TaskScatter:
-    """Return the scatter of one task's pooled embeddings (n, d), in float64 (Eq. 13); RouterError unless finite."""
+    """Return the scatter of one task's pooled embeddings (n, d), in float64 (Eq. 13); RouterError if one is not
+    finite."""
     return _Centered(embeddings).scatter
 
 
@@ -364,11 +364,8 @@ class PooledScatter:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Names of the scatters in the sum, in the order they were added."""
         self.count = 0
-        """Embeddings of all tasks in the sum."""
         self.triangle: Array = np.zeros(0)
-        """(d (d + 1) / 2,) lower triangle of the sum, row by row."""
 
     def add(self, name: str, scatter: TaskScatter) -> None:
         if not self.names:

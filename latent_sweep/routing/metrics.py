@@ -29,7 +29,6 @@ class PosteriorMetrics:
         self._correct: list[npt.NDArray[np.bool_]] = []
 
     def add(self, name: str, log_posterior: Array) -> None:
-        """Add the rows of the next task, with their log p(t | x), (n, T)."""
         task = len(self._per_task)
         self._per_task[name] = task_measures(log_posterior, task, self._prune_below)
         self._confidence.append(np.exp(log_posterior.max(axis=1)))

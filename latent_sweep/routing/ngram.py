@@ -55,7 +55,6 @@ def ngrams_of(text: str) -> set[str]:
 
 
 def fit_ngrams(prompts: Sequence[str]) -> TaskNgrams:
-    """Compute a task's n-grams from its training prompts."""
     common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
     if ngrams := ngrams_of(prompts[0][:common]):
         return TaskNgrams(dict.fromkeys(ngrams, 1.0))
