@@ -180,8 +180,7 @@ class InputMemory:
         return A
 
     def added(self, adaptation: Adapt) -> dict[str, Tensor]:
-        """Return the columns that the learned task adds, as tensors of its snapshot. NonFiniteLoss if an input is not
-        finite."""
+        """Return the columns that the task adds, for its snapshot. NonFiniteLoss if an input is not finite."""
         tensors = added_columns(self._gpm, self._task, self._moments(adaptation), self._memory)
         self._columns = [
             M.shape[1] + new.shape[1] for M, new in zip(self._memory.values(), tensors.values(), strict=True)

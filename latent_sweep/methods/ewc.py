@@ -55,8 +55,7 @@ class EwcSettings(LoraSettings):
 
 
 class Ewc(LoraMethod):
-    """One pair trained on all tasks in turn, held where earlier tasks need it. A snapshot holds the F of its own
-    task."""
+    """One pair trained on all tasks in turn, held where earlier tasks need it. A snapshot holds its own task's F."""
 
     settings_class = EwcSettings
     gradient_rows = FISHER_BATCH

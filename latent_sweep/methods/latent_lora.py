@@ -192,8 +192,7 @@ class LatentLora(Method):
 
 
 class LatentLearner(Learner):
-    """A learner of one R_t, (projections, r, r); `active` is the sum of the earlier adapters active together with
-    it."""
+    """A learner of one R_t, (projections, r, r); `active` sums the earlier adapters that are active with it."""
 
     def __init__(
         self,

@@ -270,8 +270,7 @@ def prune(weights: Array, threshold: float) -> Array:
 
 
 def scatter_of(embeddings: npt.NDArray[Any]) -> TaskScatter:
-    """Return the scatter of one task's pooled embeddings (n, d), in float64 (Eq. 13); RouterError if one is not
-    finite."""
+    """Return the scatter of a task's embeddings (n, d), in float64 (Eq. 13); RouterError if one is not finite."""
     return _Centered(embeddings).scatter
 
 
