@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def mean_states(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[i
     training = backbone.model.training
     backbone.model.eval()
     try:
-        with bank.active(Adaptation()):
+        with bank.active(Adaptation()), _without_new_hooks(reader):
             for indices in _by_length(rows):
                 ids = torch.tensor([rows[i] for i in indices], device=backbone.device)
                 mask = torch.ones_like(ids)
@@ -63,6 +64,21 @@ def mean_states(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[i
     finally:
         backbone.model.train(training)
     return torch.stack([means[i] for i in range(len(rows))]).numpy()
+
+
+@contextmanager
+def _without_new_hooks(reader: torch.nn.Module) -> Iterator[None]:
+    """Remove the hooks that transformers adds for hidden states: a method must leave none on the backbone."""
+    installed = "_output_capturing_hooks_installed"  # transformers' mark on a model that has them
+    before = [(module, set(module._forward_hooks), vars(module).get(installed)) for module in reader.modules()]
+    try:
+        yield
+    finally:
+        for module, hooks, mark in before:
+            for key in module._forward_hooks.keys() - hooks:
+                del module._forward_hooks[key]
+            if mark is None:
+                vars(module).pop(installed, None)
 
 
 def _by_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:

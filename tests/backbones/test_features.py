@@ -5,6 +5,8 @@ import pytest
 import torch
 from helpers.tiny import random_rows
 
+from latent_sweep.adapters.bank import Adaptation
+from latent_sweep.adapters.lora import LoraDeltas, new_pair, outputs_of
 from latent_sweep.backbones import features as module
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.protocol import MethodContext
@@ -28,16 +30,22 @@ def test_the_default_is_the_mean_token_embedding(context):
 
 @pytest.mark.parametrize("layer", [0, 1, -1])
 def test_a_layer_gives_mean_hidden_states(context, layer):
-    """For rows of several lengths, in order, whatever the active adapters and mode."""
+    """For rows of several lengths, in order, whatever the active adapters and mode; transformers' hooks are removed."""
     model = context.backbone.model
     reader = model.get_encoder() if context.backbone.traits.encoder_decoder else model
+    modules = list(model.modules())
+    hooks = [dict(module._forward_hooks) for module in modules]
+    context.features([[3]], layer=layer)
+    assert [dict(module._forward_hooks) for module in modules] == hooks
     with torch.no_grad():
         ids = [torch.tensor([row["prompt_ids"]]) for row in ROWS]
         states = [reader(input_ids=one, output_hidden_states=True).hidden_states[layer] for one in ids]
     expected = np.stack([state[0].mean(0).numpy() for state in states])
+    A, B = new_pair(context.backbone.targets, 4, torch.Generator().manual_seed(0))
     model.train()
     try:
-        actual = context.features(ROWS, layer=layer)
+        with context.bank.active(Adaptation(LoraDeltas(A, B + 1, outputs_of(context.backbone.targets), 1.0))):
+            actual = context.features(ROWS, layer=layer)
         assert model.training
     finally:
         model.eval()
@@ -58,7 +66,7 @@ def test_features_of_users_texts_are_not_cached(backbone, bank, tmp_path):
 
 
 def test_invalid_layers_and_rows_are_refused(context):
-    with pytest.raises(ConfigError, match="layer 99"):
+    with pytest.raises(ConfigError, match=r"layer 99; .* 0 to \d"):
         context.features(ROWS, layer=99)
     with pytest.raises(ConfigError, match="row 1"):
         context.features([[4], []])

@@ -13,11 +13,14 @@ import pytest
 import torch
 import yaml
 from helpers.patience import PATIENCE
-from helpers.sweeps import sweep_folder, tiny
+from helpers.sweeps import sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError, NonFiniteLoss
 from latent_sweep.methods import METHODS, method_class, source_of
+from latent_sweep.report.tables import sections
+from latent_sweep.results.selection import finished_trials
+from latent_sweep.results.summaries import summarize
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
 from latent_sweep.training.evaluation import AnswerBatch, answers_name
@@ -381,6 +384,27 @@ def run_command(*command, **environment):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
+def test_a_plugins_own_router_is_in_the_reports_table(plugin, tmp_path):
+    """The page's method with gates from features; measured by its saved weights, too."""
+    package = plugin.partition(".")[0]
+    (block,) = (text for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "def gates" in text)
+    (tmp_path / package / "nearest.py").write_text(block)
+    method = {"name": f"{package}.nearest:Nearest", "rank": 4}
+    path = write(tmp_path, tiny(trial__method=method, trial__training__epochs=1, search={}))
+    assert main(["run", path, "--local"]) == 0
+    sweep = sweep_folder(tmp_path)
+    (trial,) = finished_trials(sweep)
+    predictions = [trial.predictions()[task] for task in trial.tasks]
+    gates = [np.array([[row["weights"].get(str(i), 0) for i in range(2)] for row in rows]) for rows in predictions]
+    p_correct = np.mean([of_task[:, position].mean() for position, of_task in enumerate(gates)])
+    assert 0.6 < p_correct < 1
+    (table,) = (section.table for section in sections(summarize(sweep)) if section.name == "router")
+    values = dict(zip(table.header, [cell.size for cell in table.rows[0]], strict=True))
+    assert values["p(correct) (%)"] == pytest.approx(100 * p_correct)
+    accuracy = np.mean([(of_task.argmax(1) == position).mean() for position, of_task in enumerate(gates)])
+    assert values["top-1 (%)"] == pytest.approx(100 * accuracy)
+
+
 @pytest.mark.slow
 def test_the_command_runs_it_on_ray_from_its_folder(plugin, tmp_path):
     """The console script must add the working directory to the import path."""
@@ -535,6 +559,11 @@ class TestAnchoredOfThePage(MethodConformance):
     settings = {"rank": 4}
 
 
+class TestNearestOfThePage(MethodConformance):
+    method = "my_module:Nearest"
+    settings = {"rank": 4}
+
+
 class TestUntried(MethodConformance):
     method = "faulty:Anchored"
     settings = {"rank": 4, "anchor": 10.0}
@@ -562,7 +591,7 @@ def test_the_suite_finds_faulty_methods(tmp_path, monkeypatch):
     """And passes the methods and the sweep file of the page on writing methods."""
     blocks = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.S)
     modules = [text for language, text in blocks if language == "python" and "class TestPulled" not in text]
-    assert len(modules) == 2
+    assert len(modules) == 3
     (tmp_path / "my_module.py").write_text("\n".join(modules))
     (sweep,) = [text for language, text in blocks if language == "yaml"]
     monkeypatch.chdir(tmp_path)
@@ -573,7 +602,7 @@ def test_the_suite_finds_faulty_methods(tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text(FAULTY)
     (tmp_path / "test_faulty.py").write_text(FAULTY_SUITE)
     few = "(declares or micro or draws or held_out or inside and second)"
-    chosen = f"tiny-llama and (another_value or (TestAnchored or TestPulled) and {few})"
+    chosen = f"tiny-llama and (another_value or (TestAnchored or TestPulled or TestNearest) and {few})"
     kinds = {"Undeclared": "declares", "Once": "micro", "Forgetful": "inside and second", "Drawing": "draws"}
     kinds |= {"Rewriting": "held_out", "Replaying": "held_out"}
     chosen += "".join(f" or tiny-llama and {kind} and {tests}" for kind, tests in kinds.items())
