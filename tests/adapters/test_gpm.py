@@ -1,5 +1,7 @@
 """Gradient projection memory: its rules against direct computations, and the inputs of a backbone that it reads."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -187,14 +189,18 @@ def seen_inputs(backbone, batch):
     return seen
 
 
-def test_projections_share_a_block_if_they_read_one_tensor(backbone):
-    seen = seen_inputs(backbone, collate([ROWS], backbone))
-    blocks = input_blocks(list(backbone.targets), 32)
-    assert sorted(i for block in blocks for i in block.projections) == list(range(len(backbone.targets)))
+def owners_checked(backbone):
+    """The block of each projection: the same if both read one tensor; and the blocks with their inputs."""
+    seen, blocks = seen_inputs(backbone, collate([ROWS], backbone)), input_blocks(list(backbone.targets), 32)
     owner = {i: block.name for block in blocks for i in block.projections}
-    for i in seen:
-        for j in seen:
-            assert (owner[i] == owner[j]) == (seen[i] is seen[j])
+    for i, j in itertools.product(seen, repeat=2):
+        assert (owner[i] == owner[j]) == (seen[i] is seen[j])
+    return owner, blocks, seen
+
+
+def test_projections_share_a_block_if_they_read_one_tensor(backbone):
+    owner, blocks, seen = owners_checked(backbone)
+    assert sorted(owner) == list(range(len(backbone.targets)))
     longest = max(len(row["target_ids"]) for row in ROWS)
     for block in blocks:
         length = seen[block.projections[0]].shape[1]
@@ -205,12 +211,8 @@ def test_projections_share_a_block_if_they_read_one_tensor(backbone):
 def test_blocks_of_other_families_match_their_inputs(other, family):
     """For every name of cross-attention."""
     backbone = other(family)
-    seen, blocks = seen_inputs(backbone, collate([ROWS], backbone)), input_blocks(list(backbone.targets), 32)
-    owner = {i: block.name for block in blocks for i in block.projections}
-    for i in seen:
-        for j in seen:
-            assert (owner[i] == owner[j]) == (seen[i] is seen[j])
-    assert sum(owner[i] == "encoder.output" for i in seen) == 2
+    owner, *_ = owners_checked(backbone)
+    assert list(owner.values()).count("encoder.output") == 2
     moments_of(backbone, ROWS)
 
 

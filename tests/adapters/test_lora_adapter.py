@@ -99,16 +99,6 @@ def test_narrower_projections_read_the_first_columns_of_A(kind):
     torch.testing.assert_close(of_B, torch.cat(gradients[3:]), rtol=1e-4, atol=1e-4)
 
 
-def test_the_bank_answers_like_the_changed_weights():
-    torch.manual_seed(0)
-    layers = {f"layer{i}": nn.Linear(N, m, bias=False) for i, m in enumerate(OUTPUTS)}
-    bank, pair, h = AdapterBank(layers), random_pair(0), normal(2, 5, N, seed=1)
-    with torch.no_grad(), bank.active(Adaptation(LoraDeltas(*pair, OUTPUTS, SCALE))):
-        found = [layer(h) for layer in layers.values()]
-    weights = [layer.weight.detach().double() for layer in layers.values()]
-    assert_answers(found, h, [W + dW for W, dW in zip(weights, dense(pair), strict=True)])
-
-
 def test_bfloat16_inputs_get_bfloat16_answers():
     pair, h = random_pair(0), normal(2, 5, N, seed=1)
     exact = answers(LoraDeltas(*pair, OUTPUTS, SCALE), h)
@@ -149,28 +139,16 @@ def test_the_sum_of_pairs_is_exact_both_ways(pairs, kind):
     assert_answers(answers(deltas, h), h, [sum(dWs) for dWs in zip(*map(dense, many), strict=True)])
 
 
-def test_pairs_of_different_ranks_are_weighted_row_by_row():
+@pytest.mark.parametrize("rows", [[[1.0, 0, 0], [0, 0, 1], [0.2, 0.3, 0.5], [1, 1, 1]], [[0.5, 0.0, 2.0]]], ids=len)
+def test_pairs_of_different_ranks_are_weighted_row_by_row_or_for_all_rows(rows):
     many = [random_pair(0, rank=1), random_pair(1, rank=3), random_pair(2, rank=2)]
-    weights = torch.tensor([[1.0, 0, 0], [0, 0, 1], [0.2, 0.3, 0.5], [1, 1, 1]])
-    h = normal(4, 5, N, seed=9)
+    h, weights = normal(4, 5, N, seed=9), torch.tensor(rows)
     deltas = merged(many, weights, OUTPUTS, SCALE, torch.float32)
-    blends = [
-        torch.einsum("bt,tmn->bmn", weights.double(), torch.stack(d)) for d in zip(*map(dense, many), strict=True)
-    ]
-    assert_answers(answers(deltas, h), h, blends)
-    kept = torch.tensor([3, 1])
-    assert_answers(
-        answers([delta.select(kept) for delta in deltas], h[kept]), h[kept], [blend[kept] for blend in blends]
-    )
-
-
-def test_one_row_of_weights_applies_to_every_row():
-    many, h = [random_pair(seed) for seed in range(3)], normal(4, 5, N, seed=9)
-    deltas = merged(many, torch.tensor([[0.5, 0.0, 2.0]]), OUTPUTS, SCALE, torch.float32)
-    expected = [0.5 * first + 2 * third for first, _, third in zip(*map(dense, many), strict=True)]
+    own = weights.double().expand(4, 3)
+    expected = [torch.einsum("bt,tmn->bmn", own, torch.stack(d)) for d in zip(*map(dense, many), strict=True)]
     assert_answers(answers(deltas, h), h, expected)
-    kept = torch.tensor([2])
-    assert_answers(answers([delta.select(kept) for delta in deltas], h[kept]), h[kept], expected)
+    kept = torch.tensor([3, 1])
+    assert_answers(answers([delta.select(kept) for delta in deltas], h[kept]), h[kept], [dW[kept] for dW in expected])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -245,23 +223,15 @@ RUNS = [(0, 3, 0.5), (1, 1, 2.0), (2, 5, 0.25)]
 
 
 @pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
-def test_joined_pairs_answer_their_own_rows(counts):
-    pairs = [random_pair(seed, rank) for seed, rank, _ in RUNS]
-    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, RUNS, strict=True)]
-    together = LoraDeltas.joined(alone, counts)
-    h = normal(6, 5, N, seed=9)
-    dWs = [dense(pair, scale) for pair, (_, _, scale) in zip(pairs, RUNS, strict=True)]
-    owner = torch.repeat_interleave(torch.tensor(counts))
-    assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
-
-
-@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
-def test_joined_pairs_get_their_own_gradients(counts):
+def test_joined_pairs_answer_their_own_rows_and_get_their_own_gradients(counts):
     pairs = [random_pair(seed, rank) for seed, rank, _ in RUNS]
     leaves = [tensor.requires_grad_(True) for pair in pairs for tensor in pair]
-    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, RUNS, strict=True)]
+    alone = [LoraDeltas(*pair, OUTPUTS, scale) for pair, (_, _, scale) in zip(pairs, RUNS, strict=True)]
     h = normal(6, 5, N, seed=9)
     together = answers(LoraDeltas.joined(alone, counts), h)
+    dWs = [dense(pair, scale) for pair, (_, _, scale) in zip(pairs, RUNS, strict=True)]
+    owner = torch.repeat_interleave(torch.tensor(counts))
+    assert_answers(together, h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
     found = torch.autograd.grad(sum(y.square().sum() for y in together), leaves)
     parts = zip(alone, h.split(counts), strict=True)
     each = sum(y.square().sum() for deltas, part in parts for y in answers(deltas, part))
@@ -269,30 +239,25 @@ def test_joined_pairs_get_their_own_gradients(counts):
         assert_same_to_rounding(gradient, expected, 8 * PRODUCT)
 
 
-def test_rows_with_their_own_weights_are_not_joined():
+def test_what_differs_between_rows_or_in_kind_is_not_joined():
     plain = LoraDeltas(*random_pair(0), OUTPUTS, SCALE)
     weighted = LoraDeltas(*random_pair(1), OUTPUTS, SCALE, w=torch.ones(2, RANK))
     assert LoraDeltas.joined([plain, weighted], [2, 2]) is None
+    (_, plain), (_, with_dropout), (_, detaching) = two_terms(), two_terms(rate=0.1), two_terms(detach=[False, True])
+    assert DeltaSum.joined([plain, with_dropout], [1, 1]) is None
+    assert DeltaSum.joined([plain, detaching], [1, 1]) is None
 
 
 @pytest.mark.parametrize("earlier", [1, 6], ids=["narrow", "dense"])
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3]], ids=str)
 def test_sums_are_joined_term_by_term(earlier, counts):
-    members, dWs = [], []
-    for member in range(2):
-        own, *others = [random_pair(10 * member + i) for i in range(1 + earlier)]
+    runs, dWs = [], []
+    for run in range(2):
+        own, *others = [random_pair(10 * run + i) for i in range(1 + earlier)]
         terms = [LoraDeltas(*own, OUTPUTS, SCALE), summed(others, OUTPUTS, SCALE, torch.float32)]
-        members.append(DeltaSum(terms, detach=[False, True]))
+        runs.append(DeltaSum(terms, detach=[False, True]))
         dWs.append([sum(of_all) for of_all in zip(*map(dense, [own, *others]), strict=True)])
-    together = DeltaSum.joined(members, counts)
+    together = DeltaSum.joined(runs, counts)
     assert together.detach == [False, True]
     h, owner = normal(4, 5, N, seed=9), torch.repeat_interleave(torch.tensor(counts))
     assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
-
-
-def test_sums_of_different_kinds_are_not_joined():
-    _, plain = two_terms()
-    _, with_dropout = two_terms(rate=0.1)
-    _, detaching = two_terms(detach=[False, True])
-    assert DeltaSum.joined([plain, with_dropout], [1, 1]) is None
-    assert DeltaSum.joined([plain, detaching], [1, 1]) is None

@@ -13,9 +13,9 @@ def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_(True)
 
 
-def factors(members, frozen=False):
+def factors(runs, frozen=False):
     """Right and left factors of several runs, or of one for all rows; right factors may be frozen and shared."""
-    each = () if members is None else (members,)
+    each = () if runs is None else (runs,)
     right = normal(*(() if frozen else each), IN, RANK, seed=1)
     return right.detach() if frozen else right, normal(*each, OUT, RANK, seed=2)
 
@@ -24,27 +24,19 @@ CASES = [(None, None), ([2, 2, 2], 3), ([1, 3, 2], 3), ([1] * 6, 6)]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen right"])
-@pytest.mark.parametrize(("counts", "members"), CASES, ids=str)
-def test_values_equal_those_of_dense_matrices(counts, members, frozen):
-    right, left = factors(members, frozen)
+@pytest.mark.parametrize(("counts", "runs"), CASES, ids=str)
+def test_values_equal_those_of_dense_matrices_and_gradients_finite_differences(counts, runs, frozen):
+    """Gradients for trained factors, inputs and the projection's output."""
+    right, left = factors(runs, frozen)
     h, output = normal(ROWS, TOKENS, IN, seed=3), normal(ROWS, TOKENS, OUT, seed=4)
     dense = left @ right.transpose(-1, -2)
     if counts is not None:
         dense = dense.repeat_interleave(torch.tensor(counts), dim=0)
-    found = LowRank(right, left, counts)(h, output.clone())
-    torch.testing.assert_close(found, output + h @ dense.transpose(-1, -2))
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen right"])
-@pytest.mark.parametrize(("counts", "members"), CASES, ids=str)
-def test_gradients_equal_finite_differences(counts, members, frozen):
-    """For trained factors, inputs and the projection's output."""
-    right, left = factors(members, frozen)
-    h, output = normal(ROWS, TOKENS, IN, seed=3), normal(ROWS, TOKENS, OUT, seed=4)
 
     def change(output, h, right, left):
         return LowRank(right, left, counts)(h, output.clone())
 
+    torch.testing.assert_close(change(output, h, right, left), output + h @ dense.transpose(-1, -2))
     assert gradcheck(change, (output, h, right, left))
 
 

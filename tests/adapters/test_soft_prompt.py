@@ -46,13 +46,6 @@ def at_targets(outputs):
     return list(outputs.by_row(outputs.logits))
 
 
-def test_the_prompt_is_read_as_vectors(backbone, bank):
-    rows, prompt = with_prompt(random_rows(4)), prompts(1)[0]
-    outputs = forward(backbone, bank, rows, Adaptation(prompt=prompt))
-    for row, logits in zip(rows, at_targets(outputs), strict=True):
-        assert_same_to_rounding(logits, direct_logits(backbone, row, prompt), PASS)
-
-
 def test_virtual_tokens_may_have_any_position(backbone, bank):
     prompt = prompts(1)[0]
     rows = [

@@ -1,6 +1,7 @@
 """SeqLoRA, IncLoRA, O-LoRA and the references: formulas and schedules."""
 
-from contextlib import contextmanager
+import copy
+import dataclasses
 
 import pytest
 import torch
@@ -68,27 +69,15 @@ def logits(backbone, bank, adaptation):
         return label_logits(backbone, collate([ROWS], backbone))
 
 
-@contextmanager
-def weights_changed(backbone, *pairs, s=4.0):
-    """Within the block, `s B A` of these snapshots is added to the frozen weights themselves."""
-    before = [module.weight.clone() for module in backbone.targets.values()]
+def changed_logits(backbone, *pairs, s=4.0):
+    """Logits of a copy whose frozen weights have `s B A` of these snapshots added."""
+    changed = copy.deepcopy(backbone.model)
     with torch.no_grad():
         for pair in pairs:
-            for module, a, b in zip(backbone.targets.values(), *parts_of(backbone, pair), strict=True):
-                module.weight += s * b @ a
-    yield
-    with torch.no_grad():
-        for module, weight in zip(backbone.targets.values(), before, strict=True):
-            module.weight.copy_(weight)
-
-
-def parts_of(backbone, pair):
-    return pair["A"].unbind(0), pair["B"].split(outputs_of(backbone.targets))
-
-
-def changed_logits(backbone, *pairs, s=4.0):
-    with torch.no_grad(), weights_changed(backbone, *pairs, s=s):
-        return label_logits(backbone, collate([ROWS], backbone))
+            parts = pair["A"].unbind(0), pair["B"].split(outputs_of(backbone.targets))
+            for name, a, b in zip(backbone.targets, *parts, strict=True):
+                changed.get_submodule(name).weight += s * b @ a
+        return label_logits(dataclasses.replace(backbone, model=changed), collate([ROWS], backbone))
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------
