@@ -1,0 +1,10 @@
+# A node of the Ray cluster of several-nodes.sbatch: the head if RAY_ADDRESS is not set. Ports are free ones (0): other
+# jobs on the node may have clusters, too.
+source cluster/slurm/job.sh
+options=(--num-cpus="$SLURM_CPUS_ON_NODE" --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0)
+if [ -z "${RAY_ADDRESS:-}" ]; then
+  options+=(--head --node-ip-address="$HEAD_IP" --port=0 --ray-client-server-port=0 --include-dashboard=false)
+else
+  options+=(--address="$RAY_ADDRESS")
+fi
+"${here[@]}" ray start "${options[@]}" --disable-usage-stats --block
