@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from latent_sweep.errors import LatentSweepError, Terminated
+from latent_sweep.errors import LatentSweepError, Paused, Terminated
 from latent_sweep.security import discard_output, log_without_secrets, printable
 
 
@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
 
 RUN_EXIT_CODES = (
     "Exit codes: 0 every trial ended well, 1 a trial failed, 2 the sweep could not be started or an error outside the "
-    "trials occurred, 130 interrupted, 143 ended by SIGTERM."
+    "trials occurred, 75 not finished: the time of --for is up or SIGUSR1 arrived, and the same command continues, 130 "
+    "interrupted, 143 ended by SIGTERM."
 )
 
 
@@ -85,6 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "whose data, backbone or code have changed",
     )
     parser.add_argument("--failed", action="store_true", help="run only trials that have failed before")
+    parser.add_argument(
+        "--for",
+        metavar="TIME",
+        dest="time",
+        help="end within this time, e.g. 11h30m: save all work and exit with code 75 if trials are left. `slurm`: the "
+        "time left in this Slurm allocation; `auto`: the same, but no limit outside of one",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="run only the I-th of N parts, e.g. 3/8, next to the drivers of the others on the same storage",
+    )
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -102,14 +115,41 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, optional: bool = False)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a sweep; return 1 if a trial did not finish."""
+    """Run a sweep; return 1 if a trial did not finish, 75 if the time was up before."""
     from latent_sweep.execution.driver import RunOptions, drive
+    from latent_sweep.execution.slurm import time_budget
     from latent_sweep.sweep.config import load_sweep
+    from latent_sweep.sweep.shards import Shard
+    from latent_sweep.training.time_limit import TimeLimit
 
+    limit = TimeLimit.of(None if options.time is None else time_budget(options.time))
     how = RunOptions(
-        local=options.local, fail_fast=options.fail_fast, only_failed=options.failed, replace=options.replace
+        local=options.local,
+        fail_fast=options.fail_fast,
+        only_failed=options.failed,
+        replace=options.replace,
+        limit=limit,
+        shard=None if options.shard is None else Shard.parse(options.shard),
     )
-    return 1 if drive(load_sweep(options.sweep, options.overrides), how) else 0
+    try:
+        with _on_sigusr1(limit.request):
+            return 1 if drive(load_sweep(options.sweep, options.overrides), how) else 0
+    except Paused:
+        print("not finished, and all work is saved; run the same command again", file=sys.stderr)
+        return os.EX_TEMPFAIL
+
+
+@contextmanager
+def _on_sigusr1(request: Callable[[], None]) -> Iterator[None]:
+    """Call `request` on SIGUSR1 within the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: request())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def print_any_text() -> None:

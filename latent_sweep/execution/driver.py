@@ -8,20 +8,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from latent_sweep.errors import ConfigError, MissingData
+from latent_sweep.errors import ConfigError, MissingData, Paused
 from latent_sweep.execution.ray_nodes import check_cluster_answers
 from latent_sweep.memo import memo_scope
-from latent_sweep.monitor.screen import COMMAND, Display, Following
+from latent_sweep.monitor.screen import COMMAND, Display, Following, Screen
 from latent_sweep.monitor.state import TrialEvent
 from latent_sweep.settings import Settings, canonical_json, content_hash, yaml_text
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.files import read_file
-from latent_sweep.storage.folders import SWEEP_FILE, SweepFolder, driving
-from latent_sweep.storage.journal import status
+from latent_sweep.storage.folders import LOCKS, SWEEP_FILE, SweepFolder, driven_since, driving
+from latent_sweep.storage.journal import Status, status
+from latent_sweep.storage.leases import LOOK_SECONDS, held
 from latent_sweep.storage.objects import requests
 from latent_sweep.storage.reserve import free_reserve, write_reserve
 from latent_sweep.storage.storage import Storage, open_storage
@@ -31,9 +32,11 @@ from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.sweep.plan_text import describe_plan, describe_tuning
 from latent_sweep.sweep.planning import OUTDATED, Plan, name_conflict, outdated, plan_sweep
 from latent_sweep.sweep.schema import GROUPS, EngineSettings
+from latent_sweep.sweep.shards import Shard
 from latent_sweep.sweep.tuning import TUNING, select, tuning_content, tuning_lines
 from latent_sweep.tracking.addresses import check_ray_address
 from latent_sweep.training.memory_housekeeping import loading_modules
+from latent_sweep.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,10 @@ class RunOptions:
     display: Display = COMMAND
     on_event: Callable[[TrialEvent], None] | None = None
     """Receives each new event of a trial, from another thread."""
+    limit: TimeLimit = field(default_factory=TimeLimit)
+    """When to end."""
+    shard: Shard | None = None
+    """Run only this part of the sweep, next to the drivers of other parts."""
     embedded: bool = False
     """Another program called: its garbage is not exempted from collection."""
 
@@ -69,6 +76,7 @@ def drive(sweep: Sweep, options: RunOptions) -> int:
 
     Raises:
         LatentSweepError: the sweep cannot be started; the message says what to change.
+        Paused: the time is up, and trials are left.
     """
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         options.display.write(f"{sweep.name}: another thread of this process runs a sweep; waiting for its end")
@@ -92,11 +100,28 @@ def _drive_with_tuning(sweep: Sweep, options: RunOptions) -> int:
     if plan.tuning is not None and plan.results is None:
         say("\n".join(describe_tuning(plan)))
         _run_plan(plan.tuning, storage, options)
+        _wait_for_shards(plan.tuning, storage, options)
         results = select(plan.selections, SweepFolder(storage, plan.tuning.sweep.name))
         plan = plan_sweep(sweep, storage=storage, to_run=True, local=local, results=results)
     if lines := tuning_lines(plan.results or ()):
         say("\n".join(["", "selected", *(f"  {line}" for line in lines), ""]))
     return _run_plan(plan, storage, options)
+
+
+def _wait_for_shards(plan: Plan, storage: Storage, options: RunOptions) -> None:
+    """Wait until drivers of other shards have run all trials of this plan.
+
+    Raises:
+        Paused: the time is up, or trials are left that no process runs.
+    """
+    folder = SweepFolder(storage, plan.sweep.name)
+    while _unfinished(plan.packs, folder):
+        if driven_since(folder) is None:
+            options.display.write(f"{folder.name}: other shards have trials left; select when they have ended")
+            raise Paused
+        options.limit.check("waiting")
+        time.sleep(LOOK_SECONDS)
+        storage.pull(folder.path)
 
 
 def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
@@ -106,7 +131,12 @@ def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
     say(describe_plan(plan, storage))
-    with driving(folder, lambda driver: say(f"{sweep.name} is being run by {driver}; waiting for its end")):
+    with driving(
+        folder,
+        lambda driver: say(f"{sweep.name} is being run by {driver}; waiting for its end"),
+        lambda: options.limit.check("waiting"),
+        None if options.shard is None else options.shard.name,
+    ) as plan_is_written:
         storage.pull(folder.path)
         remove_stale_heartbeats(storage, folder.path)
         if not options.replace:
@@ -119,7 +149,9 @@ def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
             storage.write(folder.path / TUNING, tuning_content(sweep, plan.results))
         elif (folder.path / TUNING).exists():  # from an earlier sweep of this name
             storage.remove(folder.path / TUNING)
-        unfinished = _drive(plan, folder, options)
+        folder, packs, todo = _begin(plan, folder, options)
+        plan_is_written()
+        unfinished = _drive(plan, folder, packs, todo, options)
         if storage.is_remote:
             sent = Counter(requests()) - sent_before + reported_requests(folder.path, began)
             counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
@@ -127,9 +159,30 @@ def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
         return unfinished
 
 
-def _drive(plan: Plan, folder: SweepFolder, options: RunOptions) -> int:
+def _begin(plan: Plan, folder: SweepFolder, options: RunOptions) -> tuple[SweepFolder, list[Pack], list[Pack]]:
+    """Write the plan; return the sweep with the packs of this driver, and what is missing of them."""
+    sweep, packs, shard, say = plan.sweep, plan.packs, options.shard, options.display.write
+    if shard is not None:
+        packs = shard.of(packs, separable=sweep.run.pack == "auto")
+        own, every = (sum(len(pack.runs) for pack in part) for part in (packs, plan.packs))
+        say(f"shard {shard.number} of {shard.total}: {own} of {every} trainings")
+    failed = _failed(packs, folder) if options.only_failed else None
+    if failed == [] and shard is None:
+        raise ConfigError(
+            f"--failed: no trial of {sweep.name} has failed; without --failed the same command runs what has not ended"
+        )
+    folder = write_sweep(sweep, plan.trials, folder.storage)
+    todo = _incomplete(packs, folder) if failed is None else failed
+    trainings, missing = (sum(len(pack.runs) for pack in part) for part in (packs, todo))
+    if options.only_failed:
+        say(f"{missing} of {trainings} trainings have failed before and are run again")
+    elif missing < trainings:
+        say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
+    return folder, packs, todo
+
+
+def _drive(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], todo: Sequence[Pack], options: RunOptions) -> int:
     """Run what is missing of a sweep, whose lock this process holds; return how many trials did not end well."""
-    from latent_sweep.monitor.progress import say_driving
     from latent_sweep.report.plain_text import terminal_width
     from latent_sweep.report.report import render
     from latent_sweep.report.tables import PAGE_FILE
@@ -137,46 +190,33 @@ def _drive(plan: Plan, folder: SweepFolder, options: RunOptions) -> int:
     from latent_sweep.tracking.mlflow import tracker_for
     from latent_sweep.tracking.sync_thread import SyncThread
 
-    sweep, packs, storage, say = plan.sweep, plan.packs, folder.storage, options.display.write
-    failed = _failed(packs, folder) if options.only_failed else None
-    if failed == []:
-        raise ConfigError(
-            f"--failed: no trial of {sweep.name} has failed; without --failed the same command runs what has not ended"
-        )
-    folder = write_sweep(sweep, plan.trials, storage)
-    todo = _incomplete(packs, folder) if failed is None else failed
-    trainings, missing = (sum(len(p.runs) for p in part) for part in (packs, todo))
-    if options.only_failed:
-        say(f"{missing} of {trainings} trainings have failed before and are run again")
-    elif missing < trainings:
-        say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
+    sweep, storage, shard, say = plan.sweep, folder.storage, options.shard, options.display.write
     write_reserve(folder.path)
     tracker = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
+    # without a shared folder, drivers of shards cannot take turns at every sync
+    turns = shard is not None and storage.is_remote
     with options.display.screen(folder) as screen:
         thread = SyncThread(tracker, log_line=screen.write)
-        thread.start()
+        if not turns:
+            thread.start()
         try:
-            if todo:
-                others = watching(storage, folder.path) if not options.local else nullcontext()
-                with Following(folder, screen, options.on_event), others:
-                    if options.local:
-                        say_driving(folder, "loading PyTorch")
-                        with nullcontext() if options.embedded else loading_modules():
-                            from latent_sweep.execution.local import run_local
-
-                        run_local(todo, folder, sweep.run, options.fail_fast, screen.write)
-                    else:
-                        from latent_sweep.execution.ray_tune import run_on_ray
-
-                        run_on_ray(todo, folder, sweep.run, options.fail_fast)
-            if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
+            paused = bool(todo) and not _run_packs(plan, folder, todo, options, screen)
+            left = _unfinished(packs, folder)
+            paused = paused and bool(left)
+            if sweep.run.page and not paused and (todo or not (folder.path / PAGE_FILE).exists()):
                 _write_page(folder, screen.write)
-            if sweep.run.log_model == "best" and sweep.tuning_of is None:
+            if sweep.run.log_model == "best" and sweep.tuning_of is None and not _unfinished(plan.packs, folder):
                 _write_model(folder, screen.write)
         finally:
             free_reserve(folder.path)
-            thread.stop()
-    summary = replace(summarize(folder), driven=False)
+            if turns:
+                with held(storage.lease(folder.path / LOCKS / "sync.lock"), lambda holder: None):
+                    storage.pull(folder.path)
+                    thread.start()
+                    thread.stop()
+            else:
+                thread.stop()
+    summary = replace(summarize(folder), driven=shard is not None)
     say(f"\n{render(summary, width=terminal_width())}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         say(f"report    {folder.path / PAGE_FILE}")
@@ -184,7 +224,32 @@ def _drive(plan: Plan, folder: SweepFolder, options: RunOptions) -> int:
         say(f"          (copied from {storage.location})")
     if link := tracker.link():
         say(f"compare   {tracker.ui_command()}\n          {link}")
-    return sum(count for state, count in summary.counts.items() if state not in ("finished", "stopped"))
+    if paused:
+        raise Paused
+    return sum(_status(trial, folder) not in ("finished", "stopped") for pack in packs for trial in pack.trials)
+
+
+def _run_packs(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], options: RunOptions, screen: Screen) -> bool:
+    """Run packs; return False if the time was up before all have ended."""
+    from latent_sweep.monitor.progress import say_driving
+
+    run, fail_fast, limit = plan.sweep.run, options.fail_fast, options.limit
+    others = watching(folder.storage, folder.path) if not options.local else nullcontext()
+    with Following(folder, screen, options.on_event), others:
+        try:
+            if options.local:
+                say_driving(folder, "loading PyTorch")
+                with nullcontext() if options.embedded else loading_modules():
+                    from latent_sweep.execution.local import run_local
+
+                run_local(packs, folder, run, fail_fast, screen.write, limit)
+            else:
+                from latent_sweep.execution.ray_tune import run_on_ray
+
+                run_on_ray(packs, folder, run, fail_fast, limit, options.shard.name if options.shard else "")
+        except Paused:
+            return False
+    return True
 
 
 def _write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
@@ -328,9 +393,19 @@ def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
     return [p for p in parts if p.runs]
 
 
+def _status(trial: Trial, folder: SweepFolder) -> Status:
+    return status(folder.journal(trial.trial_id).read())
+
+
+def _unfinished(packs: Sequence[Pack], folder: SweepFolder) -> list[Trial]:
+    """Return the trials that have not ended in any way."""
+    trials = [trial for pack in packs for trial in pack.trials]
+    return [trial for trial in trials if _status(trial, folder) in ("pending", "running")]
+
+
 def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
     def has_failed(trial: Trial) -> bool:
-        return status(folder.journal(trial.trial_id).read()) == "failed"
+        return _status(trial, folder) == "failed"
 
     def only_failed(run: Run) -> Run:
         return replace(run, trials=tuple(filter(has_failed, run.trials)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.errors import ConfigError, Terminated
+from latent_sweep.execution.slurm import allocated_cpus
 from latent_sweep.security import redact
 from latent_sweep.storage.storage import Storage, has_answer, sees, unseen_message
 from latent_sweep.tracking.addresses import check_listens, ray_address
@@ -93,6 +94,7 @@ def connect() -> bool:
                 ray.init(
                     address="local" if start else None,
                     include_dashboard=False if start else None,
+                    num_cpus=allocated_cpus() if start else None,  # other jobs may use the rest of the node
                     logging_level=logging.ERROR,
                     log_to_driver=True,
                 )

@@ -24,6 +24,8 @@ def time_budget(text: str) -> float | None:
     Raises:
         ConfigError: it is not a duration, or the time left is unknown.
     """
+    if text == "UNLIMITED":  # as squeue prints it
+        return None
     if text in ("slurm", "auto"):
         if "SLURM_JOB_ID" in os.environ:
             return _time_left(os.environ["SLURM_JOB_ID"])
@@ -60,9 +62,13 @@ def _time_left(job: str) -> float | None:
             f"--for slurm: squeue does not say how much time job {job} has left: {error}. Pass the time, e.g. "
             '--for "$(squeue -h -j $SLURM_JOB_ID -o %L)" outside of the container'
         ) from error
-    if text == "UNLIMITED":
-        return None
     seconds = parse_duration(text)
-    if seconds is None:
+    if seconds is None and text != "UNLIMITED":
         raise ConfigError(f"--for slurm: squeue reports {text!r} left for job {job}; expected a time. Use --for 2h")
-    return max(1.0, seconds)
+    return None if seconds is None else max(1.0, seconds)
+
+
+def allocated_cpus() -> int | None:
+    """Return the CPUs of this node that a Slurm allocation includes; None outside of one."""
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return int(cpus) if cpus.isdecimal() else None

@@ -256,40 +256,33 @@ def _is_stored(sweep: SweepFolder) -> bool:
 
 @contextmanager
 def driving(
-    sweep: SweepFolder, on_wait: Callable[[str], None], while_waiting: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+    sweep: SweepFolder,
+    on_wait: Callable[[str], None],
+    while_waiting: Callable[[], None] = lambda: None,
+    shard: str | None = None,
+) -> Iterator[Callable[[], None]]:
     """Hold the driver's lease: the right to write the plan, hand out packs and sync the tracker.
 
+    The driver of a shard calls the yielded function once the plan is written. From then on it only holds the lease of
+    its shard, and drivers of other shards may begin; a driver of the whole sweep still waits.
+
     Args:
-        on_wait: receives the holder's description before waiting, also for the drivers of shards.
+        on_wait: receives the holder's description before waiting.
         while_waiting: called every few seconds; may raise.
-    """
-    with held(_driver_lease(sweep), on_wait, while_waiting):
-        for lease in _shard_leases(sweep):
-            with held(lease, on_wait, while_waiting):
-                pass  # no other shard begins meanwhile, as that takes the driver's lease
-        yield
-
-
-@contextmanager
-def driving_shard(
-    sweep: SweepFolder,
-    shard: str,
-    prepare: Callable[[], None],
-    on_wait: Callable[[str], None],
-    while_waiting: Callable[[], None],
-) -> Iterator[None]:
-    """Hold the lease of a shard, next to the drivers of other shards, after `prepare` has run as the only driver.
-
-    Args:
-        shard: its name, unique in the sweep.
+        shard: name of the shard to drive; None for the whole sweep.
     """
     with ExitStack() as stack:
-        with held(_driver_lease(sweep), on_wait, while_waiting):
+        whole = stack.enter_context(ExitStack())
+        whole.enter_context(held(_driver_lease(sweep), on_wait, while_waiting))
+        if shard is not None:
             lease = sweep.storage.lease(sweep.path / LOCKS / SHARDS / f"{shard}.lock")
             stack.enter_context(held(lease, on_wait, while_waiting))
-            prepare()
-        yield
+            yield whole.close
+            return
+        for lease in _shard_leases(sweep):
+            with held(lease, on_wait, while_waiting):
+                pass
+        yield lambda: None
 
 
 def driven_since(sweep: SweepFolder) -> float | None:
