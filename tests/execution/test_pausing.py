@@ -49,7 +49,7 @@ def test_a_sweep_in_short_allocations_ends_as_an_uninterrupted_one(tmp_path, mon
     path, codes = write(tmp_path, SHORT), []
     while not codes or codes[-1] == 75:
         monkeypatch.setattr(time_limit, "time", Clock())
-        codes.append(main(["run", path, "--local", "--for", "60s"]))
+        codes.append(main(["run", path, "--local", "--for", "30s"]))
         assert len(codes) < 20
     assert codes[-1] == 0 and len(codes) > 2
     assert "not finished" in capsys.readouterr().err
@@ -60,7 +60,8 @@ def test_a_sweep_in_short_allocations_ends_as_an_uninterrupted_one(tmp_path, mon
     assert [len([event for event in trial.events() if event.name == "stage"]) for trial in sweep] == [2] * 4
 
 
-def test_without_time_nothing_begins(tmp_path):
+def test_without_time_nothing_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(time_limit, "time", Clock())
     assert main(["run", write(tmp_path, SHORT), "--local", "--for", "1s"]) == 75
     assert events(sweep_folder(tmp_path), "started") == []
 
