@@ -213,7 +213,13 @@ class _Worker:
         return self._reports[seen:]
 
     def run(
-        self, host: str, port: int, pack: Pack, sweep: SweepFolder, run: RunSettings, limit: TimeLimit | None
+        self,
+        host: str,
+        port: int,
+        pack: Pack,
+        sweep: SweepFolder,
+        run: RunSettings,
+        limit: TimeLimit | None = None,
     ) -> None:
         """Run this worker's part of the pack."""
         log_without_secrets()

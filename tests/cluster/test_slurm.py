@@ -1,0 +1,110 @@
+"""The batch files of cluster/slurm on a real Slurm, whose nodes are all this machine."""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from helpers.moments import at_step
+from helpers.ray_heads import ROOT, eventually
+from helpers.slurm import missing, slurm
+from helpers.sweeps import events, results, sweep_folder, tiny, write
+
+from latent_sweep.cli.main import main
+
+reason = missing()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
+
+STEPS = 24
+SWEEP = tiny(trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=1000, search={"seed": [0, 1, 2]})
+"""Three trainings without a checkpoint inside a task."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    # every socket of Ray on 127.0.0.1
+    with slurm(nodes=2, cpus=2, HEAD_IP="127.0.0.1", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, one_thread):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(["run", write(folder, SWEEP), "--local"]) == 0
+    return results(sweep_folder(folder))
+
+
+def printed(folder, job):
+    return "".join(path.read_text() for path in sorted(folder.glob(f"job-{job}*.log")))
+
+
+def submit(cluster, folder, name, *arguments, options=(), content=SWEEP, **environment):
+    """Submit a batch file from the repository, as documented; its log is in `folder`."""
+    path, options = write(folder, content), [f"--output={folder}/job-%A.log", "--time=30", *options]
+    file = f"cluster/slurm/{name}.sbatch"
+    return cluster.submit(ROOT, file, path, *arguments, options=options, **environment)
+
+
+def test_a_job_near_its_end_is_requeued_and_resumes(cluster, tmp_path, undisturbed):
+    moment = at_step(tmp_path / "moment", position=1, step=8, of=STEPS)
+    job = submit(cluster, tmp_path, "one-node", "--local", **moment.environment)
+    assert eventually(lambda: moment.reached), printed(tmp_path, job)
+    cluster.command("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@300 makes Slurm do
+    time.sleep(1.0)
+    moment.release()
+    assert cluster.wait(job) == ["COMPLETED"], printed(tmp_path, job)
+    sweep = sweep_folder(tmp_path)
+    assert "is requeued" in printed(tmp_path, job)
+    assert [event.kind for event in events(sweep, "lost")] == ["paused"]
+    assert len(events(sweep, "started")) == 4
+    assert results(sweep) == undisturbed
+    assert not Path(f"/tmp/r{job}").exists()
+
+
+def test_a_job_whose_allocation_is_short_ends_in_time(cluster, tmp_path):
+    content = SWEEP | {"search": {"seed": list(range(300))}}
+    options = ("--time=1", "--signal=B:USR1@20")  # a minute is not enough for this sweep
+    job = submit(cluster, tmp_path, "one-node", "--local", options=options, content=content, REQUEUE="0")
+    assert cluster.wait(job) == ["FAILED"], printed(tmp_path, job)
+    assert "ExitCode=75:0" in cluster.command("scontrol", "show", "job", job)
+    sweep = sweep_folder(tmp_path)
+    assert events(sweep, "failed") == []
+    assert 0 < len(events(sweep, "finished")) < 300
+
+
+def test_jobs_of_an_array_split_a_sweep(cluster, tmp_path, undisturbed):
+    job = submit(cluster, tmp_path, "array", "--local", options=["--array=1-2", f"--output={tmp_path}/job-%A-%a.log"])
+    assert cluster.wait(job) == ["COMPLETED"] * 2, printed(tmp_path, job)
+    sweep = sweep_folder(tmp_path)
+    assert [[event.name for event in trial.events()] for trial in sweep] == [
+        ["started", "stage", "stage", "finished"]
+    ] * 3
+    assert len({event.pid for event in events(sweep, "started")}) == 2
+    assert results(sweep) == undisturbed
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_ray_cluster_in_one_allocation_runs_a_sweep(cluster, tmp_path, undisturbed, nodes):
+    job = submit(cluster, tmp_path, "several-nodes", options=[f"--nodes={nodes}"])
+    assert cluster.wait(job) == ["COMPLETED"], printed(tmp_path, job)
+    sweep = sweep_folder(tmp_path)
+    assert len(events(sweep, "finished")) == 3
+    assert results(sweep) == undisturbed
+    assert not Path(f"/tmp/r{job}").exists()
+
+
+def test_two_jobs_with_ray_share_a_node(cluster, tmp_path, undisturbed):
+    folders = [tmp_path / name for name in ("a", "b")]
+    jobs = [submit(cluster, folder, "one-node", options=["--nodelist=n1"]) for folder in folders]
+    for folder, job in zip(folders, jobs, strict=True):
+        assert cluster.wait(job) == ["COMPLETED"], printed(folder, job)
+        assert results(sweep_folder(folder)) == undisturbed
+
+
+def test_the_batch_files_are_valid_scripts_and_state_their_signal():
+    for path in sorted((ROOT / "cluster" / "slurm").glob("*.sbatch")):
+        subprocess.run(["bash", "-n", path], check=True)
+        text = path.read_text()
+        assert re.search(r"^#SBATCH --signal=B:USR1@300$", text, re.MULTILINE)
+        assert re.search(r"^#SBATCH --requeue$", text, re.MULTILINE)
