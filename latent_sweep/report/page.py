@@ -76,11 +76,12 @@ def _extreme_trial(
 
 def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> dict[str, Any]:
     pictures, not_drawn = all_pictures(sweep, summary)
+    parts = sections(summary if alone else without_comparison(summary))
     return {
         "name": summary.name,
         "counts": counts(summary),
         "facts": _facts(sweep, summary),
-        "sections": sections(summary if alone else without_comparison(summary)),
+        "sections": [part for part in parts if part.table or part.notes],
         "pictures": [(picture, _image(picture)) for picture in pictures],
         "not_drawn": not_drawn,
         "flips": _flips(sweep, summary),

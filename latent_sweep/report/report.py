@@ -159,7 +159,9 @@ def _csv_cells(row: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _noted(parts: Sequence[Section], verbose: bool) -> list[Section]:
-    return [replace(section, notes=[*section.notes, *section.details]) if verbose else section for section in parts]
+    """Return the sections with their details, if wanted, without those that have no content then."""
+    noted = [replace(section, notes=[*section.notes, *section.details]) if verbose else section for section in parts]
+    return [section for section in noted if section.table or section.notes]
 
 
 def _listed(format: str, parts: Sequence[Section], name: str, width: int | None) -> str:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from latent_sweep.labels import format_value, label, short_names
+from latent_sweep.results import importance
 from latent_sweep.results.bootstrap import RESAMPLES
 from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
-from latent_sweep.results.definition import MEASURES
+from latent_sweep.results.definition import MEASURES, Measure
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTING_METRICS, Configuration, RoutingMetric, Statistic, Summary, protocol
 from latent_sweep.results.trial_states import counts_text
@@ -67,6 +68,7 @@ def sections(summary: Summary) -> list[Section]:
         Section("published", "Compared with the paper", _published(summary), _published_notes()),
         Section("tasks", "Final scores by task (%)", _by_task(summary), _task_notes(summary)),
         Section("router", "Router", _router(summary), (), _ROUTER_DETAILS),
+        *_importance(summary),
     ]
     lists = {
         "tuned": ("Selected by tuning, by AP on held-out training examples", summary.tuned),
@@ -75,7 +77,7 @@ def sections(summary: Summary) -> list[Section]:
         "compute": ("Compute used", [items_text(summary.compute_used)] if summary.compute_used else []),
         "alike": (NOT_ALIKE, list(mixed_lines(summary))),
     }
-    with_rows = [section for section in tables if section.table is not None]
+    with_rows = [section for section in tables if section.table is not None or section.name == "importance"]
     return with_rows + [Section(name, title, None, lines) for name, (title, lines) in lists.items() if lines]
 
 
@@ -129,6 +131,11 @@ _ROUTER_DETAILS = (
     "novelty AUROC: examples of unseen tasks against seen tasks by their Mahalanobis distance, mean over the earlier "
     "stages",
 )
+_IMPORTANCE_DETAILS = (
+    "importance: how far the values of a setting among the best trials differ from those among all trials (Watanabe et "
+    "al. 2023); a column adds up to 100 %. It does not say which value is best",
+)
+_WITHOUT_OPTUNA = "not computed, as Optuna is not installed: pip install 'latent-sweep[optuna]'"
 STUDENT = "intervals from repetitions alone: Student's t, as scores by example are not available"
 BOOTSTRAP = (
     f"intervals from examples: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test examples, the "
@@ -554,6 +561,39 @@ def _router(summary: Summary) -> Table | None:
             rows.append([*axes.cells(summary, configuration), *cells])
     header = [*axes.header, *(measure.heading for measure in ROUTING_METRICS)]
     return Table(header, rows, len(axes.header)) if rows else None
+
+
+def _importance(summary: Summary) -> list[Section]:
+    """Return the importance of each setting, if at least two vary; only a detail without Optuna.
+
+    Settings that repeat a configuration are among them: they show how much is chance.
+    """
+    n, title = len(summary.observations), "Parameter importance (%)"
+    varying = importance.varying(summary.observations)
+    if n < importance.FEWEST or len([name for name in varying if name not in summary.repeats]) < 2:
+        return []
+    if not importance.is_installed():
+        return [Section("importance", title, None, (), [_WITHOUT_OPTUNA])]
+    measures: tuple[Measure, ...] = ("AP", "FM")
+    shares = {measure: importance.importances(summary.observations, varying, measure) for measure in measures}
+    columns = {measure: each for measure, each in shares.items() if each is not None}
+    if not columns:
+        return []
+    first = next(iter(columns.values()))
+    rows = [
+        [
+            Cell(f"{name} (repetition)" if name in summary.repeats else name),
+            *(Cell(f"{100 * share:.0f}", share) for share in (each.get(name, 0.0) for each in columns.values())),
+        ]
+        for name in sorted(varying, key=lambda name: -first.get(name, 0.0))
+    ]
+    notes = [
+        f"share in telling the best {importance.n_best(n)} of {n} finished trials from the others, by Optuna's "
+        f"PED-ANOVA (at least {importance.FEWEST} trials)"
+    ]
+    if any(name in summary.repeats for name in varying):
+        notes.append("repetition: what chance explains; settings with a share as small are not told apart from it")
+    return [Section("importance", title, Table(["setting", *columns], rows, 1), notes, _IMPORTANCE_DETAILS)]
 
 
 def router_value(configuration: Configuration, measure: RoutingMetric) -> float | None:

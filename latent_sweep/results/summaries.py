@@ -18,6 +18,7 @@ from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
 from latent_sweep.results.compute_used import AtWork, compute_used, held_at_work
 from latent_sweep.results.definition import Measure
+from latent_sweep.results.importance import Observation
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
@@ -182,6 +183,8 @@ class Summary:
     """Time of the last event of any trial; 0 without one."""
     cost: Cost
     compute_used: tuple[Item, ...]
+    observations: tuple[Observation, ...]
+    """The finished trials with the settings that vary, by short name, without those that tuning selected."""
     differing: tuple[str, ...] = ()
     """Those of `axes` in which it differs from the sweeps that it is compared with."""
     added: frozenset[str] = frozenset()
@@ -298,6 +301,8 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
         cost.add(trial)
         at_work += held_at_work(trial.events)
     tuning = read_tuning(sweep) or []
+    chosen = {axis for selection in tuning for axis in selection.values if axis in names}
+    varied = {axis: name for axis, name in names.items() if axis not in chosen}
     groups = [[trials[folder.trial_id] for folder in group] for group in _groups(sweep, columns)]
     summary = Summary(
         name=sweep.name,
@@ -314,12 +319,13 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
         restarted_lines=tuple(f"{each.name} {each.restarted}" for each in trials.values() if each.restarted),
         mixed=_mixed({each.name: each.computed_with for each in trials.values()}),
         tuned=tuple(tuning_lines(tuning)),
-        chosen=frozenset(names[axis] for selection in tuning for axis in selection.values if axis in names),
+        chosen=frozenset(names[axis] for axis in chosen),
         counts=Counter(each.status for each in trials.values()),
         driven=driven,
         latest=max((each.latest for each in trials.values()), default=0.0),
         cost=cost,
         compute_used=compute_used(sweep, at_work),
+        observations=tuple(_observation(each, varied) for each in trials.values() if each.measures),
     )
     return summary, groups, repeats
 
@@ -438,6 +444,11 @@ def _trial_summary(trial: TrialResults) -> TrialSummary:
         constants={stage.task: stage.constant for stage in learned if stage.constant is not None},
         router=_routing_metrics(learned),
     )
+
+
+def _observation(trial: TrialSummary, names: Mapping[str, str]) -> Observation:
+    read = values_read(trial.folder)
+    return Observation({name: read[axis] for axis, name in names.items()}, trial.measures)
 
 
 def computed_with(learned: Sequence[Stage]) -> dict[str, tuple[str, ...]]:

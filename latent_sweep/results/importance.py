@@ -1,0 +1,94 @@
+"""Parameter importance over the finished trials of a sweep, by Optuna's PED-ANOVA (Watanabe et al. 2023).
+
+The importance of a setting is how far its values among the best trials differ from those among all trials.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from latent_sweep.labels import format_value
+from latent_sweep.results.definition import Measure
+
+FEWEST = 20
+"""Finished trials that the analysis needs."""
+BEST, BEST_SHARE = 5, 0.1
+"""The best trials are this share of all, but at least this number."""
+_CATEGORIES = 10
+"""Numbers of a setting with more distinct values are taken as numeric."""
+
+
+class Observation(NamedTuple):
+    """A finished trial: its settings by short name, None for those that it does not read, and its measures."""
+
+    settings: Mapping[str, Any]
+    measures: Mapping[Measure, float]
+
+
+def is_installed() -> bool:
+    return find_spec("optuna") is not None
+
+
+def n_best(n: int) -> int:
+    return max(BEST, math.ceil(BEST_SHARE * n))
+
+
+def varying(observations: Sequence[Observation]) -> list[str]:
+    """Return the settings with several values."""
+    names = observations[0].settings if observations else ()
+    return [name for name in names if len({format_value(each.settings[name]) for each in observations}) > 1]
+
+
+def importances(observations: Sequence[Observation], names: Sequence[str], measure: Measure) -> dict[str, float] | None:
+    """Return the share of each setting, the sum is 1; None for fewer than `FEWEST` trials, or if all are equal."""
+    from optuna import create_study
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+    from optuna.trial import create_trial
+
+    measured = [each for each in observations if measure in each.measures]
+    if len(measured) < FEWEST or len({each.measures[measure] for each in measured}) == 1:
+        return None
+    distributions = {name: _distribution([each.settings[name] for each in measured]) for name in names}
+    with _quiet():
+        study = create_study(direction="minimize" if measure == "FM" else "maximize")
+        for each in measured:
+            read = {name: value for name, value in each.settings.items() if name in names and value is not None}
+            own = {name: distributions[name] for name in read}
+            params = {name: value if _is_numeric(own[name]) else format_value(value) for name, value in read.items()}
+            study.add_trial(create_trial(params=params, distributions=own, value=each.measures[measure]))
+        evaluator = PedAnovaImportanceEvaluator(target_quantile=n_best(len(measured)) / len(measured))
+        return {name: float(share) for name, share in get_param_importances(study, evaluator=evaluator).items()}
+
+
+def _distribution(values: Sequence[Any]) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    values = [value for value in values if value is not None]
+    if all(type(value) in (int, float) for value in values) and len(set(values)) > _CATEGORIES:
+        low, high = min(values), max(values)
+        return FloatDistribution(low, high, log=low > 0 and high >= 100 * low)
+    return CategoricalDistribution(sorted(set(map(format_value, values))))
+
+
+def _is_numeric(distribution: Any) -> bool:
+    return not hasattr(distribution, "choices")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let Optuna log no progress, and no warning on settings that few trials read, within the block."""
+    logger = logging.getLogger("optuna")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)
