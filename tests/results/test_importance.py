@@ -1,6 +1,5 @@
 """Parameter importance of sweeps whose important setting is known."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from latent_sweep.results import importance, summaries
 from latent_sweep.results.importance import Observation, importances
 from latent_sweep.storage.folders import open_sweep
 
+optuna = pytest.importorskip("optuna")
 ARCHIVES = Path(__file__).parents[2] / "sweeps" / "results"
 AXES = {"method.rank": [4, 8, 16], "router.components": [1, 5], "seed": [0, 1, 2, 3]}
 
@@ -33,7 +33,7 @@ def sweep(tmp_path):
 
 
 def test_the_setting_that_decides_comes_first(sweep, capfd):
-    level = logging.getLogger("optuna").level
+    level = optuna.logging.get_verbosity()
     section = importance_of(sweep)
     assert section.table.header == ["setting", "AP"]
     names, shares = zip(*((row[0].text, row[1].size) for row in section.table.rows), strict=True)
@@ -41,7 +41,7 @@ def test_the_setting_that_decides_comes_first(sweep, capfd):
     assert shares[0] > 0.6 and sum(shares) == pytest.approx(1)
     assert "best 5 of 24 finished trials" in section.notes[0]
     assert "Parameter importance" in render_page([sweep])
-    assert capfd.readouterr() == ("", "") and logging.getLogger("optuna").level == level
+    assert capfd.readouterr() == ("", "") and optuna.logging.get_verbosity() == level
 
 
 def test_forgetting_has_its_own_column(tmp_path):
