@@ -12,7 +12,7 @@ import pytest
 from helpers.sweep_folders import finished_sweep, run_to_end, start, write_sweep
 
 from latent_sweep.cli.main import main
-from latent_sweep.report import report
+from latent_sweep.report import export, report
 from latent_sweep.report.page import _extreme_trial, _facts, all_pictures, render_page
 from latent_sweep.report.pictures import sweep_pictures
 from latent_sweep.report.tables import HELD_OUT, STOPPED, together
@@ -323,7 +323,8 @@ def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
     assert "benchmark.order 1" in facts["the same for all"]
 
 
-def test_figures_of_an_earlier_call_are_removed(sweep, capsys):
+def test_figures_of_an_earlier_call_are_removed(sweep, capsys, monkeypatch):
+    monkeypatch.setattr(export, "_DPI", 40)  # quicker
     assert main(["figures", str(sweep.path), "--baseline", "lambda=0.0"]) == 0
     assert "5 pictures as PDF and PNG in" in capsys.readouterr().out
     folder = sweep.path / "figures"
