@@ -7,7 +7,7 @@ import itertools
 import json
 import shutil
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,7 +163,7 @@ def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:
 
 
 def finished_sweep(
-    storage: Path, axes: dict[str, list[Any]], averages: Sequence[float | None], forgetting: float = 0.0, **named: Any
+    storage: Path, axes: dict[str, list[Any]], averages: Iterable[float | None], forgetting: float = 0.0, **named: Any
 ) -> SweepFolder:
     """Write a sweep whose first trials have finished with these AP; None is a trial that has not run."""
     sweep = write_sweep(storage, axes, **named)

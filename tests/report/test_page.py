@@ -6,10 +6,11 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from itertools import count, repeat
 from urllib.parse import unquote
 
 import pytest
-from helpers.sweep_folders import finished_sweep, run_to_end, start, write_sweep
+from helpers.sweep_folders import finished_sweep, run_to_end, stop, write_sweep
 
 from latent_sweep.cli.main import main
 from latent_sweep.report import export, report
@@ -74,9 +75,9 @@ def test_a_page_is_self_contained(sweep):
 
 def test_names_are_escaped(tmp_path):
     name = "<script>alert(1)</script>"
-    sweep = write_sweep(tmp_path, {"method.name": [name, '"><img src=x onerror=alert(1)>'], "seed": [0]})
-    for trial in sweep:
-        run_to_end(trial, 0.4, 0.1)
+    sweep = finished_sweep(
+        tmp_path, {"method.name": [name, '"><img src=x onerror=alert(1)>'], "seed": [0]}, repeat(0.4), forgetting=0.1
+    )
     text = render_page([sweep])
     assert "alert(1)</script>" not in text and "<img src=x" not in text
     assert name in Page(text).cells
@@ -192,10 +193,7 @@ def rankings(tmp_path, axes, *averages):
     """Return the notes on rankings of sweeps with these APs; None is a trial that has not run."""
     found = []
     for number, each in enumerate(averages):
-        sweep = write_sweep(tmp_path, axes, name=f"sweep{number}")
-        for trial, average in zip(sweep, each, strict=True):
-            if average is not None:
-                run_to_end(trial, average, 0.0)
+        sweep = finished_sweep(tmp_path, axes, each, name=f"sweep{number}")
         found.append(summaries.summarize(sweep))
     return [note for note in together(found).notes if "Kendall" in note]
 
@@ -221,8 +219,7 @@ def test_a_ranking_leaves_out_stopped_configurations(tmp_path):
     (note,) = rankings(tmp_path, axes, whole, (*whole[:7], None))
     assert "4 common configurations" in note and note.endswith("; n is 1 to 2")
     trial = list(write_sweep(tmp_path, axes, name="sweep1"))[-1]
-    start(trial)
-    trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    stop(trial)
     sweeps = [summaries.summarize(open_sweep(tmp_path / name)) for name in ("sweep0", "sweep1")]
     (note,) = (note for note in together(sweeps).notes if "Kendall" in note)
     assert "3 common configurations" in note and "n is" not in note
@@ -230,13 +227,9 @@ def test_a_ranking_leaves_out_stopped_configurations(tmp_path):
 
 def test_a_configuration_with_stopped_trials_is_never_the_best(tmp_path):
     """Its mean over the better seeds is not comparable: across sweeps, in curves, and in pictures of the best."""
-    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1, 1.0], "seed": [0, 1]})
-    for trial, average in zip(sweep, (0.4, 0.5, 0.9, None, 0.3, 0.3), strict=True):
-        if average is not None:
-            run_to_end(trial, average, 0.0)
-        else:
-            start(trial)
-            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    axes = {"method.ortho_lambda": [0.0, 0.1, 1.0], "seed": [0, 1]}
+    sweep = finished_sweep(tmp_path, axes, (0.4, 0.5, 0.9, None, 0.3, 0.3))
+    stop(list(sweep)[3])
     summary = summaries.summarize(sweep)
     assert _extreme_trial(sweep, summary, max).values["method.ortho_lambda"] == 0.0
     table = together([summary, summary])
@@ -259,8 +252,7 @@ def test_pictures_without_whole_configurations_are_listed(tmp_path):
         if trial.values["seed"] == 0:
             run_to_end(trial, 0.5, 0.0)
         else:
-            start(trial)
-            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+            stop(trial)
     pictures, not_drawn = all_pictures(sweep, summaries.summarize(sweep))
     assert [picture.name for picture in pictures] == ["over_tasks", "forgetting", "matrices"]
     of = ("AP and FM against lambda", "AP and FM against rank", "AP over lambda and rank")
@@ -271,8 +263,7 @@ def test_a_curve_counts_only_stopped_configurations_along_its_axis(tmp_path):
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [None, 0.1, 1.0], "seed": [0, 1]})  # None: without lambda
     for trial in sweep:
         if trial.values == {"method.ortho_lambda": None, "seed": 1}:
-            start(trial)
-            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+            stop(trial)
         else:
             run_to_end(trial, 0.5, 0.0)
     (curve,) = (one for one in sweep_pictures(summaries.summarize(sweep))[0] if one.name == "against_lambda")
@@ -291,11 +282,12 @@ def test_sweeps_of_one_name_are_called_by_their_folders(sweep, tmp_path, capsys)
 def test_ambiguous_labels_have_no_rank(tmp_path):
     """The rate is an axis of one sweep and was tuned in the other."""
     names = ["ewc", "lwf", "tasl", "o_lora"]
-    grid = write_sweep(
-        tmp_path, {"method.name": names, "training.learning_rate": [1e-3, 1e-2], "seed": [0]}, name="grid"
+    grid = finished_sweep(
+        tmp_path,
+        {"method.name": names, "training.learning_rate": [1e-3, 1e-2], "seed": [0]},
+        ((0.1 + 0.1 * (number // 2)) if number % 2 == 0 else 0.9 - 0.1 * number for number in count()),
+        name="grid",
     )
-    for number, trial in enumerate(grid):
-        run_to_end(trial, (0.1 + 0.1 * (number // 2)) if number % 2 == 0 else 0.9 - 0.1 * number, 0.0)
     tuned = write_sweep(tmp_path, {"method.name": names, "training.learning_rate": [1e-3], "seed": [0]}, name="tuned")
     values = {"training.learning_rate": 1e-3}
     tried = {"values": values, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8, "seconds": 1.0}

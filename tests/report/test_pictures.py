@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from itertools import count, repeat
 
 import numpy as np
 import pytest
@@ -97,11 +98,12 @@ def test_bands_stay_between_0_and_100_per_cent(tmp_path):
 
 
 def test_methods_that_do_not_learn_in_turn_have_no_forgetting(tmp_path):
-    sweep = write_sweep(
-        tmp_path, {"method.name": ["seq_lora", "joint_lora"], "method.ortho_lambda": [0.0, 0.1], "seed": [0]}
+    sweep = finished_sweep(
+        tmp_path,
+        {"method.name": ["seq_lora", "joint_lora"], "method.ortho_lambda": [0.0, 0.1], "seed": [0]},
+        repeat(0.5),
+        forgetting=0.1,
     )
-    for trial in sweep:
-        run_to_end(trial, 0.5, 0.1)
     summary = summaries.summarize(sweep)
     configurations = tuple(
         dataclasses.replace(one, learns_in_turn=one.values["method"] == "seq_lora") for one in summary.configurations
@@ -141,9 +143,7 @@ def assert_legible(picture):
 
 def test_108_configurations_are_legible(tmp_path):
     grid = {"method.ortho_lambda": [10.0**-k for k in range(9)], "method.rank": list(range(4, 16)), "seed": [0]}
-    sweep = write_sweep(tmp_path, grid)
-    for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.3 + number / 1000, 0.1)
+    sweep = finished_sweep(tmp_path, grid, (0.3 + number / 1000 for number in count()), forgetting=0.1)
     found = pictures_of(sweep)
     for picture in found.values():
         assert_legible(picture)
@@ -263,9 +263,9 @@ def test_configurations_with_equal_scores_keep_their_own_pairs(tmp_path):
 
 
 def test_differences_of_many_configurations_are_legible(tmp_path):
-    sweep = write_sweep(tmp_path, {"method.rank": list(range(1, 101)), "seed": [0]})
-    for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.3 + 0.1 * (number % 2), 0.0)
+    sweep = finished_sweep(
+        tmp_path, {"method.rank": list(range(1, 101)), "seed": [0]}, (0.3 + 0.1 * (number % 2) for number in count())
+    )
     found = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, baseline=["rank=1"]))[0]}
     assert_legible(found["differences"])
     assert len(found["differences"].figure.axes[0].get_yticks()) == ROWS

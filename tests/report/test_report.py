@@ -8,6 +8,7 @@ import re
 import textwrap
 import tracemalloc
 from dataclasses import replace
+from itertools import count, repeat
 
 import numpy as np
 import pytest
@@ -152,9 +153,7 @@ def test_latex_writes_numbers_in_math_mode(cell, written):
 
 def test_latex_uses_the_papers_names_of_methods(tmp_path):
     assert set(METHOD_NAMES) == set(METHODS)
-    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "mine_lora"], "seed": [0]})
-    for trial in sweep:
-        run_to_end(trial, 0.5, 0.0)
+    sweep = finished_sweep(tmp_path, {"method.name": ["seq_lora", "mine_lora"], "seed": [0]}, repeat(0.5))
     text = report.render(summaries.summarize(sweep), "latex")
     assert "\nSeqLoRA & $1$ &" in text and "\nmine\\_lora & $1$ &" in text
     assert r"\begin{tabular}{lrrrr}" in text
@@ -163,9 +162,7 @@ def test_latex_uses_the_papers_names_of_methods(tmp_path):
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_narrow_terminals_get_the_whole_text(tmp_path, width):
     axes = {"method.name": ["latent_lora", "gain_lora"], "router.scope": ["prompt", "input_only"], "seed": [0, 1]}
-    sweep = write_sweep(tmp_path, axes)
-    for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.50 + 0.01 * number, 0.1)
+    sweep = finished_sweep(tmp_path, axes, (0.50 + 0.01 * number for number in count()), forgetting=0.1)
     summary = summaries.summarize(sweep, baseline=["method=gain_lora", "scope=prompt"])
     wide, narrow = (report.render(summary, width=limit) for limit in (None, width))
     assert max(map(len, wide.splitlines())) > 80
@@ -182,9 +179,7 @@ def wrapped(text, page):
 
 
 def test_wide_tables_are_split_and_repeat_their_keys(tmp_path):
-    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
-    for trial in sweep:
-        run_to_end(trial, 0.5, 0.0)
+    sweep = finished_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}, repeat(0.5))
     lines = report.render(summaries.summarize(sweep), width=40).partition("\n\n")[2].splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["lambda", "------", "0.0", "0.1"]
     assert lines[4] == "" and lines[5].split() == ["lambda", "FM", "(%)"]
@@ -286,8 +281,8 @@ def test_protocol_settings_that_vary_have_a_column(tmp_path):
     first, second, third, _ = sweep = write_sweep(tmp_path, axes)
     for trial, steps in ((first, [24] * 3), (second, [24] * 3), (third, [0, 0, 1200])):
         start(trial)
-        for seen, count in enumerate(steps, start=1):
-            learn(trial, seen, 0.5, steps=count)
+        for seen, steps_done in enumerate(steps, start=1):
+            learn(trial, seen, 0.5, steps=steps_done)
         finish(trial, 0.5, 0.0)
     text = report.render(summaries.summarize(sweep), verbose=True)
     cells = [line.split("  ") for line in text.splitlines()[4:8]]
@@ -375,9 +370,9 @@ def test_unknown_axes_and_formats_are_refused(tmp_path):
 @pytest.fixture
 def routed(tmp_path):
     """Three modes with two seeds: `soft` with all routing metrics, `old` with one, `sum` without a router."""
-    sweep = write_sweep(tmp_path, {"router.combine": ["soft", "old", "sum"], "seed": [0, 1]})
+    axes = {"router.combine": ["soft", "old", "sum"], "seed": [0, 1]}
+    sweep = finished_sweep(tmp_path, axes, repeat(0.5), forgetting=0.1)
     for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.5, 0.1)
         for seen, last in enumerate((0.2, 0.4, 0.9), start=1):
             metrics = {"AP": 0.5, "FM": 0.1}
             if trial.values["router.combine"] != "sum":

@@ -1,7 +1,6 @@
 """Pictures of the router, the map of embeddings and flipped answers of small sweeps, and their legibility."""
 
 import html
-import json
 import re
 import shutil
 from itertools import combinations
@@ -259,47 +258,6 @@ def test_trials_with_the_same_router_count_once(tmp_path):
         journal_of(trial).append("stage", **again)
         journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.0}, files={})
     assert novelty_by_stage(sweep) == {"combine=soft": {2: [0.9, 0.7]}}
-
-
-def answers_by_stage(trial):
-    """Prediction and score by stage, task and row, straight from the files."""
-    found, known = {}, {}
-    for stage in (1, 2, 3):
-        for line in (trial.path / "answers" / f"{stage}.jsonl").read_text().splitlines():
-            entry = json.loads(line)
-            known[entry["task"], entry["row"]] = (entry["prediction"], entry["score"])
-        found[stage] = dict(known)
-    return found
-
-
-@pytest.mark.parametrize("mode", ["soft", "sum"])
-def test_flips_are_the_examples_that_crossed_one_half(folder, mode):
-    sweep = sweep_folder(folder)
-    trial = of_mode(sweep, mode)
-    answers = answers_by_stage(trial)
-    found = flips(sweep, trial, per_task=99)
-    expected = set()
-    for stage, task in ((1, "mood"), (2, "ticket")):
-        for row in range(8):
-            new, last = answers[stage][task, row][1], answers[3][task, row][1]
-            if (new >= 0.5) != (last >= 0.5):
-                expected.add((task, row, "lost" if new > last else "gained"))
-    assert {(flip.task, flip.row, flip.kind) for flip in found} == expected
-    spec = load_benchmark("builtin")
-    for flip in found:
-        (line,) = (
-            entry
-            for entry in map(json.loads, (trial.path / "predictions" / f"{flip.task}.jsonl").read_text().splitlines())
-            if entry["id"] == flip.row_id
-        )
-        assert flip.references == tuple(line["references"])
-        assert flip.weights == {ORDER[int(place)]: weight for place, weight in line["weights"].items()}
-        first = ORDER.index(flip.task) + 1
-        assert {s: tuple(a) for s, a in flip.answers.items()} == {
-            s: answers[s][flip.task, flip.row] for s in range(first, 4)
-        }
-        task = next(one for one in spec.tasks if one.name == flip.task)
-        assert flip.prompt.startswith(task.instruction.strip()[:20])
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Intervals of paired differences, checked against exhaustive resampling, loops, scipy and a known truth."""
 
 import itertools
-import random
 import statistics
 from collections import Counter
 
@@ -45,31 +44,6 @@ def test_resamples_have_the_exact_probabilities():
     for value, count in zip(values, counts, strict=True):
         share = exact[value]
         assert abs(count / 40_000 - share) < 5 * (share * (1 - share) / 40_000) ** 0.5
-
-
-def loop_interval(repetitions, resamples, seed):
-    """Compute the interval with plain loops."""
-    source = random.Random(seed)
-    tasks = list(repetitions[0])
-    values = []
-    for _ in range(resamples):
-        rows = {task: source.choices(range(len(repetitions[0][task])), k=len(repetitions[0][task])) for task in tasks}
-        chosen = source.choices(repetitions, k=len(repetitions))
-        values.append(
-            statistics.fmean(
-                statistics.fmean(statistics.fmean(r[t][i] for i in rows[t]) for t in tasks) for r in chosen
-            )
-        )
-    values.sort()
-    return values[round(0.025 * resamples)], values[round(0.975 * resamples)]
-
-
-def test_the_interval_equals_that_of_loops():
-    source = np.random.default_rng(5)
-    repetitions = [{t: source.normal(0.1 * r, 1.0, 6 + t) for t in range(3)} for r in range(4)]
-    found = percentile_interval(means_of(repetitions))
-    assert found == pytest.approx(loop_interval(repetitions, 3_000, seed=1), abs=0.04)
-    assert found[1] - found[0] > 0.5  # much more than the tolerance
 
 
 def test_blocks_change_only_the_draws(monkeypatch):

@@ -5,10 +5,20 @@ import io
 import json
 import random
 import statistics
+from itertools import count
 
 import numpy as np
 import pytest
-from helpers.sweep_folders import TASKS, run_to_end, run_with_answers, run_with_rows, start, write_sweep
+from helpers.sweep_folders import (
+    TASKS,
+    finished_sweep,
+    run_to_end,
+    run_with_answers,
+    run_with_rows,
+    start,
+    stop,
+    write_sweep,
+)
 
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
@@ -103,9 +113,7 @@ def test_pairs_are_repetitions_that_both_have_finished(tmp_path):
 
 
 def test_without_scores_by_example_only_repetitions_are_resampled(tmp_path):
-    sweep = write_sweep(tmp_path, AXES)
-    for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.5 + 0.01 * number**2, 0.0)
+    sweep = finished_sweep(tmp_path, AXES, (0.5 + 0.01 * number**2 for number in count()))
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.differences["AP"].resampled == "repetitions"
     assert STUDENT in section(summary, "compared").details
@@ -146,9 +154,7 @@ def test_one_repetition_resamples_only_examples(tmp_path):
 
 
 def test_one_repetition_without_scores_by_example_has_no_interval(tmp_path):
-    sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
-    for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.5 + 0.1 * number, 0.0)
+    sweep = finished_sweep(tmp_path, AXES | {"seed": [0]}, (0.5 + 0.1 * number for number in count()))
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
     assert (comparison.differences["AP"].resampled, comparison.differences["AP"].interval) == ("nothing", None)
@@ -362,9 +368,11 @@ def test_a_baseline_with_the_same_backbone_is_preferred(tmp_path):
 
 
 def test_orders_that_repeat_are_pairs(tmp_path):
-    sweep = write_sweep(tmp_path, MIXED | {"router.combine": ["sum"], "seed": [0, 1]})
-    for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.1 * (number % 4) + 0.2 * (number >= 4), 0.0)
+    sweep = finished_sweep(
+        tmp_path,
+        MIXED | {"router.combine": ["sum"], "seed": [0, 1]},
+        (0.1 * (number % 4) + 0.2 * (number >= 4) for number in count()),
+    )
     comparison = compared(sweep, "method=seq_lora", over=["order"])["method=o_lora combine=sum"]
     assert comparison.n == 4
     assert comparison.differences["AP"].mean == pytest.approx(0.2)
@@ -519,8 +527,7 @@ def test_stopped_trials_are_noted(tmp_path):
     *others, last = sweep
     for trial in others:
         run_to_end(trial, 0.5, 0.0)
-    start(last)
-    last.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    stop(last)
     assert STOPPED in section(summaries.summarize(sweep, (), ["method=seq_lora"]), "compared").notes
 
 
