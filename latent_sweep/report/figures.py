@@ -14,17 +14,28 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-from latent_sweep.report.style import INK, decimals, draw_cells, new_figure, plain
+from latent_sweep.report.style import (
+    COLOR_MAP,
+    GRID_WIDTH,
+    INK,
+    color_bar,
+    decimals,
+    heat_map,
+    is_dark,
+    new_figure,
+    plain,
+)
 
 _LONGEST_TASK_NAME = 30
 QUICK_DPI = 100
 """Resolution of `score_matrix_png`, of which a sweep may draw thousands."""
-_SCORE_COLORS, _DARK, _SCORE_SIZE = "YlGnBu", 55, 8
-"""Color map of a score matrix, percentage above which cells are dark, font size in points."""
+_SCORE_SIZE = 8
+"""Font size in points."""
 
 
 class Picture(NamedTuple):
@@ -40,23 +51,14 @@ class Picture(NamedTuple):
 def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | None]]) -> Figure:
     """Draw a heat map of `scores[i][j]`, the fraction reached on task j after learning task i, in percent."""
     n = len(scores)
-    percent = _lower_triangle(n, scores)
     figure = new_figure(3.6 + 0.52 * n, 2.6 + 0.46 * n)
-    axes = figure.add_subplot()
-    image = axes.imshow(percent, cmap=_SCORE_COLORS, vmin=0, vmax=100, aspect="auto")
-    draw_cells(axes, percent, percent > _DARK, decimals(1), _SCORE_SIZE)
-    names = [shortened(task) for task in tasks[:n]]
+    axes, names = figure.add_subplot(), [shortened(task) for task in tasks[:n]]
+    percent = _lower_triangle(n, scores)
+    image = heat_map(axes, names, names, percent, decimals(1), Normalize(0, 100), size=_SCORE_SIZE)
+    color_bar([axes], image, "score (%)")
     axes.set_xticks(range(n), names, rotation=40, ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(n), names)
-    axes.set_xlabel("scored on")
-    axes.set_ylabel("after learning")
-    axes.set_xticks(np.arange(n + 1) - 0.5, minor=True)
-    axes.set_yticks(np.arange(n + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.5)
-    axes.tick_params(which="both", length=0, labelsize=9)
-    axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="score (%)")
-    bar.outline.set_visible(False)
+    axes.set(xlabel="scored on", ylabel="after learning")
+    axes.tick_params(labelsize=9)
     return figure
 
 
@@ -66,12 +68,13 @@ def score_matrix_png(tasks: Sequence[str], scores: Sequence[Sequence[float | Non
     picture = frame.copy()
     draw, font = ImageDraw.Draw(picture), _font(_SCORE_SIZE * dpi / 72)
     formatted, percent = decimals(1), _lower_triangle(len(scores), scores)
-    fills = colormaps[_SCORE_COLORS](percent / 100, bytes=True)[..., :3].tolist()
+    colors = colormaps[COLOR_MAP](percent / 100)
+    fills, dark = (255.5 * colors[..., :3]).astype(int).tolist(), is_dark(colors)
     for (i, j), value in np.ndenumerate(percent):
         if not np.isnan(value):
             (left, top), (right, bottom) = corners[j, i], corners[j + 1, i + 1]
-            ink = "white" if value > _DARK else INK
-            line = 1.5 * dpi / 144  # half of the line between two cells
+            ink = "white" if dark[i, j] else INK
+            line = GRID_WIDTH * dpi / 144  # half of the line between two cells
             draw.rectangle((left + line, top + line, right - line, bottom - line), fill=tuple(fills[i][j]))
             draw.text(((left + right) / 2, (top + bottom) / 2), formatted(value), fill=ink, font=font, anchor="mm")
     content = BytesIO()

@@ -27,6 +27,8 @@ INK, FAINT = "#333333", "#d9d9d9"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 """Okabe and Ito's palette without yellow, which is invisible on white."""
 GRAYS = ("#f0f0f0", "#9e9e9e", "#4d4d4d")
+COLOR_MAP, GRID_WIDTH = "YlGnBu", 1.2
+"""Of heat maps."""
 MARKERS, DASHES = "osD^vPX", ("-", "--", ":", "-.")
 _DPI = 160
 
@@ -60,18 +62,10 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def draw_cells(
-    axes: Axes,
-    values: npt.NDArray[np.float64],
-    dark: npt.NDArray[np.bool_],
-    formatted: Callable[[float], str],
-    size: float,
-) -> None:
-    """Write each number of a matrix into its cell, in white where it is `dark`; NaN leaves the cell blank."""
-    for (i, j), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            color = "white" if dark[i, j] else INK
-            axes.text(j, i, formatted(value), ha="center", va="center", color=color, fontsize=size)
+def is_dark(colors: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Return where text must be white on colors (..., 4)."""
+    dark: npt.NDArray[np.bool_] = colors[..., :3] @ [0.3, 0.59, 0.11] < 0.55
+    return dark
 
 
 def decimals(digits: int) -> Callable[[float], str]:
@@ -85,20 +79,23 @@ def heat_map(
     values: npt.NDArray[np.float64],
     formatted: Callable[[float], str],
     norm: Normalize,
-    cmap: str = "YlGnBu",
+    cmap: str = COLOR_MAP,
     size: float = SMALL,
     aspect: Literal["auto", "equal"] = "auto",
 ) -> AxesImage:
     """Draw a matrix (rows, columns) as colored cells with numbers; NaN leaves a cell blank."""
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap=cmap, norm=norm, aspect=aspect)
-    lightness = image.to_rgba(masked)[..., :3] @ [0.3, 0.59, 0.11]
-    draw_cells(axes, values, lightness < 0.55, formatted, size)
+    dark = is_dark(image.to_rgba(masked))
+    for (i, j), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            color = "white" if dark[i, j] else INK
+            axes.text(j, i, formatted(value), ha="center", va="center", color=color, fontsize=size)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.2)
+    axes.grid(which="minor", color="white", linewidth=GRID_WIDTH)
     tidy(axes)
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
