@@ -206,7 +206,6 @@ def test_json_of_settings_has_every_setting(capsys):
         (["pln", "a.yaml"], "plan"),
         (["plan", "a.yaml", "--explian"], "--explain"),
         (["run", "a.yaml", "--locl"], "--local"),
-        (["init", "a", "--purpose", "lamda"], "lambda"),
         (["report", "a", "--format", "latx"], "latex"),
     ],
 )

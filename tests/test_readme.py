@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 from helpers.patience import PATIENCE
+from helpers.sweeps import SMALL, write
 from tools import reference
 
 from latent_sweep.cli.main import main, make_parser
@@ -67,6 +68,16 @@ def test_quickstart_table_is_the_same_in_both_documents():
         re.search(r"^lambda  combine .*?\n```", text_of(name), re.DOTALL | re.MULTILINE)[0] for name in QUICKSTART
     }
     assert len(tables) == 1
+
+
+def test_python_example_runs(tmp_path, monkeypatch, capsys):
+    (block,) = re.findall(r"^```python\n(.*?)```", text_of("README.md"), re.DOTALL | re.MULTILINE)
+    assert len([line for line in block.splitlines() if line]) <= 10
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "sweeps", SMALL)
+    Path("sweeps/sweep.yaml").rename("sweeps/quickstart.yaml")
+    exec(block, {})
+    assert "AP_mean" in capsys.readouterr().out and Path("quickstart.png").is_file()
 
 
 def test_sweep_file_in_the_guide_is_valid():

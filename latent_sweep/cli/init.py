@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
 
 from latent_sweep.cli.command import Commands, add_command
 from latent_sweep.security import printable
 
-PURPOSES = ("quickstart", "lambda", "rank", "router", "seeds", "methods")
+TEMPLATE_OPTIONS = ("backbone", "benchmark", "own")
+"""Options that ask for a template instead of a sweep file of the package."""
 
 
 def add(commands: Commands) -> None:
@@ -16,74 +19,80 @@ def add(commands: Commands) -> None:
         commands,
         "init",
         _init,
-        "write a commented sweep file for a backbone and a question",
-        "init lambda.yaml --purpose lambda --backbone t5-large --benchmark superni",
-        "Write a commented sweep file, and with --own a benchmark next to it with two small tasks to replace by your "
-        "own. No file is overwritten.",
+        "list the sweep files and templates of the package, or write one",
+        "init lambda mine.yaml --backbone t5-large --benchmark superni",
+        "Without a name, list the sweep files and the templates that come with the package. With a name, write the "
+        "sweep file of that name, or a commented one from the template; where both have the name, --backbone, "
+        "--benchmark and --own ask for the template. No file is overwritten.",
     )
-    init.add_argument("sweep", metavar="NAME", nargs="?", help="the sweep's name, or the path of its file")
-    init.add_argument("--list", action="store_true", help="list the sweep files that come with the package")
-    init.add_argument("--copy", metavar="SWEEP", help="copy one of them instead, e.g. table1")
-    init.add_argument(
-        "--purpose",
-        choices=PURPOSES,
-        default="quickstart",
-        help="what to vary: two settings in five minutes on a CPU (quickstart, default), the weight of the penalty "
-        "(lambda), the rank, the router, the seed, or the method, each with a suitable learning rate (methods)",
-    )
-    init.add_argument("--backbone", default="smollm2-135m", help="as in a sweep file; default: %(default)s")
+    init.add_argument("name", metavar="NAME", nargs="?", help="a sweep file or a template")
+    init.add_argument("sweep", metavar="FILE", nargs="?", help="where to write it; default: NAME.yaml")
+    init.add_argument("--backbone", help="as in a sweep file; default: smollm2-135m")
     data = init.add_mutually_exclusive_group()
     data.add_argument(
-        "--benchmark",
-        default="builtin",
-        help="superni, long_sequence, builtin (default), or the folder of your own benchmark",
+        "--benchmark", help="superni, long_sequence, builtin (default), or the folder of your own benchmark"
     )
-    data.add_argument("--own", action="store_true", help="also write a benchmark to fill in: the folder NAME_tasks")
+    data.add_argument(
+        "--own", action="store_true", help="also write a benchmark of two small tasks to replace: the folder FILE_tasks"
+    )
 
 
 def _init(options: argparse.Namespace) -> int:
+    from latent_sweep.backbones.registry import EMBEDDED
     from latent_sweep.data.faults import unknown_name
     from latent_sweep.errors import ConfigError
     from latent_sweep.settings import local_path
     from latent_sweep.storage.files import write_file
     from latent_sweep.sweep.templates import (
         NOTHING_TO_EXPECT,
+        PURPOSES,
         benchmark_files,
-        first_comment,
         has_random_weights,
         packaged_sweeps,
         sweep_text,
     )
 
     packaged = packaged_sweeps()
-    if options.list:
-        width = max(map(len, packaged), default=0)
-        print("\n".join(f"{name:{width}}  {first_comment(file)}" for name, file in packaged.items()))
+    if options.name is None:
+        print("\n".join(_list(packaged)))
         return 0
-    if options.copy is not None and options.copy not in packaged:
-        message = unknown_name(options.copy, packaged, "sweep")
-        raise ConfigError(f"--copy: {message}; there are {', '.join(packaged)}")
-    if (name := options.sweep or options.copy) is None:
-        raise ConfigError("init: found no name; give the sweep's name, or --list to see the sweep files of the package")
-    path = local_path(name)
+    from_template = any(getattr(options, name) for name in TEMPLATE_OPTIONS) or options.name not in packaged
+    names = PURPOSES if any(getattr(options, name) for name in TEMPLATE_OPTIONS) else {**packaged, **PURPOSES}
+    if options.name not in names:
+        message = unknown_name(options.name, names, "template" if names is PURPOSES else "sweep file or template")
+        raise ConfigError(f"init: {message}; there are {', '.join(names)}")
+    path = local_path(options.sweep or options.name)
     if path.suffix not in (".yaml", ".yml"):
         path = path.with_name(f"{path.name}.yaml")
     own = path.with_name(f"{path.stem}_tasks")
-    if options.copy is not None and options.own:
-        raise ConfigError("--copy: found --own, too; a copied sweep has its benchmark, so leave one of the two out")
     for target in (path, own) if options.own else (path,):
         if target.exists():
-            raise ConfigError(f"{target}: already exists; remove it, or choose another name")
-    if options.copy is not None:
-        text = packaged[options.copy].read_text(encoding="utf-8")
+            raise ConfigError(f"{target}: already exists; remove it, or name another file")
+    backbone, lines = options.backbone or EMBEDDED, [f"wrote {path}"]
+    if not from_template:
+        text = packaged[options.name].read_text(encoding="utf-8")
     else:
-        text = sweep_text(str(path), options.backbone, options.benchmark, options.purpose)
+        text = sweep_text(str(path), backbone, options.benchmark or "builtin", options.name)
+        lines += [f"{backbone} has {NOTHING_TO_EXPECT}"] if has_random_weights(backbone) else []
     if options.own:
         for name, content in benchmark_files().items():
             write_file(own / name, content.encode())
-        text = sweep_text(str(path), options.backbone, str(own), options.purpose)
+        text = sweep_text(str(path), backbone, str(own), options.name)
+        lines.insert(1, f"wrote {own}: replace its tasks by your own")
     write_file(path, text.encode())
-    lines = [f"wrote {path}", *([f"wrote {own}: replace its tasks by your own"] if options.own else [])]
-    lines += [f"{options.backbone} has {NOTHING_TO_EXPECT}"] if has_random_weights(options.backbone) else []
     print(printable("\n".join([*lines, f"next: latent-sweep plan {path}"])))
     return 0
+
+
+def _list(packaged: Mapping[str, Path]) -> list[str]:
+    """List the sweep files and the templates, with one line each."""
+    from latent_sweep.sweep.templates import PURPOSES, first_comment
+
+    width = max(map(len, [*packaged, *PURPOSES]))
+    return [
+        "sweep files: `latent-sweep init NAME` writes one",
+        *(f"  {name:{width}}  {first_comment(file)}" for name, file in packaged.items()),
+        "",
+        "templates: `latent-sweep init NAME --backbone ... --benchmark ...` writes one for yours",
+        *(f"  {name:{width}}  {purpose.question}" for name, purpose in PURPOSES.items()),
+    ]

@@ -54,7 +54,7 @@ _REFERENCES = """\
 
 PURPOSES: Mapping[str, Purpose] = {
     "quickstart": Purpose(
-        "Does it run here? The router beside plain summing, for two weights of the penalty and two seeds.",
+        "Does it run here? The router against plain summing, for two weights of the penalty and two seeds.",
         """\
   method.ortho_lambda: [0.0, 1.0e-5]
   seed: [0, 1]
@@ -216,8 +216,8 @@ def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[st
     tasks = min(2, min(map(len, spec.orders.values())) - 1)  # fewer than the trials are judged on
     if not tasks:
         raise ConfigError(
-            f"init --purpose methods: rates are tuned on the first tasks, but {spec.name} has an order of one task; "
-            "add a task, or use another purpose"
+            f"init methods: rates are tuned on the first tasks, but {spec.name} has an order of one task; "
+            "add a task, or use another template"
         )
     rate = statistics.mode(_training(method, backbone, benchmark).learning_rate for method in METHODS)
     rates = [f"{rate * factor:.1e}" for factor in (1 / 3, 1, 3, 10, 30)]

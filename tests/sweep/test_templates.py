@@ -1,23 +1,15 @@
 """A first sweep file is one that runs, for every question, backbone and benchmark; and so is a first benchmark."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers.patience import PATIENCE
 from helpers.sweeps import write_benchmark
 
 import latent_sweep
 from latent_sweep.backbones.registry import EMBEDDED
-from latent_sweep.cli import init as command
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import load_benchmark
@@ -44,13 +36,9 @@ def trials_of(sweep):
 
 @pytest.mark.parametrize(("backbone", "says"), [("tiny-llama", True), (EMBEDDED, False), ("t5-large", False)])
 def test_random_weights_are_named(backbone, says, capsys):
-    assert main(["init", "one", "--backbone", backbone]) == 0
+    assert main(["init", "quickstart", "one", "--backbone", backbone]) == 0
     assert ("random weights" in capsys.readouterr().out) == says
     assert ("random weights" in Path("one.yaml").read_text()) == says
-
-
-def test_the_command_knows_every_purpose():
-    assert tuple(starting.PURPOSES) == command.PURPOSES
 
 
 @pytest.mark.parametrize("purpose", starting.PURPOSES)
@@ -110,26 +98,26 @@ def test_what_it_says_of_what_is_left_out_is_true(backbone):
 
 def test_a_quickstart_is_the_packages_own():
     """Trials, and so everything stored, are shared with sweeps/quickstart.yaml."""
-    assert main(["init", "quickstart"]) == 0
+    assert main(["init", "quickstart", "--backbone", EMBEDDED]) == 0
     own = load_sweep(REPOSITORY / "sweeps" / "quickstart.yaml")
     assert {t.trial_id for t in expand(load_sweep("quickstart.yaml"))} == {t.trial_id for t in expand(own)}
 
 
 def test_init_writes_a_file_and_names_the_next_command(tmp_path, capsys):
-    assert main(["init", "sweeps/first", "--purpose", "lambda"]) == 0
+    assert main(["init", "lambda", "sweeps/first", "--benchmark", "superni"]) == 0
     assert capsys.readouterr().out == "wrote sweeps/first.yaml\nnext: latent-sweep plan sweeps/first.yaml\n"
     assert main(["plan", "sweeps/first.yaml"]) == 0
-    assert main(["init", "sweeps/first.yaml"]) == 2
+    assert main(["init", "lambda", "sweeps/first.yaml"]) == 2
     assert "sweeps/first.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["first", "--backbone", "no/such/folder.", "--benchmark", "nowhere"], "unknown benchmark 'nowhere'"),
-        (["a name"], "name: found 'a name'"),
-        (["a name", "--own"], "name: found 'a name'"),
-        (["first", "--backbone", "."], "has no config.json"),
+        (["seeds", "--backbone", "no/such/folder.", "--benchmark", "nowhere"], "unknown benchmark 'nowhere'"),
+        (["seeds", "a name", "--benchmark", "builtin"], "name: found 'a name'"),
+        (["seeds", "a name", "--own"], "name: found 'a name'"),
+        (["seeds", "--backbone", "."], "has no config.json"),
     ],
 )
 def test_invalid_arguments_write_nothing(arguments, said, tmp_path, capsys):
@@ -141,18 +129,18 @@ def test_invalid_arguments_write_nothing(arguments, said, tmp_path, capsys):
 
 def test_rates_are_never_tuned_on_a_whole_benchmark(tmp_path, capsys):
     """The two tasks of a benchmark of one's own leave one to choose on; a single task leaves none."""
-    assert main(["init", "mine", "--own", "--purpose", "methods"]) == 0
+    assert main(["init", "methods", "mine", "--own"]) == 0
     assert load_sweep("mine.yaml").tune.tasks == 1
     benchmark = tmp_path / "mine_tasks" / "benchmark.yaml"
     content = yaml.safe_load(benchmark.read_text())
     content["orders"], content["tasks"] = {1: [content["tasks"][0]["name"]]}, content["tasks"][:1]
     benchmark.write_text(yaml.safe_dump(content))
-    assert main(["init", "other", "--benchmark", "mine_tasks", "--purpose", "methods"]) == 2
-    assert "--purpose methods" in capsys.readouterr().err
+    assert main(["init", "methods", "other", "--benchmark", "mine_tasks"]) == 2
+    assert "init methods" in capsys.readouterr().err
 
 
 def test_an_own_benchmark_is_whole_and_runs(tmp_path, capsys):
-    assert main(["init", "mine", "--own"]) == 0
+    assert main(["init", "quickstart", "mine", "--own"]) == 0
     spec = load_benchmark(str(tmp_path / "mine_tasks"))
     settings = resolve_benchmark("mine.yaml")
     for task in spec.tasks:
@@ -173,57 +161,3 @@ def resolve_benchmark(path):
     return expand(load_sweep(path))[0].settings.benchmark.model_copy(
         update={"train_per_task": None, "test_per_task": None}
     )
-
-
-@pytest.mark.slow
-def test_a_wheel_alone_starts_a_sweep(tmp_path):
-    """What is installed is what the tree holds: no file of the package is missing from it, and no repository is there.
-
-    The environment is new but for the packages that this one depends on, which are seen where they are.
-    """
-    tree, wheel, environment = tmp_path / "tree", tmp_path / "wheel", tmp_path / "env"
-    shutil.copytree(REPOSITORY / "latent_sweep", tree / "latent_sweep", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md"):
-        shutil.copy(REPOSITORY / name, tree)
-    uv = [sys.executable, "-m", "uv"]
-    subprocess.run([*uv, "build", "--wheel", "--quiet", "--out-dir", wheel, tree], check=True, timeout=PATIENCE)
-    venv.create(environment, with_pip=False)
-    python = environment / "bin" / "python"
-    install = [*uv, "pip", "install", "--quiet", "--no-deps", "--python", python, *wheel.glob("*.whl")]
-    subprocess.run(install, check=True, timeout=PATIENCE)
-    (site,) = (environment / "lib").glob("python*/site-packages")
-    # as a path and no more: what makes this tree importable there is another such file, which is not read
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    (tmp_path / "work").mkdir()
-
-    def printed_by(*arguments):
-        done = subprocess.run(
-            [python, *arguments],
-            cwd=tmp_path / "work",
-            env={
-                "PATH": "/usr/bin:/bin",
-                "HOME": str(tmp_path),
-                "OMP_NUM_THREADS": "1",
-                "LATENT_SWEEP_CACHE": os.environ["LATENT_SWEEP_CACHE"],  # where the embedded backbone may be by now
-            },
-            timeout=PATIENCE,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def latent_sweep_does(*arguments):
-        return printed_by("-m", "latent_sweep.cli.main", *arguments)
-
-    found = printed_by("-c", "import latent_sweep; print(latent_sweep.__file__)")
-    assert Path(found.strip()).is_relative_to(site)
-    latent_sweep_does("init", "first")
-    assert "8 trials" in latent_sweep_does("plan", "first.yaml")
-    few = ["trial.benchmark.train_per_task=8", "trial.benchmark.test_per_task=4", "trial.benchmark.tasks=[mood, date]"]
-    few += ["search.seed=[0]", "search.method.ortho_lambda=[1.0e-5]"]
-    printed = latent_sweep_does("run", "first.yaml", "--local", *(part for one in few for part in ("--set", one)))
-    assert "AP" in printed
-    assert (tmp_path / "work" / "runs" / "first" / "report.html").stat().st_size > 10_000
-    latent_sweep_does("verify", "runs/first")
