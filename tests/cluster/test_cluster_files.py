@@ -594,3 +594,49 @@ def test_the_local_script_prints_its_usage(arguments):
     assert done.returncode != 0
     assert "head" in done.stderr
     assert "worker" in done.stderr
+
+
+# Slurm and SkyPilot
+
+SKY_TASK = {"name", "resources", "num_nodes", "workdir", "file_mounts", "setup", "run", "envs", "secrets", "volumes"}
+SKY_RESOURCES = {"accelerators", "use_spot", "disk_size", "infra", "cpus", "memory", "image_id", "job_recovery"}
+"""Fields of SkyPilot's schema, 0.14.1."""
+
+
+def test_skypilot_knows_every_field():
+    task = read("sky.yaml")
+    assert task.keys() <= SKY_TASK and task["resources"].keys() <= SKY_RESOURCES
+    assert task["envs"]["STORAGE"] is None, "SkyPilot asks for it"
+    schemas = pytest.importorskip("sky.utils.schemas", reason="SkyPilot is not installed")
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+
+
+def test_the_apptainer_image_is_that_of_the_dockerfile():
+    recipe = (CLUSTER / "slurm" / "apptainer.def").read_text(encoding="utf-8")
+    docker = (CLUSTER / "Dockerfile").read_text(encoding="utf-8")
+    (base,) = re.findall(r"^FROM (\S+)$", docker, re.MULTILINE)
+    assert f"Bootstrap: docker\nFrom: {base}\n" in recipe
+    for pattern in (r"apt-get install [^\\\n]*", r"uv==[\d.]+", r"uv pip install [^\\&\n]*", r"uv venv [^\\&\n]*"):
+        ours, theirs = ([" ".join(found.split()) for found in re.findall(pattern, text)] for text in (recipe, docker))
+        assert ours == theirs != []
+    for line in re.findall(r"^COPY (.*)$", docker, re.MULTILINE):
+        *sources, _ = line.split()
+        assert all(
+            re.search(rf"^    {re.escape(source)} /opt/latent-sweep/", recipe, re.MULTILINE) for source in sources
+        )
+
+
+BATCH_FILES = sorted((CLUSTER / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("path", BATCH_FILES, ids=lambda path: path.stem)
+def test_batch_files_are_told_before_their_end_and_may_be_requeued(path):
+    for script in (path, *(CLUSTER / "slurm").glob("*.sh")):
+        subprocess.run(["bash", "-n", script], check=True)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} <= set(options)
+    assert lines.index("#SBATCH --requeue") < next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    assert lines[-1] == "finish"

@@ -1,7 +1,5 @@
 """The batch files of cluster/slurm on a real Slurm, whose nodes are all this machine."""
 
-import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -49,7 +47,8 @@ def submit(cluster, folder, name, *arguments, options=(), content=SWEEP, **envir
 def test_a_job_near_its_end_is_requeued_and_resumes(cluster, tmp_path, undisturbed):
     moment = at_step(tmp_path / "moment", position=1, step=8, of=STEPS)
     job = submit(cluster, tmp_path, "one-node", "--local", **moment.environment)
-    assert eventually(lambda: moment.reached), printed(tmp_path, job)
+    assert eventually(lambda: moment.reached or cluster.states(job) == ["COMPLETED"])
+    assert moment.reached, printed(tmp_path, job)
     cluster.command("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@300 makes Slurm do
     time.sleep(1.0)
     moment.release()
@@ -100,11 +99,3 @@ def test_two_jobs_with_ray_share_a_node(cluster, tmp_path, undisturbed):
     for folder, job in zip(folders, jobs, strict=True):
         assert cluster.wait(job) == ["COMPLETED"], printed(folder, job)
         assert results(sweep_folder(folder)) == undisturbed
-
-
-def test_the_batch_files_are_valid_scripts_and_state_their_signal():
-    for path in sorted((ROOT / "cluster" / "slurm").glob("*.sbatch")):
-        subprocess.run(["bash", "-n", path], check=True)
-        text = path.read_text()
-        assert re.search(r"^#SBATCH --signal=B:USR1@300$", text, re.MULTILINE)
-        assert re.search(r"^#SBATCH --requeue$", text, re.MULTILINE)

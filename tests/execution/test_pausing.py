@@ -92,8 +92,9 @@ def paused(path, moment, *arguments, meanwhile=lambda process: None, **environme
     return members
 
 
-def resumed(path):
-    process = start(path, "--local")
+def ended(path, *arguments):
+    """Run to the end."""
+    process = start(path, *arguments)
     try:
         printed, _ = process.communicate(timeout=PATIENCE)
     finally:
@@ -111,7 +112,7 @@ def test_sigusr1_ends_a_local_run_at_a_checkpoint(tmp_path, one_thread):
     assert first[-1].kind == "paused" and second == []
     (checkpoint,) = (tmp_path / "runs" / "checkpoints").iterdir()
     assert checkpoint.suffix == ".safetensors"
-    resumed(path)
+    assert main(["run", path, "--local"]) == 0
     assert main(["run", write(tmp_path / "whole", LONG), "--local"]) == 0
     assert results(sweep) == results(sweep_folder(tmp_path / "whole"))
 
@@ -125,24 +126,28 @@ def has_sign():
     return False
 
 
+GROUP = {"resources": {"workers": 2, "cpus": 1}}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("private_hooks", ["1", "0"])
-def test_sigusr1_ends_a_run_on_ray_at_checkpoints(tmp_path, one_thread, private_hooks):
-    content = LONG | {"search": {"seed": [0, 1, 2]}}
+@pytest.mark.parametrize(("changes", "hooks"), [({}, "1"), ({}, "0"), (GROUP, "1")], ids=["ray", "public", "group"])
+def test_sigusr1_ends_a_run_on_ray_at_checkpoints(tmp_path, one_thread, changes, hooks):
+    content = LONG | {"search": {"seed": [0, 1, 2]}, "run": LONG["run"] | changes}
     path, moment = write(tmp_path, content), at_step(tmp_path / "moment", position=1, step=8, of=STEPS)
 
     def wait_for_sign(process):
         assert eventually(has_sign)
         time.sleep(3.0)  # the halted worker looks again
 
-    paused(path, moment, meanwhile=wait_for_sign, LATENT_SWEEP_PRIVATE_HOOKS=private_hooks)
+    paused(path, moment, meanwhile=wait_for_sign, LATENT_SWEEP_PRIVATE_HOOKS=hooks)
     sweep = sweep_folder(tmp_path)
     ends = [trial.events()[-1] for trial in sweep if trial.events()]
     assert any(event.name == "lost" and event.kind == "paused" for event in ends)
     assert {event.name for event in ends} <= {"lost", "finished"}
     assert events(sweep, "failed") == events(sweep, "stopped") == []
-    resumed(path)
-    assert main(["run", write(tmp_path / "whole", content), "--local"]) == 0
+    where = () if changes else ("--local",)
+    ended(path, *where)
+    ended(write(tmp_path / "whole", content), *where)
     assert results(sweep) == results(sweep_folder(tmp_path / "whole"))
 
 

@@ -44,7 +44,7 @@ import contextlib
 import os
 
 PLACE = os.environ["MOMENT"]
-PROGRAMS = ("latent_sweep.run", "latent_sweep.cli.main", "default_worker.py")
+PROGRAMS = ("latent_sweep.run", "latent_sweep.cli.main", "bin/latent-sweep", "default_worker.py")
 
 
 def wrap():

@@ -147,4 +147,9 @@ def slurm(nodes: int = 2, cpus: int = 2, **environment: str) -> Iterator[Slurm]:
             logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
             assert time.monotonic() < deadline, logs
             time.sleep(0.5)
-        yield found
+        try:
+            yield found
+        finally:  # the processes of jobs are no descendants of this one
+            found.command("scancel", "--user", user)
+            found.command("scancel", "--signal=KILL", "--full", "--user", user)
+            eventually(lambda: not found.command("squeue", "--noheader"))
