@@ -1,9 +1,8 @@
 """DeepSpeed ZeRO: shards the frozen backbone over the workers of a trial.
 
-At stage 3 the backbone is loaded one weight at a time, sharded, and gathered layer by layer during use. Trainable
-parameters, about a megabyte, stay whole in every worker and are stepped by plain torch on all-reduced gradients:
-DeepSpeed's optimizers would allocate gigabytes of buckets for each learner. Stages below 3, which shard optimizer
-state, therefore shard nothing, and checkpoints are plain torch.
+At stage 3 every weight is sharded when it is loaded and gathered layer by layer during use. Trainable parameters,
+about a megabyte, stay whole and are stepped by plain torch on all-reduced gradients: DeepSpeed's optimizers would
+allocate gigabytes of buckets for each learner. Stages below 3 shard only optimizer state, so here they shard nothing.
 """
 
 from __future__ import annotations
@@ -34,24 +33,21 @@ from latent_sweep.training.worker_group import WorkerGroup
 log = logging.getLogger(__name__)
 
 OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-"""DeepSpeed settings that follow from `training:`."""
+"""Settings that follow from `training:`."""
 
 ALLOWED = ("zero_optimization", "communication_data_type", "comms_logger", "memory_breakdown", "wall_clock_breakdown")
-"""DeepSpeed settings that `run.engine.config` may hold; all others are set here or have no effect."""
+"""Settings that `run.engine.config` may hold."""
 
 M_MMAP_THRESHOLD = -3
-"""glibc option: blocks of at least this size are mapped one by one and unmapped when freed."""
+"""glibc option: blocks of at least this size are unmapped when freed."""
 
 HEADROOM = 1.25
 """Weights are gathered for answering if this multiple of their size is free; the KV cache needs memory, too."""
 
 
 def deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for these settings, with `config` merged into it.
-
-    Raises:
-        ConfigError: DeepSpeed does not accept a key of `config`, or another setting decides it.
-    """
+    """Return DeepSpeed's configuration; ConfigError if it does not accept a key of `config`, or another setting decides
+    it."""
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload == "cpu":
         zero["offload_param"] = {"device": "cpu"}
@@ -105,11 +101,7 @@ def _deepspeed() -> Any:
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO over the connected workers of a group.
-
-    Raises:
-        ConfigError: DeepSpeed does not accept a key of `run.engine.config`.
-    """
+    """ZeRO over the connected workers of a group."""
 
     def __init__(self, group: WorkerGroup, settings: EngineSettings):
         super().__init__(group)
@@ -124,7 +116,6 @@ class DeepSpeedEngine(Engine):
         self._is_gathered = False
 
     def facts(self) -> dict[str, Any]:
-        """Return what a result records about the engine."""
         s = self._settings
         return {
             "engine": "deepspeed",
@@ -137,11 +128,7 @@ class DeepSpeedEngine(Engine):
     # --- the backbone ---
 
     def load(self, settings: BackboneSettings) -> Backbone:
-        """Load a shard of every weight at stage 3, the whole backbone below.
-
-        The first worker reads one weight at a time, which is sharded before the next is read: no worker ever holds more
-        than its shards and one weight.
-        """
+        """Load a shard of every weight at stage 3, where no worker ever holds more than its shards and one weight."""
         if device_of(settings) != self._device.type:
             raise ConfigError(
                 "backbone.device: found cpu, but with run.engine.name: deepspeed a worker uses the GPU that it sees; "
@@ -198,7 +185,6 @@ class DeepSpeedEngine(Engine):
                 module._parameters[name] = sharded[empty]  # tied weights are one parameter
 
     def _weight(self, names: Sequence[str], empty: Tensor, files: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        """Read a weight on the first worker, which broadcasts it; allocate it on the others."""
         stored = [name for name in names if name in files]
         if not stored:
             raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
@@ -207,7 +193,6 @@ class DeepSpeedEngine(Engine):
         return read_weight(files[stored[0]], stored[0]).to(self._device, dtype, copy=True)
 
     def _whole_weights_fit(self, model: Any) -> bool:
-        """Return whether every worker of the group can hold all weights while answering."""
         if self._settings.gather != "auto":
             return self._settings.gather == "always"
         needed = HEADROOM * _whole_bytes(model)
@@ -220,7 +205,6 @@ class DeepSpeedEngine(Engine):
         return not bool(lacking)
 
     def begin_learning(self) -> None:
-        """Free the weights gathered for answering."""
         self._gathered.close()
 
     def begin_answering(self) -> None:

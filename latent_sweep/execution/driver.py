@@ -109,11 +109,7 @@ def _drive_with_tuning(sweep: Sweep, options: RunOptions) -> int:
 
 
 def _wait_for_shards(plan: Plan, storage: Storage, options: RunOptions) -> None:
-    """Wait until drivers of other shards have run all trials of this plan.
-
-    Raises:
-        Paused: the time is up, or trials are left that no process runs.
-    """
+    """Wait until drivers of other shards have run all trials of this plan; Paused if they leave some."""
     folder = SweepFolder(storage, plan.sweep.name)
     while _unfinished(plan.packs, folder):
         if driven_since(folder) is None:
@@ -125,7 +121,6 @@ def _wait_for_shards(plan: Plan, storage: Storage, options: RunOptions) -> None:
 
 
 def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
-    """Run the trials of one sweep once no other process runs it; return how many did not end well."""
     sweep, trials, say = plan.sweep, plan.trials, options.display.write
     began, sent_before = time.time(), Counter(requests())
     folder = SweepFolder(storage, sweep.name)
@@ -253,7 +248,7 @@ def _run_packs(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], options: 
 
 
 def _write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
-    """Write the HTML report; an error is logged and does not end the sweep."""
+    """Write the HTML report; an error is only logged."""
     from latent_sweep.report.page import render_page  # imports matplotlib
     from latent_sweep.report.tables import PAGE_FILE
 
@@ -265,7 +260,7 @@ def _write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
 
 
 def _write_model(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
-    """Write the best trial's model for the tracker to upload; an error is logged and does not end the sweep."""
+    """Write the best trial's model for the tracker to upload; an error is only logged."""
     from latent_sweep.tracking.mlflow_model import log_best  # imports torch
 
     try:
@@ -276,11 +271,7 @@ def _write_model(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
 
 
 def check_installed(sweep: Sweep, local: bool) -> None:
-    """Check that the packages for this run are installed.
-
-    Raises:
-        ConfigError: Ray, MLflow or DeepSpeed is needed and missing.
-    """
+    """Raise ConfigError if Ray, MLflow or DeepSpeed is needed and missing."""
     needs = {
         "ray": (not local, "or run in this process with --local"),
         "mlflow": (sweep.run.tracking.uri != "none", "or disable tracking, --set run.tracking.uri=none"),
@@ -296,11 +287,7 @@ def check_installed(sweep: Sweep, local: bool) -> None:
 
 
 def check_engine(settings: EngineSettings) -> None:
-    """Check `run.engine.config` before anything starts.
-
-    Raises:
-        ConfigError: DeepSpeed does not accept a key of `config`, or another setting decides it.
-    """
+    """Raise ConfigError if `run.engine.config` is not valid, before anything starts."""
     if settings.config:  # importing DeepSpeed takes seconds
         from latent_sweep.execution.deepspeed import deepspeed_config
 
@@ -311,8 +298,7 @@ def check_engine(settings: EngineSettings) -> None:
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> SweepFolder:
     """Write the resolved sweep file, and one file with the complete settings of every trial.
 
-    Each distinct group of settings is written once, and trials refer to groups by index: a file per trial would be
-    thousands of requests to an object store.
+    Trials refer to distinct groups of settings by index: a file per trial would be thousands of requests.
     """
     folder = SweepFolder(storage, sweep.name)
     axes = list(dict.fromkeys([*sweep.axes, *(path for trial in trials for path in trial.values)]))
@@ -361,13 +347,11 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
 class _DistinctGroups:
     def __init__(self) -> None:
         self.contents: list[dict[str, Any]] = []
-        """The groups as plain values."""
         self._by_content: dict[str, int] = {}
         self._by_id: dict[int, tuple[Settings, int]] = {}
         """The object is kept with its index, so that its id is not reused."""
 
     def index(self, group: Settings) -> int:
-        """Return the index of a group, adding it if it is new."""
         if id(group) not in self._by_id:
             content = group.model_dump(mode="json")
             index = self._by_content.setdefault(canonical_json(content), len(self.contents))
@@ -377,7 +361,6 @@ class _DistinctGroups:
 
 
 def _lineages(trial: Trial) -> str | None:
-    """Return the lineages of a trial's snapshots in one line; None if its data is on other nodes only."""
     try:
         return " ".join(trial.lineages())
     except MissingData:
@@ -398,7 +381,6 @@ def _status(trial: Trial, folder: SweepFolder) -> Status:
 
 
 def _unfinished(packs: Sequence[Pack], folder: SweepFolder) -> list[Trial]:
-    """Return the trials that have not ended in any way."""
     trials = [trial for pack in packs for trial in pack.trials]
     return [trial for trial in trials if _status(trial, folder) in ("pending", "running")]
 

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def engine_of(settings: EngineSettings, group: WorkerGroup = ALONE) -> Engine:
-    """Return the engine that `run.engine` asks for, on this worker of a group.
-
-    Raises:
-        ConfigError: DeepSpeed does not accept a setting.
-    """
+    """Return the engine that `run.engine` asks for; ConfigError if DeepSpeed does not accept a setting."""
     if settings.name == "torch":
         return Engine(group)
     import torch.distributed as dist

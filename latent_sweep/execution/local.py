@@ -52,10 +52,6 @@ def run_local(
 ) -> None:
     """Run packs; one that fails records it in its trials' journals, and the others go on.
 
-    Args:
-        fail_fast: stop after a trial has failed.
-        log_line: prints a line.
-
     Raises:
         ConfigError: the sweep asks for worker groups.
         DeviceLost: this process has lost its GPU.

@@ -41,17 +41,11 @@ class Answer:
 
     value: Any = None
     error: Exception | None = None
-    """Ray's error if the call has no result."""
     left: bool = False
-    """Whether the node has left the cluster."""
 
 
 def check_cluster_answers() -> None:
-    """Check that a Ray cluster listens at RAY_ADDRESS; Ray itself would wait for it for minutes.
-
-    Raises:
-        ConfigError: the address has no port, or no Ray cluster listens there.
-    """
+    """Raise ConfigError if no cluster listens at RAY_ADDRESS; Ray itself would wait for it for minutes."""
     if (address := ray_address()) not in (None, "auto"):
         check_listens(str(address))
 
@@ -111,10 +105,7 @@ def connect() -> bool:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler that Ray replaces while it starts.
-
-    Ray's handler ends the processes that it has started and raises SystemExit.
-    """
+    """Restore the SIGTERM handler that Ray replaces while it starts; Ray's raises SystemExit."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -126,7 +117,6 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 
 def alive_nodes(without: Collection[str] = ()) -> list[Node]:
-    """Return the live nodes, except those with these ids."""
     import ray
 
     nodes = [Node(n["NodeID"], n["NodeName"], n["Resources"]) for n in ray.nodes() if n["Alive"]]
@@ -157,11 +147,7 @@ def ask(nodes: Collection[Node], function: Callable[..., Any], *arguments: Any) 
 
 
 def check_every_node_sees(storage: Storage, asked: str) -> None:
-    """Check that every other node reads what this one has written, and the reverse.
-
-    Raises:
-        ConfigError: names the nodes that do not.
-    """
+    """Raise ConfigError unless every other node reads what this one has written, and the reverse."""
     import ray
 
     others = alive_nodes(without=[ray.get_runtime_context().get_node_id()])
@@ -178,7 +164,6 @@ def check_every_node_sees(storage: Storage, asked: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster."""
     import ray
 
     ray.shutdown()

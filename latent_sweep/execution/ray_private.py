@@ -14,18 +14,13 @@ TESTED = ("2.60", "2.61")
 
 
 def enabled() -> bool:
-    """Return whether the hooks may be used with the installed Ray."""
     import ray
 
     return ray.__version__.rpartition(".")[0] in TESTED and os.environ.get("LATENT_SWEEP_PRIVATE_HOOKS") != "0"
 
 
 def treat_killed_workers_as_lost() -> None:
-    """Make Tune retry a worker that Ray's memory monitor has killed.
-
-    Ray reports it as OutOfMemoryError, which Tune does not handle: without this hook the whole run ends with an error,
-    and the same command resumes it.
-    """
+    """Make Tune retry a worker that Ray's memory monitor has killed; without it the whole run ends with an error."""
     if not enabled():
         return
     from ray.air.execution._internal import actor_manager
@@ -87,8 +82,8 @@ def install_controller(callbacks: Sequence[Any], on_ended: Callable[[Any], None]
 def is_infeasible(bundle: Mapping[str, float]) -> bool:
     """Return whether the autoscaler reports a request for these resources as infeasible and no node is on its way.
 
-    Without this hook a run waits for nodes that cannot come, and warns every minute. A request beyond the maximal
-    cluster is reported as infeasible, too, although it waits only for another trial's end.
+    Without it a run waits for nodes that cannot come. A request beyond the maximal cluster counts as infeasible, too,
+    although it waits only for another trial's end.
     """
     if not enabled():
         return False
@@ -107,10 +102,7 @@ def is_infeasible(bundle: Mapping[str, float]) -> bool:
 
 
 def detected_resources() -> dict[str, float]:
-    """Return the resources that Ray detects on this machine, by Ray's names.
-
-    Without this hook the CPU limit of a container and the type of the GPU are unknown.
-    """
+    """Return the resources of this machine by Ray's names; without the hook, without CPU limits and GPU type."""
     if not enabled():
         import torch
 

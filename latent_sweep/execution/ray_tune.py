@@ -76,8 +76,6 @@ def run_on_ray(
     A failed pack records the failure in its trials' journals; the others go on.
 
     Args:
-        fail_fast: stop after a trial has failed.
-        limit: when to end.
         shard: name of the part of the sweep that these packs are.
 
     Raises:
@@ -162,11 +160,7 @@ def run_on_ray(
 
 
 def _stream(packs: Sequence[Pack], sweep: SweepFolder, limit: TimeLimit) -> Any:
-    """Return a Tune searcher that suggests one pack after the other.
-
-    A suggestion refers to a Ray object with the pack and the lengths of its journals: a worker receives only its own
-    pack.
-    """
+    """Return a Tune searcher that suggests one pack after the other, each as a Ray object: a worker receives only its own."""
     import ray
     from ray.tune.search import Searcher
 
@@ -197,7 +191,7 @@ def _max_pending() -> str:
 
 
 def _work(trial: Any) -> tuple[Pack, Mapping[str, int]]:
-    """Return a Tune trial's pack, and the lengths of its journals at its launch: see `still_to_try`."""
+    """See `still_to_try`."""
     import ray
 
     return ray.get(trial.config["work"])
@@ -431,7 +425,6 @@ def _error_of(trial: Any) -> Exception | None:
 
 
 def _final_error(trial: Any) -> Exception | None:
-    """Return the error of an ended Tune trial; None if it completed or was stopped by a scheduler."""
     if trial.status != "ERROR":
         return None
     text = Path(trial.error_file) if trial.error_file else None
@@ -456,7 +449,7 @@ def _loss_kind(cause: Exception | None) -> LossKind:
 
 
 def _record_end(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
-    """Record in the journals of unfinished trials the pack's error or, if it is None, its stop by the scheduler."""
+    """Record the pack's error in the journals of unfinished trials or, if it is None, its stop by the scheduler."""
     if error is not None:
         facts = {"kind": "lost", "message": redact(str(error))[-2000:], "traceback": traceback_text(error)}
         record_failure(pack, sweep, facts)
@@ -508,7 +501,6 @@ def _placement(resources: ResourceSettings) -> Any:
 
 
 def _bundle(resources: ResourceSettings) -> dict[str, float]:
-    """Return one worker's resources by Ray's names."""
     bundle = {"CPU": resources.cpus, "GPU": resources.gpus}
     if resources.accelerator:
         bundle[f"accelerator_type:{resources.accelerator}"] = 0.001
@@ -545,7 +537,6 @@ def _workers_on(node: Mapping[str, float], resources: ResourceSettings) -> int:
 
 
 def request_text(resources: ResourceSettings) -> str:
-    """Describe what a pack asks for."""
     each = f"{resources.cpus:g} CPU and {resources.gpus:g} GPU"
     each += f" ({resources.accelerator})" if resources.accelerator else ""
     if resources.workers == 1:
@@ -554,7 +545,6 @@ def request_text(resources: ResourceSettings) -> str:
 
 
 def advice_text(nodes: Sequence[Mapping[str, float]], resources: ResourceSettings) -> str:
-    """Name settings with which a pack would fit on these nodes."""
     largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in ("CPU", "GPU")}
     less: dict[str, str] = {}
     if resources.cpus > largest["CPU"]:

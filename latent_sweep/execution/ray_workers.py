@@ -1,7 +1,6 @@
 """Runs a pack in its own Ray process or in a group of Ray workers.
 
-The workers of a group share the pack's placement group. The pack's process starts them, forwards the reports of the
-first one, and ends them all when one is lost or fails.
+The pack's process starts the group, forwards the reports of its first worker, and ends all when one is lost or fails.
 """
 
 from __future__ import annotations
@@ -69,10 +68,9 @@ class _Sign:
 
 
 def limit_to_share(resources: ResourceSettings) -> None:
-    """Hide all GPUs from a process that asked for none, and limit its GPU memory to the share that it asked for.
+    """Hide all GPUs from a process that asked for none, and limit its GPU memory to its share; Ray does neither.
 
-    Must be called before CUDA is initialized. Ray hides no GPU from a worker that asked for none, and does not enforce
-    fractions of one.
+    Must be called before CUDA is initialized.
     """
     if resources.gpus == 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -130,12 +128,7 @@ def lost_errors() -> tuple[type[Exception], ...]:
 def run_group(
     pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable[[Measures], None], limit: TimeLimit | None = None
 ) -> None:
-    """Run a pack in `run.resources.workers` workers; `report` receives the measures of every stage.
-
-    Raises:
-        ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError: a worker was lost.
-        ray.exceptions.RayTaskError: a worker failed; the error holds its traceback.
-    """
+    """Run a pack in `run.resources.workers` workers; Ray's error if one of them is lost or fails."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -187,7 +180,6 @@ def _cause(ends: Sequence[Any], first: Exception) -> Exception:
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """Return whether the worker reports only that it lost another one."""
     text = str(error)
     return failure_kind(error) == "error" and any(
         mark in text for mark in ("gloo", "NCCL", "DistNetworkError", "DistBackendError")
@@ -209,7 +201,6 @@ class _Worker:
         return host, self._listening.getsockname()[1]
 
     def reports(self, seen: int) -> list[Measures]:
-        """Return the measures of the stages after the first `seen`."""
         return self._reports[seen:]
 
     def run(
@@ -221,7 +212,6 @@ class _Worker:
         run: RunSettings,
         limit: TimeLimit | None = None,
     ) -> None:
-        """Run this worker's part of the pack."""
         log_without_secrets()
         limit_to_share(run.resources)
         group = join(self._rank, self._size, host, port, self._listening)

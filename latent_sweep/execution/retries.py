@@ -35,7 +35,6 @@ LESS_MEMORY: Mapping[Phase, str] = {
     "answering": "lower evaluation.batch_size",
     "statistics": "lower training.micro_batch_size",
 }
-"""Settings that need less memory."""
 
 LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "storage"]
 """How a worker was lost; `storage`: it could not read or write the storage."""
@@ -43,7 +42,7 @@ LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "st
 
 @dataclass(frozen=True)
 class Attempt:
-    """The next attempt at a trial."""
+    """Decision to try a trial again."""
 
     halved: frozenset[Phase] = frozenset()
     """Phases that ran out of memory and process half the rows at a time."""
@@ -53,13 +52,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """The decision not to retry a trial."""
+    """Decision not to."""
 
     because: str
 
 
 def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenUp:
-    """Decide on a trial's next attempt from the events of its journal since the sweep was launched."""
+    """Decide from the events of a trial's journal since the sweep was launched."""
     ends = [event for event in events if isinstance(event, (Lost, Failed))]
     if not ends:
         return Attempt()
@@ -93,8 +92,7 @@ def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], ru
     """Return the part of a pack to run next, or None; record trials that are given up as failed.
 
     Args:
-        launched: length of each trial's journal when the sweep was launched, by trial id. Failures of earlier launches
-            do not count.
+        launched: length of each trial's journal at the launch; earlier failures do not count.
     """
     members: list[Run] = []
     halved: frozenset[Phase] = frozenset()
@@ -131,20 +129,17 @@ def _with_half_the_micro_batch(member: Run, workers: int) -> Run:
 
 
 def unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
-    """Return the journals of a pack's unfinished trials, with their events."""
     journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
     pairs = [(journal, journal.read()) for journal in journals]
     return [(journal, events) for journal, events in pairs if status(events) in ("running", "pending")]
 
 
 def record_loss(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) -> None:
-    """Record in the journals of a pack's unfinished trials that their worker was lost."""
     for journal, _ in unfinished(pack, sweep):
         journal.append("lost", kind=kind, message=redact(message)[-2000:])
 
 
 def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> None:
-    """Record in the journals of a pack's unfinished trials what ended them."""
     for journal, _ in unfinished(pack, sweep):
         journal.append("failed", **facts, task=None, step=None)
 
@@ -159,6 +154,5 @@ def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run:
 
 
 def journal_lengths(packs: Sequence[Pack], sweep: SweepFolder) -> dict[str, int]:
-    """Return the number of events in each trial's journal, by trial id."""
     trials = [trial.trial_id for pack in packs for trial in pack.trials]
     return {trial: len(sweep.journal(trial).read()) for trial in trials}

@@ -18,8 +18,7 @@ def time_budget(text: str) -> float | None:
     """Return the seconds that `--for` allows; None for no limit.
 
     Args:
-        text: a duration as `11h30m`, or as Slurm prints it, `1-11:30:00`; or `slurm` for the time left in this
-            allocation, or `auto` for the same if there is an allocation, else no limit.
+        text: a duration, `slurm` for the time left in this allocation, or `auto` for the same if there is one.
 
     Raises:
         ConfigError: it is not a duration, or the time left is unknown.
@@ -69,6 +68,5 @@ def _time_left(job: str) -> float | None:
 
 
 def allocated_cpus() -> int | None:
-    """Return the CPUs of this node that a Slurm allocation includes; None outside of one."""
     cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
     return int(cpus) if cpus.isdecimal() else None
