@@ -160,7 +160,7 @@ def run_on_ray(
 
 
 def _stream(packs: Sequence[Pack], sweep: SweepFolder, limit: TimeLimit) -> Any:
-    """Return a Tune searcher that suggests one pack after the other, each as a Ray object: a worker receives only its own."""
+    """Return a Tune searcher that suggests packs in turn, each as a Ray object: a worker receives only its own."""
     import ray
     from ray.tune.search import Searcher
 
