@@ -30,7 +30,7 @@ from latent_sweep.training.context import Context, hardware
 from latent_sweep.training.engine import forget_backbone
 from latent_sweep.training.loop import train_pack
 from latent_sweep.training.run import ActiveRun
-from latent_sweep.training.trainer import Progress, Trainer, derived_seed
+from latent_sweep.training.trainer import Progress, Trainer, generators
 
 log = logging.getLogger(__name__)
 
@@ -115,11 +115,13 @@ def _time(pack: Pack, context: Context, size: int) -> PackTiming:
 
 
 def _first_steps(run: ActiveRun, on_step: Progress) -> Trainer:
-    settings = run.settings.training.model_copy(
-        update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
-    )
-    checkpoint = _no_checkpoint(run.context.storage)
+    settings, checkpoint = of_steps(run.settings.training, 1 + STEPS), _no_checkpoint(run.context.storage)
     return replace(run.trainer(0, on_step), settings=settings, checkpoint=checkpoint, validation=(), tasks=1)
+
+
+def of_steps(settings: TrainingSettings, steps: int) -> TrainingSettings:
+    """Return the settings with this number of steps and no checkpoint."""
+    return settings.model_copy(update={"max_steps": steps, "epochs": steps, "checkpoint_every": steps + 1})
 
 
 def _no_checkpoint(storage: Storage) -> TaskCheckpoint:
@@ -177,22 +179,11 @@ def _train(trial: Trial, context: Context, method: Method, steps: int) -> tuple[
     """Return the adapter's tensors and the tokens trained per second; the first step is not timed."""
     rows = list(context.tokens(trial, 0, "train"))[: 4 * BATCH_SIZE]
     moments: list[float] = []
-
-    def generator(purpose: str) -> torch.Generator:
-        return torch.Generator().manual_seed(derived_seed(purpose))
-
-    learner = method.begin_task(TaskData(trial.tasks[0].name, 0, 1, rows, generator), [])
-    settings = TrainingSettings(
-        learning_rate=LEARNING_RATE,
-        batch_size=BATCH_SIZE,
-        epochs=steps,
-        max_steps=steps,
-        checkpoint_every=steps + 1,
-        gradient_checkpointing=False,
-    )
-    nowhere = _no_checkpoint(context.storage)
+    learner = method.begin_task(TaskData(trial.tasks[0].name, 0, 1, rows, generators()), [])
+    given = {"learning_rate": LEARNING_RATE, "batch_size": BATCH_SIZE, "epochs": 1, "gradient_checkpointing": False}
+    settings, checkpoint = of_steps(TrainingSettings.model_validate(given), steps), _no_checkpoint(context.storage)
     trainer = Trainer(
-        learner, rows, settings, ("speed",), nowhere, on_step=lambda *step: moments.append(time.perf_counter())
+        learner, rows, settings, ("speed",), checkpoint, on_step=lambda *step: moments.append(time.perf_counter())
     )
     (outcome,) = train_pack([trainer], context.engine, context.bank)
     if isinstance(outcome, Exception):

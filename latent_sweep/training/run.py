@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.data.schema import Split
 from latent_sweep.errors import ConfigError, NonFiniteLoss
@@ -25,7 +23,7 @@ from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.training.context import Context, backbone_facts, computed_with
 from latent_sweep.training.journaling import record_failed
 from latent_sweep.training.loop import recomputing
-from latent_sweep.training.trainer import Progress, Trainer, TrainingSummary, derived_seed
+from latent_sweep.training.trainer import Progress, Trainer, TrainingSummary, generators
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +91,9 @@ class ActiveRun:
         return [row for i in positions for row in self.context.tokens(first, i, split, carve)]
 
     def task_data(self, position: int) -> TaskData:
-
-        def generator(purpose: str) -> torch.Generator:
-            return torch.Generator().manual_seed(derived_seed(self.settings.seed, self.tasks[position].name, purpose))
-
         at_once = self.settings.training.rows_in_a_pass(self.context.engine.group.size)
-        rows = self._rows(position, "train")
-        return TaskData(self.tasks[position].name, position, len(self.tasks), rows, generator, at_once)
+        rows, name = self._rows(position, "train"), self.tasks[position].name
+        return TaskData(name, position, len(self.tasks), rows, generators(self.settings.seed, name), at_once)
 
     def trainer(self, position: int, on_step: Progress) -> Trainer:
         s, context, method = self.settings, self.context, self.method

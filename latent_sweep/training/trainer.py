@@ -32,6 +32,11 @@ def derived_seed(*parts: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
+def generators(*parts: Any) -> Callable[[str], torch.Generator]:
+    """Return a function that makes the generator for a purpose."""
+    return lambda purpose: torch.Generator().manual_seed(derived_seed(*parts, purpose))
+
+
 def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
     """Return the rate of a step (0-based): a linear warm-up, then constant or a linear decay to zero."""
     warmup = settings.warmup_steps

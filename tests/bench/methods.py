@@ -18,6 +18,7 @@ from latent_sweep.methods import METHODS
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Run, Trial
 from latent_sweep.training.evaluation import path_of
+from latent_sweep.training.packing import of_steps
 from latent_sweep.training.run import ActiveRun
 from latent_sweep.training.trainer import Trainer, TrainingSummary
 
@@ -100,9 +101,7 @@ class _Contender:
         training, clock, steps = self.trainings[stage], self.bench.clock(), self.bench.sizes.steps + 1
         rows = self.context.tokens(self.trial, 0, "train")
         examples = list(rows)[: self.bench.sizes.batch_size]
-        settings = training.settings.model_copy(
-            update={"epochs": steps, "max_steps": steps, "checkpoint_every": steps + 1}
-        )
+        settings = of_steps(training.settings, steps)
         self.bench.train([replace(training, examples=examples, settings=settings, on_step=clock.tick, tasks=1)])
         return clock.seconds_per_step
 

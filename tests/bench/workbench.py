@@ -210,19 +210,13 @@ class Workbench:
         history: Sequence[Mapping[str, Tensor]] = (),
         seed: int = 0,
     ) -> Trainer:
-        import torch
-
         from latent_sweep.methods.protocol import TaskData
         from latent_sweep.storage.snapshots import TaskCheckpoint
-        from latent_sweep.training.trainer import Trainer, derived_seed
+        from latent_sweep.training.packing import of_steps
+        from latent_sweep.training.trainer import Trainer, generators
 
-        def generator(purpose: str) -> torch.Generator:
-            return torch.Generator().manual_seed(derived_seed(seed, purpose))
-
-        settings = self.trial.settings.training.model_copy(
-            update={"epochs": steps, "max_steps": steps, "checkpoint_every": steps + 1}
-        )
-        data = TaskData(self.trial.tasks[0].name, len(history), len(history) + 1, rows, generator)
+        settings = of_steps(self.trial.settings.training, steps)
+        data = TaskData(self.trial.tasks[0].name, len(history), len(history) + 1, rows, generators(seed))
         learner = self.method(method).begin_task(data, history)
         checkpoint = TaskCheckpoint(self.subject.storage, Path(self.subject.folder) / "no-checkpoint")
         return Trainer(learner, rows, settings, (seed, "bench"), checkpoint, (), on_step)
