@@ -189,6 +189,7 @@ def test_backbones_with_random_weights_are_measured(measure):
     assert "15 earlier tasks / 1" in rows_of(measure("--backbone", "random:tiny-llama", "--only", "history"))
 
 
+@pytest.mark.slow
 def test_every_method_is_measured_early_and_late(measure):
     rows = rows_of(measure("--only", "methods"))
     assert all(math.isfinite(row["value"]) for row in rows.values())

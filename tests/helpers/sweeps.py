@@ -49,6 +49,13 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return content
 
 
+def brief(**changes: Any) -> dict[str, Any]:
+    """Return changes for `tiny`: one trial of two tasks of two steps, with these."""
+    benchmark = {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3}
+    training = {"learning_rate": 0.1, "epochs": 1, "batch_size": 4}
+    return {"trial__benchmark": benchmark, "trial__training": training, "search": {"seed": [0]}} | changes
+
+
 SMALL = tiny(search={"router.components": [1, 2]})
 """One training of two tasks, two trials."""
 

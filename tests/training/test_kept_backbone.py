@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.sweeps import brief
 from helpers.tiny import Runs
 
 from latent_sweep.execution import ray_tune
@@ -30,13 +31,6 @@ def loaded(monkeypatch):
     engine.forget_backbone()
 
 
-SHORT = {
-    "trial__benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 4, "test_per_task": 2},
-    "trial__training__epochs": 1,
-    "trial__router": {"components": 1},
-}
-
-
 def hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
@@ -48,7 +42,7 @@ def state(model):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_packs_with_one_backbone_load_it_once(tmp_path, loaded, checkpointing):
     runs, recompute = Runs(tmp_path), {"trial__training__gradient_checkpointing": checkpointing}
-    first, second = runs.packs(**SHORT, **recompute, search={"seed": [0, 1]})
+    first, second = runs.packs(**brief(**recompute, search={"seed": [0, 1]}))
     runs.run([first])
     (reference,) = loaded
     before, added = state(reference()), hooks(reference())
@@ -59,7 +53,7 @@ def test_packs_with_one_backbone_load_it_once(tmp_path, loaded, checkpointing):
     for name, value in state(reference()).items():
         assert torch.equal(value, before[name])
     again = Runs(tmp_path / "again")
-    for pack in again.packs(**SHORT, **recompute, search={"seed": [0, 1]}):
+    for pack in again.packs(**brief(**recompute, search={"seed": [0, 1]})):
         engine.forget_backbone()
         again.run([pack])
     assert again.files() == runs.files(), "the results are those of a new backbone"
@@ -69,7 +63,7 @@ def test_packs_with_one_backbone_load_it_once(tmp_path, loaded, checkpointing):
 @pytest.mark.parametrize("axis", [{"name": ["tiny-llama", "tiny-t5"]}, {"dtype": ["float32", "bfloat16"]}])
 def test_another_backbone_replaces_the_previous_one(tmp_path, loaded, axis):
     runs = Runs(tmp_path)
-    for pack in runs.packs(**SHORT, search={f"backbone.{name}": values for name, values in axis.items()}):
+    for pack in runs.packs(**brief(search={f"backbone.{name}": values for name, values in axis.items()})):
         runs.run([pack])
     gc.collect()
     assert [reference() is None for reference in loaded] == [True, False]
@@ -78,9 +72,8 @@ def test_another_backbone_replaces_the_previous_one(tmp_path, loaded, axis):
 def test_memory_is_freed_before_the_next_backbone_is_loaded(tmp_path, loaded, monkeypatch):
     """After a failure, in one process, as in Tune's actors."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    diverging = {**SHORT, "trial__training__learning_rate": 1e30}
     runs = Runs(tmp_path)
-    (pack,) = runs.packs(**diverging, search={"seed": [0]})
+    (pack,) = runs.packs(**brief(trial__training__learning_rate=1e30))
     threads = torch.get_num_threads()  # a worker takes as many as it has CPUs
     gc.disable()  # what is found by chance is no promise
     try:
@@ -97,7 +90,7 @@ def test_after_a_failure_the_backbone_is_reloaded(tmp_path, loaded, monkeypatch)
         raise RuntimeError("something of the device")
 
     runs = Runs(tmp_path)
-    first, second = runs.packs(**SHORT, search={"seed": [0, 1]})
+    first, second = runs.packs(**brief(search={"seed": [0, 1]}))
     with monkeypatch.context() as patched:
         patched.setattr(training, "_gradients", broken)
         with pytest.raises(RuntimeError, match="of the device"):

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from helpers.sweeps import brief
 from helpers.tiny import learns
 
 from latent_sweep.errors import ConfigError
@@ -10,13 +11,6 @@ from latent_sweep.storage.journal import status
 from latent_sweep.training.engine import forget_backbone
 from latent_sweep.training.events import StageDone
 from latent_sweep.training.pack import run_pack
-
-SMALL = {"trial__benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3}}
-BRIEF = {"learning_rate": 0.1, "epochs": 1, "batch_size": 4}
-
-
-def small(**changes):
-    return SMALL | {"trial__training": BRIEF} | changes
 
 
 def doing(event):
@@ -33,7 +27,7 @@ def stages(runs, trial):
 
 
 def test_each_task_is_learned_scored_and_reported(runs):
-    (pack,) = runs.packs(**small(search={"router.components": [1, 2]}))
+    (pack,) = runs.packs(**brief(search={"router.components": [1, 2]}))
     events = []
     runs.run([pack], events.append)
     order = [what for what, _ in itertools.groupby(map(doing, events))]
@@ -43,7 +37,7 @@ def test_each_task_is_learned_scored_and_reported(runs):
 
 
 def test_activities_are_reported_when_they_start(runs):
-    (pack,) = runs.packs(**small(search={"router.components": [1]}))
+    (pack,) = runs.packs(**brief(search={"router.components": [1]}))
     events = []
     forget_backbone()
     run_pack(pack, runs.sweep, events.append)
@@ -60,8 +54,8 @@ def test_activities_are_reported_when_they_start(runs):
 
 
 def test_a_variant_added_later_is_only_scored(runs):
-    runs.run(runs.packs(**small(search={"router.components": [1]})))
-    (pack,), events = runs.packs(**small(search={"router.components": [1, 2]})), []
+    runs.run(runs.packs(**brief(search={"router.components": [1]})))
+    (pack,), events = runs.packs(**brief(search={"router.components": [1, 2]})), []
     runs.run([pack], events.append)
     assert not any(map(learns, events))
     assert [doing(event) for event in events if isinstance(event, StageDone)] == [("done", 0), ("done", 1)]
@@ -70,7 +64,7 @@ def test_a_variant_added_later_is_only_scored(runs):
 
 def test_variants_of_test_definitions_share_a_training(runs):
     axis = {"benchmark.prompts.definition": ["verbatim", "paraphrase", "none"]}
-    (pack,) = runs.packs(**small(search=axis))
+    (pack,) = runs.packs(**brief(search=axis))
     events = []
     runs.run([pack], events.append)
     assert len({(event.position, event.step) for event in events if learns(event)}) == sum(map(learns, events))
@@ -80,7 +74,7 @@ def test_variants_of_test_definitions_share_a_training(runs):
 
 
 def test_an_error_of_the_pack_is_recorded_by_all_its_trials(runs, monkeypatch):
-    (pack,) = runs.packs(**small(search={"seed": [0, 1]}, run__pack=["seed"]))
+    (pack,) = runs.packs(**brief(search={"seed": [0, 1]}, run__pack=["seed"]))
     monkeypatch.setattr("latent_sweep.training.context.backbone_identity", lambda settings: {"weights": "others"})
     with pytest.raises(ConfigError, match="backbone"):
         runs.run([pack])
@@ -88,7 +82,7 @@ def test_an_error_of_the_pack_is_recorded_by_all_its_trials(runs, monkeypatch):
 
 
 def test_a_trial_stopped_by_a_scheduler_does_not_continue(runs):
-    (pack,), trials = runs.packs(**small(search={"router.components": [1, 2]})), []
+    (pack,), trials = runs.packs(**brief(search={"router.components": [1, 2]})), []
 
     def stop_one(event):
         if isinstance(event, StageDone) and event.tasks_seen == 1:
@@ -105,7 +99,7 @@ def test_a_trial_stopped_by_a_scheduler_does_not_continue(runs):
 
 
 def test_a_pack_with_nothing_to_do_loads_nothing(runs, monkeypatch):
-    (pack,) = runs.packs(**small(search={"seed": [0]}))
+    (pack,) = runs.packs(**brief())
     runs.run([pack])
     monkeypatch.setattr("latent_sweep.training.engine.load_backbone", lambda settings: pytest.fail("nothing is needed"))
     run_pack(pack, runs.sweep, lambda event: pytest.fail("there is nothing to say"))

@@ -101,10 +101,20 @@ def interrupt(trainers, at, backbone, bank):
         train_pack([*trainers[:-1], last], Engine(backbone=backbone), bank)
 
 
+ON_LLAMA = pytest.mark.parametrize("backbone", ["tiny-llama"], indirect=True)
+
+
 @pytest.mark.parametrize(
-    ("method", "settings_of"),
-    [*SETTINGS.items(), ("latent_lora", LAMBDAS), ("seq_lora", SAME)],
-    ids=["latent", "lora", "lambdas", "alike"],
+    ("backbone", "method", "settings_of"),
+    [
+        pytest.param("tiny-llama", "latent_lora", LATENT, id="latent"),
+        pytest.param("tiny-llama", "seq_lora", LORA, id="lora"),
+        pytest.param("tiny-llama", "latent_lora", LAMBDAS, id="lambdas"),
+        pytest.param("tiny-llama", "seq_lora", SAME, id="alike"),
+        pytest.param("tiny-t5", "latent_lora", LATENT, id="latent, T5"),
+        pytest.param("tiny-t5", "seq_lora", SAME, id="alike, T5"),
+    ],
+    indirect=["backbone"],
 )
 def test_every_run_ends_as_it_would_alone(trainings, backbone, bank, method, settings_of):
     together, alone = (trainings(method, settings_of=settings_of) for _ in range(2))
@@ -216,6 +226,7 @@ def one_after_another(made, checkpoint_every=2):
     return [with_settings(t, max_steps=4 * i, checkpoint_every=checkpoint_every) for i, t in enumerate(made, start=1)]
 
 
+@ON_LLAMA
 def test_the_optimizer_frees_the_memory_of_runs_that_have_ended(trainings, backbone, bank):
     """Parameters and moments of all runs are one matrix each."""
     made = one_after_another(trainings("seq_lora", settings_of=SAME))
@@ -233,6 +244,7 @@ def test_the_optimizer_frees_the_memory_of_runs_that_have_ended(trainings, backb
     assert kept[0] == 3 * 4 and kept[-1] == 3  # parameters and two moments, of four runs and of one
 
 
+@ON_LLAMA
 @pytest.mark.one_machine
 @pytest.mark.parametrize(("every", "cut_at"), [(2, 3), (2, 5), (5, 9), (5, 13)])
 def test_a_pack_resumed_after_the_end_of_a_run_ends_with_the_same_bits(trainings, backbone, bank, every, cut_at):
@@ -248,6 +260,7 @@ def test_a_pack_resumed_after_the_end_of_a_run_ends_with_the_same_bits(trainings
     assert_same_bits(whole, resumed)
 
 
+@ON_LLAMA
 @pytest.mark.one_machine
 @pytest.mark.parametrize("cut_at", [4, 7])
 def test_a_failed_run_is_not_retried_by_a_resumed_pack(trainings, backbone, bank, cut_at):

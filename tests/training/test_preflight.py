@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.outside import outside_module
+from helpers.sweeps import brief
 from helpers.tiny import learns
 
 from latent_sweep.errors import ConfigError, DataError, StorageError
@@ -15,13 +16,7 @@ from latent_sweep.training import preflight
 from latent_sweep.training.events import Activity, StageDone
 from latent_sweep.training.pack import run_pack
 
-BENCHMARK = {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3}
-BRIEF = {"learning_rate": 0.1, "epochs": 1, "batch_size": 4}
 LAST = {"name": "seq_lora", "rank": 4}
-
-
-def small(**changes):
-    return {"trial__benchmark": BENCHMARK, "trial__training": BRIEF, "search": {"seed": [0]}} | changes
 
 
 def own_benchmark(folder, metric="accuracy", outputs=("yes", "yes"), inputs=4):
@@ -49,7 +44,7 @@ def assert_fails(runs, pack, error, *ends):
 
 def test_a_router_that_cannot_be_fitted_ends_only_its_trial(runs):
     """One of two variants has no ridge, so its covariance is singular."""
-    (pack,), events = runs.packs(**small(search={"router.epsilon": [0.0, 0.01]})), []
+    (pack,), events = runs.packs(**brief(search={"router.epsilon": [0.0, 0.01]})), []
     with pytest.raises(RouterError):
         run_pack(pack, runs.sweep, events.append)
     singular, well = (runs.sweep.journal(trial.trial_id).read() for trial in pack.trials)
@@ -60,7 +55,7 @@ def test_a_router_that_cannot_be_fitted_ends_only_its_trial(runs):
 
 
 def test_a_router_that_fails_at_a_later_stage_ends_the_trial_before_the_first(runs, monkeypatch):
-    (pack,) = runs.packs(**small())
+    (pack,) = runs.packs(**brief())
     fit = combination.pooled_covariance
 
     def refuse_two(pooled, *others):
@@ -74,7 +69,7 @@ def test_a_router_that_fails_at_a_later_stage_ends_the_trial_before_the_first(ru
 
 def test_changed_rows_of_a_later_task_end_the_trial_before_the_first(runs, tmp_path):
     folder = own_benchmark(tmp_path / "own")
-    (pack,) = runs.packs(**small(trial__benchmark={"name": folder}))
+    (pack,) = runs.packs(**brief(trial__benchmark={"name": folder}))
     (tmp_path / "own" / "two" / "train.jsonl").write_text('{"input": "other", "output": "no"}\n' * 4)
     assert_fails(runs, pack, DataError, "failed")
 
@@ -97,7 +92,7 @@ class Picky(SeqLora):
 
 def test_methods_reject_tasks_before_the_first_is_learned(runs, tmp_path, monkeypatch):
     for module in outside_module(tmp_path, monkeypatch, PICKY):
-        (pack,) = runs.packs(**small(trial__method={**LAST, "name": f"{module}:Picky"}))
+        (pack,) = runs.packs(**brief(trial__method={**LAST, "name": f"{module}:Picky"}))
         assert assert_fails(runs, pack, DataError, "failed") == "no ticket with 8 rows"
 
 
@@ -105,7 +100,7 @@ def test_a_metric_that_fails_on_a_later_task_ends_the_trial_before_the_first(run
     code = "def score(answer, references):\n    return 1.0 if 'o' not in references[0] else 2.0\n"
     for module in outside_module(tmp_path, monkeypatch, code):
         folder = own_benchmark(tmp_path / "own", f"{module}:score", outputs=("yes", "no"))
-        (pack,) = runs.packs(**small(trial__benchmark={"name": folder}))
+        (pack,) = runs.packs(**brief(trial__benchmark={"name": folder}))
         monkeypatch.setattr("latent_sweep.training.pack.check_pack", lambda *asked: None)  # as if checked elsewhere
         assert_fails(runs, pack, ConfigError, "failed")
 
@@ -115,13 +110,13 @@ def test_a_backbone_that_cannot_answer_ends_all_trials(runs, monkeypatch):
         raise ImportError("this attention kernel is not installed")
 
     monkeypatch.setattr(preflight, "generate", generate)
-    (pack,) = runs.packs(**small(search={"seed": [0, 1]}, run__pack=["seed"]))
+    (pack,) = runs.packs(**brief(search={"seed": [0, 1]}, run__pack=["seed"]))
     assert_fails(runs, pack, ImportError, "failed", "failed")
 
 
 def test_a_storage_that_is_too_small_or_cannot_be_written_is_noticed_before_the_first(runs, monkeypatch):
     """There may be space on the next attempt."""
-    (pack,) = runs.packs(**small())
+    (pack,) = runs.packs(**brief())
     with monkeypatch.context() as patch:
         patch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
         assert_fails(runs, pack, StorageError, "running")
@@ -147,7 +142,7 @@ def test_stages_reuse_what_the_preflight_has_fitted(runs, monkeypatch):
             return made(*asked)
 
         monkeypatch.setattr(combination, name, count)
-    (pack,), at = runs.packs(**small(search={"router.epsilon": [0.01, 0.1]})), []
+    (pack,), at = runs.packs(**brief(search={"router.epsilon": [0.01, 0.1]})), []
 
     def look(event):
         if learns(event) and not at:
@@ -160,7 +155,7 @@ def test_stages_reuse_what_the_preflight_has_fitted(runs, monkeypatch):
 
 def test_trials_without_a_router_read_no_embedding(runs, monkeypatch):
     monkeypatch.setattr(combination, "pool", lambda *asked: pytest.fail("nothing is pooled"))
-    (pack,) = runs.packs(**small(trial__method=LAST))
+    (pack,) = runs.packs(**brief(trial__method=LAST))
     run_pack(pack, runs.sweep, lambda event: None)
 
 
@@ -169,7 +164,7 @@ def test_a_resumed_trial_reads_no_training_rows_of_learned_tasks(runs, monkeypat
         if isinstance(event, StageDone):
             raise KeyboardInterrupt
 
-    (pack,) = runs.packs(**small(trial__method=LAST))
+    (pack,) = runs.packs(**brief(trial__method=LAST))
     with pytest.raises(KeyboardInterrupt):
         run_pack(pack, runs.sweep, stop)
     events = []
@@ -181,7 +176,7 @@ def test_a_resumed_trial_reads_no_training_rows_of_learned_tasks(runs, monkeypat
 @pytest.mark.filterwarnings("ignore:Number of distinct clusters")
 def test_fewer_distinct_prompts_than_components_give_a_warning(runs, tmp_path, caplog):
     benchmark = {"name": own_benchmark(tmp_path / "own", inputs=2)}
-    (pack,) = runs.packs(**small(trial__benchmark=benchmark, trial__router={"components": 3}))
+    (pack,) = runs.packs(**brief(trial__benchmark=benchmark, trial__router={"components": 3}))
     run_pack(pack, runs.sweep, lambda event: None)
     said = [record.getMessage() for record in caplog.records if "router.components" in record.getMessage()]
     assert len(said) == 2, "once for each task"
