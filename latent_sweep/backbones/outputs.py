@@ -27,7 +27,7 @@ class Outputs:
     denominator: float
     """Divides the summed cross-entropy; the same for all micro-batches of a step, so that their losses add up."""
     cross_entropy: CrossEntropy | None = field(default=None, repr=False)
-    place: int = 0
+    index: int = 0
     """Index of this learner among them."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class Outputs:
         targets = [sum(len(row["target_ids"]) for row in own) for own in rows]
         shared = CrossEntropy(logits, labels, targets) if sum(map(bool, targets)) > 1 else None
         parts = zip(rows, logits.split(targets), labels.split(targets), denominators, strict=True)
-        return [Outputs(*part, shared, place) for place, part in enumerate(parts)]
+        return [Outputs(*part, shared, index) for index, part in enumerate(parts)]
 
     def by_row(self, of_targets: Tensor) -> Sequence[Tensor]:
         """Split a tensor over target tokens by example."""
@@ -49,7 +49,7 @@ class Outputs:
         from torch.nn.functional import cross_entropy
 
         if self.cross_entropy is not None:
-            return self.cross_entropy.sums[self.place] / self.denominator
+            return self.cross_entropy.sums[self.index] / self.denominator
         return cross_entropy(self.logits.float(), self.labels, reduction="sum") / self.denominator
 
 

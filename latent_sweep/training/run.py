@@ -183,9 +183,9 @@ class ActiveRun:
         self.failure = error
         for active in self.trials:
             record_failed(active.files, error, task, self.step)
-        place = "before its first task" if task is None else f"at task {task}"
-        place += "" if self.step is None else f", step {self.step}"
-        log.error("%s failed %s: %s", self.planned.trials[0].name, place, error)
+        moment = "before its first task" if task is None else f"at task {task}"
+        moment += "" if self.step is None else f", step {self.step}"
+        log.error("%s failed %s: %s", self.planned.trials[0].name, moment, error)
         free_frames(error)  # the other runs need the memory
 
 
@@ -210,8 +210,8 @@ class ActiveRuns:
         except Exception as error:
             task = None if position is None else self.context.tasks[position].name
             if self.context.engine.group.size > 1 and not isinstance(error, NonFiniteLoss):
-                place = "before the first task" if task is None else f"at task {task}"
-                log.error("a worker of the group failed %s: %s", place, error)
+                moment = "before the first task" if task is None else f"at task {task}"
+                log.error("a worker of the group failed %s: %s", moment, error)
                 raise
             if failure_kind(error) == "device_lost":
                 raise

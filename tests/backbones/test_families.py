@@ -37,7 +37,7 @@ from latent_sweep.training.loop import recomputing
 
 LLAMA = {name: value for name, value in REGISTRY["tiny-qwen3"].config.items() if name != "head_dim"}
 OTHERS = {
-    # families with tables, that no known name has
+    # families with tables, that no registered name has
     "qwen2": {},
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "attn_logit_softcapping": 1.0},
@@ -122,12 +122,12 @@ def test_logits_are_those_of_transformers(name, monkeypatch):
     """Padded and with shared prefixes, for several runs, and longer than a window."""
     monkeypatch.setattr(batches, "WORTHWHILE", 100.0)
     backbone, model = load_backbone(settings_of(name)), plain(name)
-    members, long = [instructed(3), instructed(2, seed=1)], random_rows(3, seed=2, shortest=20, longest=30, targets=4)
+    runs, long = [instructed(3), instructed(2, seed=1)], random_rows(3, seed=2, shortest=20, longest=30, targets=4)
     laid_out = backbone.traits.laid_out
     with torch.no_grad():
-        expected = expected_logits(model, [row for rows in members for row in rows])
+        expected = expected_logits(model, [row for rows in runs for row in rows])
         for alike, kind in ((False, Padded), (True, Shared)):
-            batch = collate(members, backbone, alike)
+            batch = collate(runs, backbone, alike)
             assert_same_to_rounding(label_logits(backbone, batch), expected, PASS)
             if not backbone.traits.encoder_decoder:
                 assert isinstance(batch.inputs.get("layout"), kind if laid_out else type(None))
@@ -168,7 +168,7 @@ def test_answers_are_those_of_transformers(name):
 @pytest.mark.parametrize("targets", [None, "all-linear"], ids=["query and value", "all"])
 @pytest.mark.parametrize("name", EACH)
 def test_gradients_are_those_of_pefts_lora(name, targets):
-    """Of every projection, of padded rows, and of two members side by side."""
+    """Of every projection, of padded rows, and of two runs side by side."""
     backbone = load_backbone(settings_of(name, **({} if targets is None else {"targets": targets})))
     outputs, rows = outputs_of(backbone.targets), instructed(3)
     source = torch.Generator().manual_seed(0)
@@ -176,9 +176,9 @@ def test_gradients_are_those_of_pefts_lora(name, targets):
     B = 0.1 * torch.randn(sum(outputs), 3, generator=source)
     bank = bank_of(backbone)
 
-    def gradients(members, alike):
-        leaves = [(A.clone().requires_grad_(True), B.clone().requires_grad_(True)) for _ in members]
-        batch = collate(members, backbone, alike)
+    def gradients(runs, alike):
+        leaves = [(A.clone().requires_grad_(True), B.clone().requires_grad_(True)) for _ in runs]
+        batch = collate(runs, backbone, alike)
         both = side_by_side([Adaptation(LoraDeltas(a, b, outputs, 2.0)) for a, b in leaves], batch.counts)
         with bank.active(both):
             loss = cross_entropy(label_logits(backbone, batch), batch.labels, reduction="sum")
@@ -211,7 +211,7 @@ def test_gradients_are_those_of_pefts_lora(name, targets):
 
 
 class NarrowRows(list):
-    """Down-projections of different widths, in place of one tensor."""
+    """Down-projections of different widths, instead of one tensor."""
 
     def __init__(self, rows, shape):
         super().__init__(rows)
@@ -503,13 +503,13 @@ def test_rows_beyond_the_position_table_are_refused(name, prompt, answer, messag
 
 
 def test_rows_without_pooled_tokens_are_refused_before_training(runs, tmp_path):
-    place = write_benchmark(tmp_path / "own")
-    rows = json.loads((place / "left" / "train.json").read_text())
+    folder = write_benchmark(tmp_path / "own")
+    rows = json.loads((folder / "left" / "train.json").read_text())
     rows[3]["input"] = ""
-    (place / "left" / "train.json").write_text(json.dumps(rows))
-    change_benchmark(place, task_instruction="Say one of two words.")
+    (folder / "left" / "train.json").write_text(json.dumps(rows))
+    change_benchmark(folder, task_instruction="Say one of two words.")
     trial = {"method": {"name": "latent_lora", "rank": 2}, "backbone": {"name": "tiny-llama", "dtype": "float32"}}
-    trial |= {"benchmark": {"name": str(place)}, "training": {"epochs": 1, "batch_size": 4}}
+    trial |= {"benchmark": {"name": str(folder)}, "training": {"epochs": 1, "batch_size": 4}}
     with pytest.raises(DataError, match=r"input_only .*row 3 .*left"):
         runs.run(runs.packs_of({"name": "tiny", "trial": trial | {"router": {"pool": {"scope": "input_only"}}}}))
     assert not list((runs.folder / "snapshots").glob("*.json"))

@@ -74,16 +74,16 @@ class Calls(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.found, self.all = Counter(), Counter()
+        self.counts, self.all = Counter(), Counter()
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
         name = getattr(function, "__name__", "")
         self.all[name] += 1
         if name in (*self.WAITS, *self.SENDS):
-            self.found[name] += 1
+            self.counts[name] += 1
         if name in ("cat", "concat", "stack"):
-            self.found[name, keywords.get("dim", arguments[1] if len(arguments) > 1 else 0)] += 1
+            self.counts[name, keywords.get("dim", arguments[1] if len(arguments) > 1 else 0)] += 1
         return function(*arguments, **keywords)
 
 
@@ -103,7 +103,7 @@ def test_the_host_synchronizes_only_at_checks(setting, look_every):
                 look_every=look_every,
             )
         assert {len(answer) for answer in answers} == {longest}
-        return calls.found
+        return calls.counts
 
     assert not {name: count for name, count in calls(1).items() if name in Calls.WAITS and name != "tolist"}
     assert calls(1)["tolist"] == 1
@@ -124,7 +124,7 @@ def test_the_cache_equals_transformers_own(monkeypatch):
     """For a prefix, for the rest of each row, and for later tokens."""
     monkeypatch.setattr(generation, "ROOM", 4)
     ours, usual = generation._StaticLayer(read=5, later=7), DynamicLayer()
-    generator, places = torch.Generator().manual_seed(0), []
+    generator, buffers = torch.Generator().manual_seed(0), []
     for rows, new in [(1, 3), (4, 2), *[(4, 1)] * 3, *[(3, 1)] * 4]:
         keys_and_values = torch.randn(2, rows, 2, new, 7, generator=generator)
         for layer in (ours, usual):
@@ -135,9 +135,9 @@ def test_the_cache_equals_transformers_own(monkeypatch):
             layer.update(*keys_and_values)
         assert ours.get_seq_length() == usual.get_seq_length()
         assert torch.equal(ours.keys, usual.keys) and torch.equal(ours.values, usual.values)
-        places.append((ours.keys.data_ptr(), ours._buffer.shape[-2]))
-    assert len(set(places[1:5])) == len(set(places[6:])) == 1, "nothing moves while there is room"
-    assert [room for _, room in places] == [9] * 6 + [12] * 3, "in steps, but not beyond the longest answer"
+        buffers.append((ours.keys.data_ptr(), ours._buffer.shape[-2]))
+    assert len(set(buffers[1:5])) == len(set(buffers[6:])) == 1, "nothing moves while the buffer suffices"
+    assert [size for _, size in buffers] == [9] * 6 + [12] * 3, "in steps, but not beyond the longest answer"
 
 
 @pytest.mark.parametrize("look_every", [1, 4])
@@ -278,7 +278,7 @@ def test_batched_draws_equal_draws_row_by_row(top_k, penalty):
     with Calls() as for_many:
         ours(logits, answers)
     assert for_one.all == for_many.all
-    assert for_many.found == {"cpu": 1}, "the host waits once"
+    assert for_many.counts == {"cpu": 1}, "the host waits once"
 
 
 def test_samples_depend_only_on_their_generator(setting):

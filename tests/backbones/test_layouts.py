@@ -85,45 +85,45 @@ def prompt(double, seed=0):
 KINDS = {"latent": latent, "lora": lora, "sum": sums, "prompt": prompt}
 
 
-def step(double, members, adapters, alike):
+def step(double, runs, adapters, alike):
     """Return every run's loss terms, all gradients, and the batch."""
     backbone, bank, _ = double
     adaptations = [make(*leaves) for leaves, make in adapters]
-    batch = collate(members, backbone, alike)
+    batch = collate(runs, backbone, alike)
     for leaves, _ in adapters:
         for leaf in leaves:
             leaf.grad = None
     with bank.active(side_by_side(adaptations, batch.counts)):
         logits = label_logits(backbone, batch)
-        sizes = [sum(len(row["target_ids"]) for row in rows) for rows in members]
-        cut = zip(members, logits.split(sizes), batch.labels.split(sizes), strict=True)
+        sizes = [sum(len(row["target_ids"]) for row in rows) for rows in runs]
+        cut = zip(runs, logits.split(sizes), batch.labels.split(sizes), strict=True)
         losses = [cross_entropy(logits, labels, reduction="sum") / (1 + len(rows)) for rows, logits, labels in cut]
         torch.autograd.backward(losses)
     return losses, [leaf.grad for leaves, _ in adapters for leaf in leaves], batch
 
 
-def assert_same_step(double, members, kind, checkpointing=False):
+def assert_same_step(double, runs, kind, checkpointing=False):
     backbone, *_ = double
-    adapters = [KINDS[kind](double, 10 * seed) for seed in range(len(members))]
+    adapters = [KINDS[kind](double, 10 * seed) for seed in range(len(runs))]
     assert all(make(*leaves).uniform for leaves, make in adapters)
-    losses, gradients, padded = step(double, members, adapters, alike=False)
+    losses, gradients, padded = step(double, runs, adapters, alike=False)
     if checkpointing:
         backbone.model.train()
         backbone.model.activation_checkpointing_enable({"use_reentrant": False})
     try:
-        actual, found_gradients, shared = step(double, members, adapters, alike=True)
+        actual, actual_gradients, shared = step(double, runs, adapters, alike=True)
     finally:
         backbone.model.activation_checkpointing_disable()
         backbone.model.eval()
     assert isinstance(padded.inputs["layout"], Padded)
     assert isinstance(shared.inputs["layout"], Shared)
-    for one, other in zip(actual + found_gradients, losses + gradients, strict=True):
+    for one, other in zip(actual + actual_gradients, losses + gradients, strict=True):
         assert float(other.detach().abs().max()) > 0
         assert_same_to_rounding(one, other, SAME)
     return padded, shared
 
 
-# --- one member ------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "checkpointing"), [*((kind, False) for kind in KINDS), ("latent", True)])
@@ -163,19 +163,19 @@ def test_the_prefixs_gradient_is_the_sum_over_rows(double, monkeypatch):
     assert_same_to_rounding(together.grad, one_by_one.grad, SAME)
 
 
-# --- members side by side --------------------------------------------------------------------------------------------
+# --- runs side by side --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_each_run_of_a_pack_shares_its_own_prefix(double, kind):
     """With different rows, counts and prefixes; the shortest prefix decides how much is shared."""
     front = [-1, -2] if kind == "prompt" else []
-    members = [
+    runs = [
         rows_with([*front, *INSTRUCTION], 4, seed=1),
         rows_with([*front, *INSTRUCTION[:9]], 2, seed=2),
         rows_with([*front, *INSTRUCTION[::-1]], 5, seed=3),
     ]
-    _, shared = assert_same_step(double, members, kind)
+    _, shared = assert_same_step(double, runs, kind)
     assert list(shared.counts) == [1, 1, 1]
     assert shared.inputs["layout"].shared >= 9
 

@@ -106,7 +106,7 @@ def test_every_listed_family_is_classified():
 
 # --- in a backbone ---------------------------------------------------------------------------------------------------
 
-TINY = [name for name, known in REGISTRY.items() if name.startswith("tiny-")]
+TINY = [name for name, spec in REGISTRY.items() if name.startswith("tiny-")]
 
 
 def norms(backbone):

@@ -93,7 +93,7 @@ def test_a_gpu_draws_the_same_bits(name, monkeypatch, tmp_path):
     assert not record.mixings
     assert not list(tmp_path.glob("random-*")), "nothing is kept in a file"
     buffers = len(list(on_cpu.model.buffers()))
-    ours = [place for place in record.to_device.elements() if not place.startswith("transformers/")]
+    ours = [source for source in record.to_device.elements() if not source.startswith("transformers/")]
     assert len(ours) <= buffers, "of weights none is moved there"
     assert all(torch.equal(a, b) for a, b in zip(actual, on_cpu.model.parameters(), strict=True))
     assert on_gpu.weights_digest == on_cpu.weights_digest

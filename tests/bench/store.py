@@ -25,7 +25,7 @@ FILES = 5
 
 def store(bench: Workbench) -> list[Reading]:
     """Time files, events and leases in the storage (`--storage`), and count their requests."""
-    storage = open_storage(bench.subject.place)
+    storage = open_storage(bench.subject.location)
     storage.create()
     folder = storage.folder / PROBES / f"bench-{uuid.uuid4().hex}"
     turns = 1 if bench.subject.quick else 9

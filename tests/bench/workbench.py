@@ -101,7 +101,7 @@ class Subject:
     folder: str
     """Scratch space."""
     quick: bool
-    place: str = DEFAULT_LOCATION
+    location: str = DEFAULT_LOCATION
     """The storage that is measured itself."""
 
     @property

@@ -49,14 +49,14 @@ exec python3 -W ignore -m gpu.kit figures "$@"
 
 def with_needs(*names: str, without: Set[str] = frozenset()) -> set[str]:
     """Return canonical names of installed packages and their dependencies without extras."""
-    found: set[str] = set()
+    complete: set[str] = set()
     open_ends = {canonicalize_name(name) for name in names}
-    while open_ends := open_ends - found - without:
-        found |= open_ends
+    while open_ends := open_ends - complete - without:
+        complete |= open_ends
         needs = [Requirement(line) for name in open_ends for line in requires(name) or ()]
         wanted = {canonicalize_name(n.name) for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})}
         open_ends = {name for name in wanted if is_installed(name)}
-    return found
+    return complete
 
 
 def is_installed(name: str) -> bool:

@@ -64,7 +64,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """The device and the folder of a measurement."""
 
     folder: Path
@@ -126,18 +126,18 @@ def rows_of(count: int, prompt: int, target: int, seed: int = 0) -> list[Example
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def machine(place: Place) -> Figures:
+def machine(setup: Setup) -> Figures:
     """The ceilings: products, copies, launches."""
-    size, device = 256 if place.tiny else 8192, place.device
+    size, device = 256 if setup.tiny else 8192, setup.device
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     yield "device", name, f"torch {torch.__version__}", ""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    yield "product of bfloat16", 2 * size**3 / place.seconds(lambda: a @ b) / 1e12, "TFLOP/s", "600 to 750"
-    x = torch.zeros(1 << (20 if place.tiny else 30), device=device, dtype=torch.bfloat16)
+    yield "product of bfloat16", 2 * size**3 / setup.seconds(lambda: a @ b) / 1e12, "TFLOP/s", "600 to 750"
+    x = torch.zeros(1 << (20 if setup.tiny else 30), device=device, dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    yield "copy", 2 * x.nbytes / place.seconds(lambda: y.copy_(x)) / 1e12, "TB/s", "2.5 to 3"
+    yield "copy", 2 * x.nbytes / setup.seconds(lambda: y.copy_(x)) / 1e12, "TB/s", "2.5 to 3"
     one, count = torch.zeros(1, device=device), 1000
-    yield "launch", 1e6 * place.seconds(lambda: [one.add_(1) for _ in range(count)]) / count, "us", "3 to 5"
+    yield "launch", 1e6 * setup.seconds(lambda: [one.add_(1) for _ in range(count)]) / count, "us", "3 to 5"
 
 
 CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
@@ -146,8 +146,8 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _small(family: str, place: Place) -> dict[str, Any]:
-    wide, layers = (64, 2) if place.tiny else (512, 4)
+def _small(family: str, setup: Setup) -> dict[str, Any]:
+    wide, layers = (64, 2) if setup.tiny else (512, 4)
     if family == "t5":
         return dict(CONFIGURATIONS[family], d_model=wide, d_kv=wide // 8, d_ff=4 * wide, num_layers=layers)
     inner = dict(hidden_size=wide, intermediate_size=3 * wide, num_hidden_layers=layers)
@@ -176,13 +176,13 @@ def _gradient(backbone: Backbone, method: str, folder: Path) -> Tensor:
     return torch.cat([p.grad.double().cpu().flatten() for p in learner.parameters().values()])
 
 
-def numerics(place: Place) -> Figures:
+def numerics(setup: Setup) -> Figures:
     """Gradients against float64 on the CPU: the device's must be no further from it than the CPU's of the same type."""
     factors.truncated_svd = quick_factors
     for family in CONFIGURATIONS:
-        config, gradients = _small(family, place), {}
+        config, gradients = _small(family, setup), {}
         base = portable_random_model(family, config, torch.bfloat16, "cpu").state_dict()  # numbers that all types hold
-        for device, dtype in [("cpu", torch.float64), *((d, t) for d in ("cpu", place.device) for t in TYPES)]:
+        for device, dtype in [("cpu", torch.float64), *((d, t) for d in ("cpu", setup.device) for t in TYPES)]:
             model = portable_random_model(family, config, torch.float32, "cpu").to(dtype)
             model.load_state_dict(base)
             name = "bfloat16" if dtype == torch.bfloat16 else "float32"
@@ -190,12 +190,12 @@ def numerics(place: Place) -> Figures:
             backbone = assemble(settings, model.to(device), None)
             fuse_norms(backbone.model)  # wherever it computes: the same formula
             for method in ("latent_lora", "seq_lora"):
-                folder = place.folder / f"{family}-{device}-{dtype}"
+                folder = setup.folder / f"{family}-{device}-{dtype}"
                 gradients[device, dtype, method] = _gradient(backbone, method, folder)
         for dtype in TYPES:
             for method in ("latent_lora", "seq_lora"):
                 exact = gradients["cpu", torch.float64, method]
-                both = [gradients[device, dtype, method] for device in (place.device, "cpu")]
+                both = [gradients[device, dtype, method] for device in (setup.device, "cpu")]
                 off = [float((gradient - exact).norm() / exact.norm()) for gradient in both]
                 what = f"{family} {method} {str(dtype).removeprefix('torch.')}: off float64"
                 yield what, off[0], "", f"at most 1.5 x the CPU's {off[1]:.2g}"
@@ -210,15 +210,15 @@ def _steps(bench: Workbench, rows: Sequence[Example]) -> Iterator[tuple[str, flo
         yield method, 1000 * bench.step_seconds(rows, method=method)
 
 
-def _token(place: Place, bench: Workbench, rows: int) -> float:
+def _token(setup: Setup, bench: Workbench, rows: int) -> float:
     """Return the milliseconds of a token of every row, without the prompts'."""
-    few, many = (2, 4) if place.tiny else (8, 72)
+    few, many = (2, 4) if setup.tiny else (8, 72)
     endless = replace(bench.backbone, answer_end=-1)
     prompts = [row["prompt_ids"] for row in rows_of(rows, 100, 1)]
     learner = bench.training(rows_of(8, 20, 3), 1).learner
     with torch.no_grad():
         adaptation = bench.method().combine([learner.finish()], torch.ones(1, 1))
-        times = [place.seconds(partial(generate, endless, bench.bank, prompts, adaptation, n), 3) for n in (few, many)]
+        times = [setup.seconds(partial(generate, endless, bench.bank, prompts, adaptation, n), 3) for n in (few, many)]
     return 1000 * (times[1] - times[0]) / (many - few)
 
 
@@ -230,36 +230,36 @@ def _pack(bench: Workbench, rows: Sequence[Example], runs: int) -> float:
     return 1000 * clock.seconds_per_step
 
 
-def step(place: Place) -> Figures:
+def step(setup: Setup) -> Figures:
     """T5-Large: bound by launches."""
-    bench = place.bench("random:tiny-t5" if place.tiny else "random:t5-large")
+    bench = setup.bench("random:tiny-t5" if setup.tiny else "random:t5-large")
     began = time.perf_counter()
     _ = bench.backbone
     yield "weights drawn, backbone loaded", time.perf_counter() - began, "s", "below 10"
     expected = {"bare backbone": "10 to 13", "latent_lora": "16 to 18", "seq_lora": "16 to 19"}
-    for prompt in (12,) if place.tiny else (100, 504):
+    for prompt in (12,) if setup.tiny else (100, 504):
         rows, times = rows_of(8, prompt, 8), {}
         for what, ms in _steps(bench, rows):
             times[what] = ms
             yield f"8 x {prompt + 8}: {what}", ms, "ms", expected[what] if prompt == 100 else ""
         ms = _pack(bench, rows, 8)
         yield f"8 x {prompt + 8}: pack of 8, rows a second", 8 * times["latent_lora"] / ms, "x", "at least 4"
-    yield "a token of 16 rows", _token(place, bench, 16), "ms", "3.6"
+    yield "a token of 16 rows", _token(setup, bench, 16), "ms", "3.6"
 
 
-def large(place: Place) -> Figures:
+def large(setup: Setup) -> Figures:
     """Llama-2-13B: bound by products; its memory against the forecast."""
-    bench = place.bench("random:tiny-llama" if place.tiny else "random:llama-2-13b")
+    bench = setup.bench("random:tiny-llama" if setup.tiny else "random:llama-2-13b")
     began = time.perf_counter()
     model = bench.backbone.model
     yield "weights drawn, backbone loaded", time.perf_counter() - began, "s", "below 30"
-    prompt, target = (12, 4) if place.tiny else (488, 24)
+    prompt, target = (12, 4) if setup.tiny else (488, 24)
     rows = [{**row, "prompt_ids": (row["prompt_ids"] * 2)[:prompt]} for row in rows_of(8, prompt, target)]
-    if place.device == "cuda":
+    if setup.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     ms = 1000 * bench.step_seconds(rows)
     yield f"8 x {prompt + target}: latent_lora", ms, "ms", "345"
-    if place.device == "cuda":
+    if setup.device == "cuda":
         training = {"name": "builtin", "max_source_length": prompt, "max_target_length": target}
         content = bench.subject.sweep(training, {"gradient_checkpointing": False})
         content["run"]["resources"]["gpus"] = 1
@@ -271,18 +271,18 @@ def large(place: Place) -> Figures:
     yield "products of the step", rate, "TFLOP/s", "at least 60 % of `product of bfloat16`"
     bytes_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     yield "reading all weights at 3 TB/s", 1000 * bytes_read / 3e12, "ms", "8.7"
-    yield "a token of 8 rows", _token(place, bench, 8), "ms", "9.5"
+    yield "a token of 8 rows", _token(setup, bench, 8), "ms", "9.5"
 
 
-def memory(place: Place) -> Figures:
+def memory(setup: Setup) -> Figures:
     """Leaks: what tensors hold after each of several tasks."""
-    name = "tiny-llama" if place.tiny else "smollm2-135m"
-    tasks = ["mood", "topic", "ticket"] if place.tiny else ["mood", "topic", "ticket", "crew", "date", "past"]
-    storage = Storage(Path(tempfile.mkdtemp(dir=place.folder)))
+    name = "tiny-llama" if setup.tiny else "smollm2-135m"
+    tasks = ["mood", "topic", "ticket"] if setup.tiny else ["mood", "topic", "ticket", "crew", "date", "past"]
+    storage = Storage(Path(tempfile.mkdtemp(dir=setup.folder)))
     for method in ("latent_lora", "ewc", "gain_lora"):
         trial = {
             "method": {"name": method, **({"rank": 8} if method == "latent_lora" else {})},
-            "backbone": {"name": f"random:{name}", "dtype": "bfloat16", "device": place.device},
+            "backbone": {"name": f"random:{name}", "dtype": "bfloat16", "device": setup.device},
             "benchmark": {"name": "builtin", "tasks": tasks, "train_per_task": 16, "test_per_task": 4},
             "training": {"learning_rate": 1e-4, "epochs": 1, "batch_size": 8},
             "router": {"components": 2},
@@ -294,15 +294,15 @@ def memory(place: Place) -> Figures:
 
         def emit(event: Any, seen: list[float] = seen) -> None:
             if type(event).__name__ == "StageDone":
-                place.sync()
-                seen.append(place.held())
+                setup.sync()
+                seen.append(setup.held())
 
         run_pack(one, SweepFolder(storage, content["name"]), emit)
         what = f"{method}: {len(seen)} tasks, growth after the second"
         yield what, seen[-1] - seen[1], "MiB", "a few for EWC, else 0"
 
 
-PARTS: Mapping[str, tuple[Callable[[Place], Figures], int]] = {
+PARTS: Mapping[str, tuple[Callable[[Setup], Figures], int]] = {
     "machine": (machine, 60),
     "numerics": (numerics, 120),
     "step": (step, 150),
@@ -315,10 +315,10 @@ PARTS: Mapping[str, tuple[Callable[[Place], Figures], int]] = {
 # --- the driver ------------------------------------------------------------------------------------------------------
 
 
-def measure(part: str, place: Place) -> None:
+def measure(part: str, setup: Setup) -> None:
     """Run a part in this process, and write each of its figures at once."""
-    with recording(place.folder) as keep:
-        for what, value, unit, expected in PARTS[part][0](place):
+    with recording(setup.folder) as keep:
+        for what, value, unit, expected in PARTS[part][0](setup):
             keep(Figure(part, what, value, unit, expected))
 
 
@@ -334,21 +334,21 @@ def recording(folder: Path) -> Iterator[Callable[[Figure], None]]:
         yield keep
 
 
-def run(parts: Sequence[str], place: Place, seconds: float) -> int:
+def run(parts: Sequence[str], setup: Setup, seconds: float) -> int:
     """Run parts one after another; return how many failed."""
     began, failed = time.monotonic(), 0
     for part in parts:
-        left = min(PARTS[part][1] * (10 if place.tiny else 1), seconds - (time.monotonic() - began))
-        options = ["--device", place.device, "--one", part, *(["--tiny"] if place.tiny else [])]
+        left = min(PARTS[part][1] * (10 if setup.tiny else 1), seconds - (time.monotonic() - began))
+        options = ["--device", setup.device, "--one", part, *(["--tiny"] if setup.tiny else [])]
         try:
             code: int | str = subprocess.run(
-                [sys.executable, "-m", "gpu.kit", str(place.folder), *options], timeout=max(1, left), check=False
+                [sys.executable, "-m", "gpu.kit", str(setup.folder), *options], timeout=max(1, left), check=False
             ).returncode
         except subprocess.TimeoutExpired:
             code = "cut off"
         if code:
             failed += 1
-            with recording(place.folder) as keep:
+            with recording(setup.folder) as keep:
                 keep(Figure(part, "ended badly", str(code)))
     return failed
 
@@ -368,12 +368,12 @@ def main() -> int:
     parser.add_argument("--one", choices=list(PARTS), help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    place = Place(given.folder.resolve(), given.device, given.tiny)
+    setup = Setup(given.folder.resolve(), given.device, given.tiny)
     if given.one:
-        measure(given.one, place)
+        measure(given.one, setup)
         return 0
-    failed = run(given.parts, place, given.seconds)
-    print("\n" + "\n".join(map(str, [Figure("part", "what", "measured", "unit", "expected"), *table(place.folder)])))
+    failed = run(given.parts, setup, given.seconds)
+    print("\n" + "\n".join(map(str, [Figure("part", "what", "measured", "unit", "expected"), *table(setup.folder)])))
     return int(failed > 0)
 
 

@@ -27,9 +27,9 @@ def linked_site(folder: Path) -> Path:
 REHEARSAL = """
 import sys
 from gpu import kit
-place = kit.Place(kit.Path(sys.argv[1]), "cpu", True)
+setup = kit.Setup(kit.Path(sys.argv[1]), "cpu", True)
 for part in kit.PARTS:
-    kit.measure(part, place)
+    kit.measure(part, setup)
 """
 
 
@@ -65,9 +65,9 @@ def test_all_parts_run_on_a_cpu_from_what_travels(tmp_path):
 @pytest.mark.slow
 def test_a_part_that_fails_or_takes_too_long_leaves_the_others_their_time(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    place = kit.Place(tmp_path, "cpu", True)
+    setup = kit.Setup(tmp_path, "cpu", True)
     monkeypatch.setitem(kit.PARTS, "step", (kit.step, 0))
-    assert kit.run(["step", "machine"], place, 600) == 1
+    assert kit.run(["step", "machine"], setup, 600) == 1
     assert [figure.what for figure in kit.table(tmp_path)][:2] == ["ended badly", "device"]
 
 

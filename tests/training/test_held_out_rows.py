@@ -42,15 +42,15 @@ class Replay(LoraLearner):
 @pytest.fixture
 def validated(monkeypatch):
     """The rows of each computation of the validation loss."""
-    found = []
+    actual = []
     forward = trainer.forward
 
     def record(backbone, bank, rows, *others):
-        found.append([dict(row) for row in rows])
+        actual.append([dict(row) for row in rows])
         return forward(backbone, bank, rows, *others)
 
     monkeypatch.setattr(trainer, "forward", record)
-    return found
+    return actual
 
 
 def held_out(runs, pack):
@@ -71,8 +71,8 @@ def test_replayed_rows_are_not_validated_on(runs, validated, tmp_path, monkeypat
         (pack,) = packs(runs, {"name": f"{module}:Replaying", "rank": 4})
         runs.run([pack])
         expected = held_out(runs, pack)
-        found = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated]
-        assert [sorted(rows) for rows in found] == [sorted(rows) for rows in expected for _ in range(2)]
+        actual = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated]
+        assert [sorted(rows) for rows in actual] == [sorted(rows) for rows in expected for _ in range(2)]
         assert __import__(module).asked == [18, 18], "only training rows, once per task"
 
 
@@ -80,6 +80,6 @@ def test_a_soft_prompt_is_validated_as_at_inference(runs, validated):
     (pack,) = packs(runs, {"name": "lfpt5", "prompt_length": 4, "samples_per_task": 4})
     runs.run([pack])
     virtual = [-1, -2, -3, -4]
-    found = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated if "lm" not in rows[0]]
+    actual = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated if "lm" not in rows[0]]
     expected = [[([*prompt, *virtual], target) for prompt, target in rows] for rows in held_out(runs, pack)]
-    assert [sorted(rows) for rows in found] == [sorted(rows) for rows in expected for _ in range(2)]
+    assert [sorted(rows) for rows in actual] == [sorted(rows) for rows in expected for _ in range(2)]

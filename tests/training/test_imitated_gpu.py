@@ -235,15 +235,15 @@ def test_a_fused_norm_is_one_kernel_each_way(dtype):
     x, upstream = (torch.randn(5, 8, dtype=dtype, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     weight = torch.linspace(0.5, 2, 8, dtype=dtype)
 
-    def results(place: str) -> list[torch.Tensor]:
-        moved = x.to(place).requires_grad_()
-        y = torch.nn.functional.rms_norm(moved, (8,), weight.to(place), 1e-6)
-        return [y.detach().cpu(), *(part.cpu() for part in torch.autograd.grad(y, moved, upstream.to(place)))]
+    def results(device: str) -> list[torch.Tensor]:
+        moved = x.to(device).requires_grad_()
+        y = torch.nn.functional.rms_norm(moved, (8,), weight.to(device), 1e-6)
+        return [y.detach().cpu(), *(part.cpu() for part in torch.autograd.grad(y, moved, upstream.to(device)))]
 
     expected = results("cpu")
     with imitated_gpu() as record:
-        found = results("cuda")
-    torch.testing.assert_close(found, expected)
+        actual = results("cuda")
+    torch.testing.assert_close(actual, expected)
     del record.launches["_to_copy"]  # back to the host
     assert record.launches == {"_fused_rms_norm": 1, "_fused_rms_norm_backward": 1}
 
@@ -251,4 +251,4 @@ def test_a_fused_norm_is_one_kernel_each_way(dtype):
 def test_it_says_where():
     with imitated_gpu() as record:
         load_backbone(BackboneSettings(name="tiny-llama"))
-    assert all("latent_sweep/backbones/loading.py:" in place for place in record.to_device)
+    assert all("latent_sweep/backbones/loading.py:" in source for source in record.to_device)

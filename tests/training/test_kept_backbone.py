@@ -18,16 +18,16 @@ from latent_sweep.training import loop as training
 @pytest.fixture
 def loaded(monkeypatch):
     """Weak references to the loaded backbones, in order."""
-    found, original = [], engine.load_backbone
+    references, original = [], engine.load_backbone
 
     def load(settings):
         backbone = original(settings)
-        found.append(weakref.ref(backbone.model))
+        references.append(weakref.ref(backbone.model))
         return backbone
 
     engine.forget_backbone()
     monkeypatch.setattr(engine, "load_backbone", load)
-    yield found
+    yield references
     engine.forget_backbone()
 
 
@@ -75,7 +75,7 @@ def test_memory_is_freed_before_the_next_backbone_is_loaded(tmp_path, loaded, mo
     runs = Runs(tmp_path)
     (pack,) = runs.packs(**brief(trial__training__learning_rate=1e30))
     threads = torch.get_num_threads()  # a worker takes as many as it has CPUs
-    gc.disable()  # what is found by chance is no promise
+    gc.disable()  # garbage that happens to be collected is no promise
     try:
         with question(runs.sweep.storage) as asked:
             ray_tune._run_work(pack, {}, runs.sweep, asked, RunSettings(), print)

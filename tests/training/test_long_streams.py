@@ -105,25 +105,25 @@ def stream(tmp_path, counts):
 def live_bytes():
     """Return the bytes of all live tensors."""
     gc.collect()
-    return sum(found.nbytes for found in gc.get_objects() if isinstance(found, torch.Tensor))
+    return sum(tensor.nbytes for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor))
 
 
 @pytest.mark.parametrize(("early", "late"), [(4, 9), pytest.param(10, 40, marks=pytest.mark.slow)])
 def test_a_late_stage_costs_no_more_than_an_early_one_except_for_its_pairs(stream, counts, early, late):
     runs, packs = stream(late + 1)
-    found, held = {}, {}
+    costs, held = {}, {}
 
     def look(event):
         if isinstance(event, StageDone):
-            found[event.tasks_seen], held[event.tasks_seen] = Counter(counts), live_bytes()
+            costs[event.tasks_seen], held[event.tasks_seen] = Counter(counts), live_bytes()
             counts.clear()
 
     runs.run(packs, look)
-    read = {seen: found[seen].pop("tensors read") for seen in (early, late)}
+    read = {seen: costs[seen].pop("tensors read") for seen in (early, late)}
     assert read == {early: early, late: late}, "each R once"
-    assert found[late] == found[early]
+    assert costs[late] == costs[early]
     assert held[late] == held[early]
-    assert found[late] == {
+    assert costs[late] == {
         "snapshots written": 2,  # tensors and facts
         "leases": 1,
         "scatters looked for": 1,

@@ -86,8 +86,8 @@ def test_label_logits_are_those_of_the_whole_sequence(backbone):
     targets = [row["target_ids"] for row in ROWS]
     assert logits.shape == (sum(map(len, targets)), 260)
     assert batch.labels.tolist() == [token for target in targets for token in target]
-    for row, found in zip(ROWS, Outputs(ROWS, logits, batch.labels, 1.0).by_row(logits), strict=True):
-        assert_same_to_rounding(found, row_logits(backbone, row), PASS)
+    for row, actual in zip(ROWS, Outputs(ROWS, logits, batch.labels, 1.0).by_row(logits), strict=True):
+        assert_same_to_rounding(actual, row_logits(backbone, row), PASS)
 
 
 @pytest.mark.parametrize("reduce", ["token_mean", "sequence_mean", "sum"])
@@ -120,8 +120,8 @@ def test_micro_batches_add_up_to_the_whole_batch(train, micro):
 @pytest.mark.parametrize("micro", [None, 4])
 def test_gradient_checkpointing_gives_the_same_gradients(backbone, train, micro):
     whole = first_gradient(train)
-    found = first_gradient(train, gradient_checkpointing=True, micro_batch_size=micro)
-    assert_same_to_rounding(found, whole, GRADIENT)
+    actual = first_gradient(train, gradient_checkpointing=True, micro_batch_size=micro)
+    assert_same_to_rounding(actual, whole, GRADIENT)
     assert not backbone.model.training
 
 
@@ -130,14 +130,14 @@ def test_the_gradient_is_that_of_finite_differences(backbone, bank, train, metho
     gradient = first_gradient(train, R_init="zero")
     learner = method_of(R_init="zero").begin_task(task_data(), [])
     direction, step = gradient / gradient.norm(), 1e-2
-    found = []
+    losses = []
     for sign in (1, -1):
         with torch.no_grad():
             learner.R.copy_(sign * step * direction)
             with bank.active(learner.adaptation(ROWS)):
-                found.append(math.fsum(row_nll(backbone, row) for row in ROWS))
+                losses.append(math.fsum(row_nll(backbone, row) for row in ROWS))
     targets = sum(len(row["target_ids"]) for row in ROWS)
-    assert (found[0] - found[1]) / (2 * step * targets) == pytest.approx(float(gradient.norm()), rel=0.02)
+    assert (losses[0] - losses[1]) / (2 * step * targets) == pytest.approx(float(gradient.norm()), rel=0.02)
 
 
 # --- what a training does --------------------------------------------------------------------------------------------
@@ -215,14 +215,14 @@ def test_dropout_applies_only_to_passes_with_gradients(t5):
 
 def at_every_step(train, look, **settings):
     """Return `look(rows)` of every step of a training."""
-    found = []
+    looks = []
 
     def prepare(learner):
         adaptation = learner.adaptation
-        learner.adaptation = lambda rows: found.append(look(rows)) or adaptation(rows)
+        learner.adaptation = lambda rows: looks.append(look(rows)) or adaptation(rows)
 
     train(prepare=prepare, **settings)
-    return found
+    return looks
 
 
 def test_every_epoch_has_its_own_order(train):

@@ -86,12 +86,12 @@ def test_every_trainer_is_stepped_as_by_torch_alone():
         for seed, trained in enumerate(together):
             give_gradients(trained, 10 * seed + step)
         norms.append(take_step(optimizer, *together))
-    for seed, (found, expected) in enumerate(zip(together, alone, strict=True)):
+    for seed, (actual, expected) in enumerate(zip(together, alone, strict=True)):
         of_torch = torch_steps(expected, seed)
         assert [float(of_step[seed]) for of_step in norms] == pytest.approx(of_torch, rel=1e-12)
         for name, parameter in expected.parameters.items():
-            torch.testing.assert_close(found.parameters[name].detach(), parameter.detach(), rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(found.parameters[name].grad, parameter.grad, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(actual.parameters[name].detach(), parameter.detach(), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(actual.parameters[name].grad, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("others", [[], [{}, {"weight_decay": 0.5, "gradient_clip": 1e-7}]], ids=["alone", "mixed"])
@@ -189,8 +189,8 @@ def fresh(shape=(3,), **settings):
 
 
 def test_warm_up_is_linear_then_constant():
-    found = moves(*fresh(warmup_steps=4), 6)
-    assert found == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-4)
+    actual = moves(*fresh(warmup_steps=4), 6)
+    assert actual == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-4)
 
 
 def test_a_warm_up_from_zero_equals_that_of_transformers():
@@ -206,8 +206,8 @@ def test_a_warm_up_from_zero_equals_that_of_transformers():
 
 
 def test_a_linear_schedule_falls_to_zero_at_the_end():
-    found = moves(*fresh(warmup_steps=2, schedule="linear"), STEPS)
-    assert found == pytest.approx([0.05, 0.1, *(0.1 * left / 6 for left in (6, 5, 4, 3, 2, 1))], rel=1e-4)
+    actual = moves(*fresh(warmup_steps=2, schedule="linear"), STEPS)
+    assert actual == pytest.approx([0.05, 0.1, *(0.1 * left / 6 for left in (6, 5, 4, 3, 2, 1))], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
@@ -232,7 +232,7 @@ def test_clipping_bounds_the_gradient_of_all_parameters_together(kind):
     give_gradients(trained, 0)
     gradients = [p.grad.clone() for p in trained.parameters.values()]
     norm = torch.cat([g.flatten() for g in gradients]).norm()
-    found = optimizer_of([trained]).step()
-    assert float(found[0]) == pytest.approx(float(norm)), "before clipping"
+    actual = optimizer_of([trained]).step()
+    assert float(actual[0]) == pytest.approx(float(norm)), "before clipping"
     for parameter, before in zip(trained.parameters.values(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, before * (0.5 / (norm + 1e-6)))

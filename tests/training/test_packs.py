@@ -133,8 +133,8 @@ def test_every_run_ends_as_it_would_alone(trainings, backbone, bank, method, set
 def test_a_subclass_with_its_own_penalty_is_not_joined(trainings):
     learners = [trainer.learner for trainer in trainings("latent_lora", settings_of=LAMBDAS, only=[0, 2])]
     shared = checked.penalties(learners)
-    for learner, found in zip(learners, shared, strict=True):
-        assert_same_to_rounding(found["ortho_penalty"], learner.penalty()["ortho_penalty"], 4 * PRODUCT)
+    for learner, actual in zip(learners, shared, strict=True):
+        assert_same_to_rounding(actual["ortho_penalty"], learner.penalty()["ortho_penalty"], 4 * PRODUCT)
 
     class Own(LatentLearner):
         def penalty(self):
@@ -142,7 +142,7 @@ def test_a_subclass_with_its_own_penalty_is_not_joined(trainings):
 
     for learner in learners:
         learner.__class__ = Own
-    assert [list(found) for found in checked.penalties(learners)] == [["own"]] * 2
+    assert [list(actual) for actual in checked.penalties(learners)] == [["own"]] * 2
 
 
 def changed(delta, h, target):
@@ -173,11 +173,11 @@ def test_soft_prompts_side_by_side(backbone, bank):
     ids = torch.tensor([[5, -1, -3], [-2, 6, 7], [-1, -1, 8]])
     embedding = backbone.prompt_embedding
     with bank.active(together):
-        found = embedding(ids)
+        actual = embedding(ids)
     table = backbone.embedding_table
-    assert torch.equal(found[0], torch.stack([table[5], one[0], one[2]]))
-    assert torch.equal(found[1], torch.stack([two[1], table[6], table[7]]))
-    assert torch.equal(found[2], torch.stack([two[0], two[0], table[8]]))
+    assert torch.equal(actual[0], torch.stack([table[5], one[0], one[2]]))
+    assert torch.equal(actual[1], torch.stack([two[1], table[6], table[7]]))
+    assert torch.equal(actual[2], torch.stack([two[0], two[0], table[8]]))
 
 
 def test_a_run_that_fails_does_not_affect_the_others(trainings, backbone, bank):
@@ -217,8 +217,8 @@ def test_runs_may_be_at_different_steps(trainings, backbone, bank):
     mixed[0] = dataclasses.replace(mixed[0], on_step=lambda step, steps, losses: seen.append(step))
     train_pack(mixed, Engine(backbone=backbone), bank)
     assert seen == list(range(9, STEPS + 1))
-    for found, alone in zip(trained(mixed), trained(expected), strict=True):
-        assert_trained_alike(found["R"], alone["R"])
+    for actual, alone in zip(trained(mixed), trained(expected), strict=True):
+        assert_trained_alike(actual["R"], alone["R"])
 
 
 def one_after_another(made, checkpoint_every=2):
@@ -235,7 +235,7 @@ def test_the_optimizer_frees_the_memory_of_runs_that_have_ended(trainings, backb
 
     def look(step, steps, losses):
         gc.collect()
-        alive = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+        alive = (value for value in gc.get_objects() if isinstance(value, torch.Tensor))
         rows = {t.untyped_storage().data_ptr(): len(t) for t in alive if t.dim() == 2 and t.shape[1] == size}
         kept.append(sum(rows.values()))
 
@@ -280,9 +280,9 @@ def test_a_failed_run_is_not_retried_by_a_resumed_pack(trainings, backbone, bank
     expected = train_pack(whole, Engine(backbone=backbone), bank)
     interrupt(made("cut"), cut_at, backbone, bank)
     assert (resumed[1].checkpoint.load() is not None) == (cut_at > 4)
-    found = train_pack(resumed, Engine(backbone=backbone), bank)
-    assert [type(one) for one in found] == [type(one) for one in expected]
-    assert isinstance(found[1], NonFiniteLoss) and str(found[1]) == str(expected[1])
+    actual = train_pack(resumed, Engine(backbone=backbone), bank)
+    assert [type(one) for one in actual] == [type(one) for one in expected]
+    assert isinstance(actual[1], NonFiniteLoss) and str(actual[1]) == str(expected[1])
     assert resumed[1].checkpoint.load() is None
     others = ([each[i] for i in (0, 2, 3)] for each in (whole, resumed))
     assert_same_bits(*others)

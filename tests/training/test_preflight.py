@@ -178,5 +178,5 @@ def test_fewer_distinct_prompts_than_components_give_a_warning(runs, tmp_path, c
     benchmark = {"name": own_benchmark(tmp_path / "own", inputs=2)}
     (pack,) = runs.packs(**brief(trial__benchmark=benchmark, trial__router={"components": 3}))
     run_pack(pack, runs.sweep, lambda event: None)
-    said = [record.getMessage() for record in caplog.records if "router.components" in record.getMessage()]
-    assert len(said) == 2, "once for each task"
+    warnings = [record.getMessage() for record in caplog.records if "router.components" in record.getMessage()]
+    assert len(warnings) == 2, "once for each task"

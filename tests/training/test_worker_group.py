@@ -138,9 +138,9 @@ def test_losses_equal_those_of_one_worker_at_every_step(ask_two, tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_holds_the_whole_backbone_only_while_answering(ask_two):
-    found = ask_two(question="shards")
-    whole = found["whole"][1]
-    assert found == {
+    held = ask_two(question="shards")
+    whole = held["whole"][1]
+    assert held == {
         "whole": [0, whole],
         "loaded": [whole // 2, 0],
         "answering": [whole // 2, whole],
