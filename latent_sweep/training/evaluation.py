@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,29 +225,21 @@ class Evaluator:
     ) -> tuple[list[str], int]:
         """Return an answer for every row, and the number of rows generated now, not cached; see `score`."""
         prompts = [self.method.prompt(ids) for ids in prompt_ids]
+        lengths = [len(prompt) for prompt in prompts]
         parts: list[list[int]] = []
         batches: list[AnswerBatch] = []
         for first in range(min(definitions, len(prompts))):
-            reading = range(first, len(prompts), definitions)
-            shared = shared_tokens(self.engine.backbone, [prompts[row] for row in reading], self.batch_size)
-            cut = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
-            for part in cut:
-                batches.append(self._batch(history, weights[part], [prompts[r] for r in part], shared, end or self.end))
-            parts += cut
-        texts_of_parts, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
-        answers = [""] * len(prompts)
-        for part, texts in zip(parts, texts_of_parts, strict=True):
-            for row, text in zip(part, texts, strict=True):
-                answers[row] = text
-        return answers, generated
-
-    def _batch(
-        self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]], shared: int, end: AnswerEnd
-    ) -> AnswerBatch:
-        used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots with a nonzero weight in this batch
-        lineages = [history[i].lineage for i in used]
-        batch = AnswerBatch(lineages, weights[:, used], prompts, *end, self.passes)
-        return replace(batch, shared=shared) if batch.merged else batch
+            rows = range(first, len(prompts), definitions)
+            shared = shared_tokens(self.engine.backbone, [prompts[row] for row in rows], self.batch_size)
+            for part in batched(rows, lengths, weights, self.batch_size):
+                used = np.flatnonzero(weights[part].any(axis=0)).tolist()  # snapshots with a nonzero weight
+                lineages, own = [history[i].lineage for i in used], weights[part][:, used]
+                batch = AnswerBatch(lineages, own, [prompts[row] for row in part], *(end or self.end), self.passes)
+                batches.append(replace(batch, shared=shared) if batch.merged else batch)
+                parts.append(part)
+        texts, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
+        by_row = dict(zip(chain(*parts), chain(*texts), strict=True))
+        return [by_row[row] for row in range(len(prompts))], generated
 
     def _answers(
         self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot], recent: Recent | None

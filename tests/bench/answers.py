@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -80,15 +79,15 @@ def evaluate(bench: Workbench) -> list[Reading]:
     share, routed = _routed_share(bench)
     whole = bench.subject.benchmark == "superni" and bench.sizes.routed_tasks is None
     note = f"{routed} tasks of {bench.subject.benchmark}, K = 5, from the router's posteriors alone"
-    cached, recomputed = (_score_all_stages(bench, keep) for keep in (True, False))
+    seconds, generated, answers = zip(*(_score_all_stages(bench, keep) for keep in (True, False)), strict=True)
     tasks = len(bench.trial.tasks)
-    equal = [mine == again for mine, again in zip(cached.answers, recomputed.answers, strict=True)]
+    equal = [mine == again for mine, again in zip(*answers, strict=True)]
     return [
         Reading("generations run / full triangle", share, "share", None, Target(0.14) if whole else None, note),
-        Reading("cached answers: all stages scored", cached.seconds, "s", note=f"{tasks} tasks"),
-        Reading("no cache: all stages scored", recomputed.seconds, "s", note=f"{tasks} tasks"),
-        Reading("cached answers / no cache", cached.seconds / recomputed.seconds, "x"),
-        Reading("generations run there", cached.generated / recomputed.generated, "share"),
+        Reading("cached answers: all stages scored", seconds[0], "s", note=f"{tasks} tasks"),
+        Reading("no cache: all stages scored", seconds[1], "s", note=f"{tasks} tasks"),
+        Reading("cached answers / no cache", seconds[0] / seconds[1], "x"),
+        Reading("generations run there", generated[0] / generated[1], "share"),
         Reading("equal answers, cached and not", statistics.fmean(equal), "share", note=f"{len(equal)} answers"),
     ]
 
@@ -123,15 +122,8 @@ def generated_share(weights: Sequence[Sequence[Array]], lengths: Sequence[Sequen
     return generated / total
 
 
-@dataclass(frozen=True)
-class _Scored:
-    seconds: float
-    generated: int
-    """Rows whose answer was generated."""
-    answers: Sequence[str]
-
-
-def _score_all_stages(bench: Workbench, keep: bool) -> _Scored:
+def _score_all_stages(bench: Workbench, keep: bool) -> tuple[float, int, list[str]]:
+    """Return the seconds, the number of generated answers, and all answers, with or without a cache across stages."""
     tasks, rows = range(len(bench.trial.tasks)), bench.one_batch()
     history = [Snapshot(f"task{i}", bench.training(rows, 1, seed=i).learner.finish(), {}) for i in tasks]
     combiner = bench.context.combiner(bench.trial, no_gates)
@@ -143,4 +135,4 @@ def _score_all_stages(bench: Workbench, keep: bool) -> _Scored:
             texts, count = bench.answer(history[: stage + 1], weights, position, ANSWER_TOKENS, cache)
             generated += count
             answers += texts
-    return _Scored(time.perf_counter() - began, generated, answers)
+    return time.perf_counter() - began, generated, answers
