@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.benchmarks import settings_of, starting_with_bos, task_of
+from helpers.benchmarks import Data, settings_of, starting_with_bos, task_of
 from helpers.sweeps import change_benchmark, write_benchmark
 from pydantic import ValidationError
 
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.data import builtin, loaders
 from latent_sweep.data.examples import Example
-from latent_sweep.data.loaders import count_examples, data_digest, load_examples, source_digest, tokenized
+from latent_sweep.data.loaders import count_examples, load_examples, tokenized
 from latent_sweep.data.prompts import PromptParts, definitions, encode_parts, encode_prompt, encode_target, prompt_parts
-from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark, order_key, scoring_metric, task_sequence
+from latent_sweep.data.schema import TaskSpec, load_benchmark, order_key, scoring_metric, task_sequence
 from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.settings import content_hash
@@ -35,7 +35,7 @@ REAL_DATA = os.environ.get("LATENT_SWEEP_DATA")
 needs_real_data = pytest.mark.skipif(REAL_DATA is None, reason="LATENT_SWEEP_DATA does not name the benchmarks' data")
 
 
-def user_benchmark(folder: Path, rows: list[dict[str, object]] | None = None, **task: object) -> BenchmarkSpec:
+def user_benchmark(folder: Path, rows: list[dict[str, object]] | None = None, **task: object) -> Data:
     """A benchmark of one task, `color`, with `rows` for training and for test."""
     (folder / "color").mkdir(parents=True)
     content = {"tasks": [{"name": "color", "metric": "accuracy", "instruction": "Name the color.", **task}]}
@@ -43,7 +43,7 @@ def user_benchmark(folder: Path, rows: list[dict[str, object]] | None = None, **
     for split in ("train", "test"):
         lines = [json.dumps(row) for row in rows or numbered_rows(40)]
         (folder / "color" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    return load_benchmark(str(folder))
+    return Data.of(folder)
 
 
 def numbered_rows(n: int) -> list[dict[str, object]]:
@@ -274,26 +274,21 @@ def test_two_orders_with_the_same_first_task_need_a_key(tmp_path: Path) -> None:
 
 def test_a_users_folder_needs_little(tmp_path: Path) -> None:
     rows = [{"input": "sky", "output": ["blue", "azure"], "id": "s"}, {"input": "grass", "output": "green"}]
-    spec = user_benchmark(tmp_path / "colors", rows)
-    task = spec.tasks[0]
-    assert (spec.name, spec.title, spec.orders) == ("colors", "colors", {"1": ("color",)})
-    assert (task.title, task.folder) == ("color", "color")
-    assert load_examples(spec, task, "test", settings_of(tmp_path)) == [
-        Example("s", "sky", ("blue", "azure")),
-        Example("color-test-1", "grass", ("green",)),
-    ]
+    own = user_benchmark(tmp_path / "colors", rows)
+    assert (own.spec.name, own.spec.title, own.spec.orders) == ("colors", "colors", {"1": ("color",)})
+    assert (own.task.title, own.task.folder) == ("color", "color")
+    assert own.rows("test") == [Example("s", "sky", ("blue", "azure")), Example("color-test-1", "grass", ("green",))]
 
 
 def test_json_layouts_read_the_same(tmp_path: Path) -> None:
-    spec = user_benchmark(tmp_path)
-    task, settings, file = spec.tasks[0], settings_of(tmp_path), tmp_path / "color" / "train.json"
-    expected = load_examples(spec, task, "train", settings)
+    own, file = user_benchmark(tmp_path), tmp_path / "color" / "train.json"
+    expected = own.rows()
     (tmp_path / "color" / "train.jsonl").unlink()
     file.write_text(json.dumps({"Definition": ["Name it."], "Instances": numbered_rows(40)}))
-    assert load_examples(spec, task, "train", settings) == expected
+    assert own.rows() == expected
     flat = [{"sentence": row["input"], "label": row["output"]} for row in numbered_rows(40)]
     file.write_text(json.dumps(flat), encoding="utf-8-sig")
-    assert load_examples(spec, task, "train", settings) == expected
+    assert own.rows() == expected
 
 
 @pytest.mark.parametrize(
@@ -316,120 +311,98 @@ def test_json_layouts_read_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_data_names_file_and_row(tmp_path: Path, file: str, content: bytes, message: str) -> None:
-    spec = user_benchmark(tmp_path)
+    own = user_benchmark(tmp_path)
     (tmp_path / "color" / "train.jsonl").unlink()
     (tmp_path / "color" / file).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path))
+        own.rows()
     assert str(tmp_path / "color" / file) in str(caught.value)
 
 
 def test_two_files_for_one_split_are_refused(tmp_path: Path) -> None:
-    spec = user_benchmark(tmp_path)
+    own = user_benchmark(tmp_path)
     (tmp_path / "color" / "train.json").write_text("[]")
     with pytest.raises(DataError, match=r"train\.jsonl"):
-        load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path))
+        own.rows()
 
 
 def test_missing_data_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = load_benchmark("superni")
-    task = task_of(spec, "task363")
+    published = Data.of("superni", "task363")
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     with pytest.raises(DataError, match=r"benchmark\.data_dir.*LATENT_SWEEP_DATA"):
-        load_examples(spec, task, "train", settings_of("superni"))
+        published.rows()
     monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path))
-    looked_for = tmp_path / "SuperNI" / "task363_sst2_polarity_classification" / "test.json"
     with pytest.raises(DataError, match="Looked for") as caught:
-        load_examples(spec, task, "test", settings_of("superni"))
-    assert str(looked_for) in str(caught.value)
-
+        published.rows("test")
+    assert str(tmp_path / "SuperNI" / "task363_sst2_polarity_classification" / "test.json") in str(caught.value)
     own = user_benchmark(tmp_path / "own")
     (tmp_path / "own" / "color" / "test.jsonl").unlink()
     with pytest.raises(DataError, match=r"test.json"):
-        count_examples(own, own.tasks[0], "test", settings_of(tmp_path))
+        own.count("test")
 
 
 def test_the_data_folder_may_be_cl_benchmark_or_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "CL_Benchmark" / "Long_Sequence" / "cb"
     folder.mkdir(parents=True)
     (folder / "train.json").write_text(json.dumps({"Instances": numbered_rows(3)}))
-    spec = load_benchmark("long_sequence")
-    task = task_of(spec, "cb")
-    outer, inner = settings_of("long_sequence", data_dir=str(tmp_path)), settings_of("long_sequence")
+    published, outer = Data.of("long_sequence", "cb"), str(tmp_path)
     monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path / "CL_Benchmark"))
-    assert load_examples(spec, task, "train", outer) == load_examples(spec, task, "train", inner)
-    assert data_digest(spec, task, "train", outer) == data_digest(spec, task, "train", inner)
-    assert count_examples(spec, task, "train", outer) == 3
+    assert published.rows(data_dir=outer) == published.rows()
+    assert published.digest(data_dir=outer) == published.digest()
+    assert published.count(data_dir=outer) == 3
 
 
 def test_each_split_has_a_file_of_its_own(tmp_path: Path) -> None:
-    spec = user_benchmark(tmp_path, [{"input": "a", "output": "red"}])
+    own = user_benchmark(tmp_path, [{"input": "a", "output": "red"}])
     (tmp_path / "color" / "test.jsonl").write_text('{"input": "b", "output": "blue"}\n')
     (tmp_path / "color" / "dev.jsonl").write_text('{"input": "c", "output": "green"}\n')
-    task, settings = spec.tasks[0], settings_of(tmp_path)
-    assert [row.input for row in load_examples(spec, task, "train", settings)] == ["a"]
-    assert [row.input for row in load_examples(spec, task, "test", settings)] == ["b"]
+    assert (own.inputs("train"), own.inputs("test")) == (["a"], ["b"])
 
 
 def test_subsets_are_nested_and_in_the_files_order(tmp_path: Path) -> None:
-    spec = user_benchmark(tmp_path)
-    task = spec.tasks[0]
-    everything = load_examples(spec, task, "train", settings_of(tmp_path))
-    subsets = [load_examples(spec, task, "train", settings_of(tmp_path, train_per_task=n)) for n in (5, 10, 40, 99)]
+    own = user_benchmark(tmp_path)
+    everything, subsets = own.rows(), [own.rows(train_per_task=n) for n in (5, 10, 40, 99)]
     assert [len(rows) for rows in subsets] == [5, 10, 40, 40]
     assert set(subsets[0]) < set(subsets[1]) < set(everything)
     assert subsets[1] == [row for row in everything if row in subsets[1]]
     assert subsets[2] == everything
-    other = load_examples(spec, task, "train", settings_of(tmp_path, train_per_task=10, subset_seed=1))
-    assert set(other) != set(subsets[1])
-    test_rows = load_examples(spec, task, "test", settings_of(tmp_path, train_per_task=5, test_per_task=7))
-    assert len(test_rows) == count_examples(spec, task, "test", settings_of(tmp_path, test_per_task=7)) == 7
+    assert set(own.rows(train_per_task=10, subset_seed=1)) != set(subsets[1])
+    assert len(own.rows("test", train_per_task=5, test_per_task=7)) == own.count("test", test_per_task=7) == 7
 
 
 def test_validation_rows_come_out_of_the_training_subset(tmp_path: Path) -> None:
-    spec = user_benchmark(tmp_path)
-    task, settings = spec.tasks[0], settings_of(tmp_path, train_per_task=20, validation_fraction=0.25)
-    whole = load_examples(spec, task, "train", settings)
-    train = load_examples(spec, task, "train", settings, carve_validation=True)
-    validation = load_examples(spec, task, "validation", settings)
-    assert (len(train), len(validation)) == (15, 5)
-    assert count_examples(spec, task, "train", settings, carve_validation=True) == 15
-    assert count_examples(spec, task, "validation", settings) == 5
-    assert set(train) | set(validation) == set(whole)
-    assert not set(train) & set(validation)
-    digests = [data_digest(spec, task, split, settings) for split in ("train", "validation")]
-    assert len({*digests, data_digest(spec, task, "train", settings, carve_validation=True)}) == 3
+    own, limits = user_benchmark(tmp_path), {"train_per_task": 20, "validation_fraction": 0.25}
+    train, validation = own.rows(carve=True, **limits), own.rows("validation", **limits)
+    assert len(train) == own.count(carve=True, **limits) == 15
+    assert len(validation) == own.count("validation", **limits) == 5
+    assert set(train) | set(validation) == set(own.rows(**limits))
+    assert len({own.digest(**limits), own.digest("validation", **limits), own.digest(carve=True, **limits)}) == 3
     with pytest.raises(DataError, match="'color': 1 "):
-        load_examples(spec, task, "validation", settings_of(tmp_path, train_per_task=1))
+        own.rows("validation", train_per_task=1)
 
 
 def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
-    spec = user_benchmark(tmp_path)
-    task, limits = spec.tasks[0], {"train_per_task": 20, "validation_fraction": 0.25}
-    usual, held_out = settings_of(tmp_path, **limits), settings_of(tmp_path, score_on="validation", **limits)
-    next((tmp_path / task.folder).glob("test.*")).unlink()
-    assert load_examples(spec, task, "test", held_out) == load_examples(spec, task, "validation", usual)
-    carved = load_examples(spec, task, "train", usual, carve_validation=True)
-    assert load_examples(spec, task, "train", held_out) == carved
-    assert [count_examples(spec, task, split, held_out) for split in ("train", "validation", "test")] == [15, 5, 5]
-    assert source_digest(spec, task, "test", held_out) == source_digest(spec, task, "train", usual)
-    assert data_digest(spec, task, "test", held_out) == data_digest(spec, task, "validation", usual)
-    assert data_digest(spec, task, "train", held_out) == data_digest(spec, task, "train", usual, carve_validation=True)
+    own, limits = user_benchmark(tmp_path), {"train_per_task": 20, "validation_fraction": 0.25}
+    held_out = {"score_on": "validation", **limits}
+    (tmp_path / "color" / "test.jsonl").unlink()
+    assert own.rows("test", **held_out) == own.rows("validation", **limits)
+    assert own.rows("train", **held_out) == own.rows("train", carve=True, **limits)
+    assert [own.count(split, **held_out) for split in ("train", "validation", "test")] == [15, 5, 5]
+    assert own.source("test", **held_out) == own.source("train", **limits)
+    assert own.digest("test", **held_out) == own.digest("validation", **limits)
+    assert own.digest("train", **held_out) == own.digest("train", carve=True, **limits)
 
 
 def test_held_out_rows_have_verbatim_instructions() -> None:
-    spec = load_benchmark("builtin")
-    settings = settings_of("builtin", prompts={"definition": "none"})
-    held_out = settings.model_copy(update={"score_on": "validation"})
-    assert definitions(spec.tasks[0], "test", settings) == ("",)
-    assert definitions(spec.tasks[0], "test", held_out) == (None,)
+    task, settings = Data.of("builtin").task, settings_of(prompts={"definition": "none"})
+    assert definitions(task, "test", settings) == ("",)
+    assert definitions(task, "test", settings.model_copy(update={"score_on": "validation"})) == (None,)
 
 
 def test_validation_is_at_most_500_rows() -> None:
-    spec, settings = load_benchmark("long_sequence"), settings_of("long_sequence", data_dir="absent")
-    dbpedia = task_of(spec, "dbpedia")
-    assert count_examples(spec, dbpedia, "validation", settings) == 500
-    assert count_examples(spec, dbpedia, "train", settings, carve_validation=True) == 13500
+    dbpedia = Data.of("long_sequence", "dbpedia")
+    assert dbpedia.count("validation", data_dir="absent") == 500
+    assert dbpedia.count(carve=True, data_dir="absent") == 13500
 
 
 def test_training_picks_one_reference_by_the_rows_id() -> None:
@@ -440,32 +413,25 @@ def test_training_picks_one_reference_by_the_rows_id() -> None:
 
 def test_unlabelled_test_rows_can_be_dropped(tmp_path: Path) -> None:
     rows = [{"input": "a", "output": "red"}, {"input": "b", "output": "-"}, {"input": "c", "output": "blue"}]
-    spec = user_benchmark(tmp_path / "accuracy", rows)
-    keep, drop = settings_of(tmp_path), settings_of(tmp_path, drop_unlabelled=True)
-    task = spec.tasks[0]
-    assert [row.input for row in load_examples(spec, task, "test", drop)] == ["a", "c"]
-    assert (count_examples(spec, task, "test", keep), count_examples(spec, task, "test", drop)) == (3, 2)
-    assert data_digest(spec, task, "test", keep) != data_digest(spec, task, "test", drop)
-    assert load_examples(spec, task, "train", keep) == load_examples(spec, task, "train", drop)
-    assert data_digest(spec, task, "train", keep) == data_digest(spec, task, "train", drop)
-    generation = user_benchmark(tmp_path / "rouge", rows, metric="rouge_l")
-    assert len(load_examples(generation, generation.tasks[0], "test", drop)) == 3
+    own, drop = user_benchmark(tmp_path / "accuracy", rows), {"drop_unlabelled": True}
+    assert own.inputs("test", **drop) == ["a", "c"]
+    assert (own.count("test"), own.count("test", **drop)) == (3, 2)
+    assert own.digest("test") != own.digest("test", **drop)
+    assert own.rows("train") == own.rows("train", **drop)
+    assert own.digest("train") == own.digest("train", **drop)
+    assert len(user_benchmark(tmp_path / "rouge", rows, metric="rouge_l").rows("test", **drop)) == 3
 
 
 def test_digest_names_the_rows_and_the_texts(tmp_path: Path) -> None:
-    spec = user_benchmark(tmp_path)
-    task, settings = spec.tasks[0], settings_of(tmp_path)
-    digest = data_digest(spec, task, "train", settings)
-    assert data_digest(spec, task, "train", settings_of(tmp_path, test_per_task=3, subset_seed=9)) == digest
-    assert data_digest(spec, task, "test", settings) != digest
-    three, four = (data_digest(spec, task, "train", settings_of(tmp_path, train_per_task=n)) for n in (3, 4))
-    assert len({three, four, digest}) == 3
-    reworded = task.model_copy(update={"instruction": "Which color?"})
-    assert data_digest(spec, reworded, "train", settings) != digest
+    own = user_benchmark(tmp_path)
+    digest = own.digest()
+    assert own.digest(test_per_task=3, subset_seed=9) == digest != own.digest("test")
+    assert len({digest, own.digest(train_per_task=3), own.digest(train_per_task=4)}) == 3
+    assert Data(own.spec, own.task.model_copy(update={"instruction": "Which color?"})).digest() != digest
     with (tmp_path / "color" / "train.jsonl").open("a") as file:
         file.write('{"input": "new", "output": "red"}\n')
-    assert data_digest(spec, task, "train", settings) != digest
-    assert count_examples(spec, task, "train", settings) == 41
+    assert own.digest() != digest
+    assert own.count() == 41
 
 
 def test_planning_imports_nothing_heavy() -> None:
@@ -498,15 +464,12 @@ def test_builtin_tasks_are_complete() -> None:
 def test_builtin_rows_never_change_by_accident() -> None:
     rows = {name: [builtin.generate(name, split) for split in ("train", "test")] for name in builtin.GENERATORS}
     assert content_hash(rows) == "5c2191dee2d7cdaf"  # raise `version` in builtin.yaml with it
-    spec = load_benchmark("builtin")
-    assert data_digest(spec, spec.tasks[0], "train", settings_of()) == "83b27fb4e0fbc3fc"
+    assert Data.of("builtin").digest() == "83b27fb4e0fbc3fc"
 
 
 def test_a_builtin_task_of_another_name_is_refused() -> None:
-    spec = load_benchmark("builtin")
-    task = TaskSpec(name="moods", metric="accuracy")
     with pytest.raises(DataError, match=r"'moods'.*mood, "):
-        load_examples(spec, task, "train", settings_of())
+        Data(load_benchmark("builtin"), TaskSpec(name="moods", metric="accuracy")).rows()
 
 
 # The cache of token ids ----------------------------------------------------------------------------------------------
@@ -598,6 +561,5 @@ def test_real_data_loads_and_agrees_with_the_spec(name: str) -> None:
 
 @needs_real_data
 def test_real_mnli_has_131_unlabelled_test_rows() -> None:
-    spec = load_benchmark("long_sequence")
-    settings = (settings_of("long_sequence", drop_unlabelled=drop) for drop in (False, True))
-    assert [count_examples(spec, task_of(spec, "mnli"), "test", each) for each in settings] == [7600, 7600 - 131]
+    mnli = Data.of("long_sequence", "mnli")
+    assert [mnli.count("test", drop_unlabelled=drop) for drop in (False, True)] == [7600, 7600 - 131]

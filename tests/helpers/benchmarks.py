@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec
+from latent_sweep.data.examples import Example
+from latent_sweep.data.loaders import count_examples, data_digest, load_examples, source_digest
+from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, load_benchmark
 
 
 def settings_of(name: object = "builtin", **changes: Any) -> BenchmarkSettings:
@@ -26,3 +28,30 @@ def starting_with_bos(tokenizer: Any) -> Any:
     template = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     tokenizer.backend_tokenizer.post_processor = template
     return tokenizer
+
+
+class Data(NamedTuple):
+    """The examples of one task, read with other settings of the benchmark by each call."""
+
+    spec: BenchmarkSpec
+    task: TaskSpec
+
+    @classmethod
+    def of(cls, benchmark: object, task: str | None = None) -> Data:
+        spec = load_benchmark(str(benchmark))
+        return cls(spec, spec.tasks[0] if task is None else task_of(spec, task))
+
+    def rows(self, split: Split = "train", carve: bool = False, **changes: Any) -> list[Example]:
+        return load_examples(self.spec, self.task, split, settings_of(**changes), carve)
+
+    def inputs(self, split: Split = "train", **changes: Any) -> list[str]:
+        return [row.input for row in self.rows(split, **changes)]
+
+    def count(self, split: Split = "train", carve: bool = False, **changes: Any) -> int:
+        return count_examples(self.spec, self.task, split, settings_of(**changes), carve)
+
+    def digest(self, split: Split = "train", carve: bool = False, **changes: Any) -> str:
+        return data_digest(self.spec, self.task, split, settings_of(**changes), carve)
+
+    def source(self, split: Split = "train", **changes: Any) -> str | None:
+        return source_digest(self.spec, self.task, split, settings_of(**changes))
