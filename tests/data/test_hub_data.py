@@ -32,7 +32,7 @@ def loaded(folder):
         return str(error)
     return {
         "revision": task.source.revision,
-        "rows": {split: [[row.id, row.input, row.references] for row in found] for split, found in rows.items()},
+        "rows": {split: [[row.id, row.input, row.references] for row in of_split] for split, of_split in rows.items()},
         "digests": [source_digest(spec, task, split, settings) for split in rows],
     }
 
@@ -69,8 +69,8 @@ def load(home: Path, address: str, *folders: str) -> list[Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    actual: list[Any] = json.loads(done.stdout)
-    return actual
+    loaded: list[Any] = json.loads(done.stdout)
+    return loaded
 
 
 def test_a_data_set_of_the_hub_is_loaded_once_at_its_commit(tmp_path: Path) -> None:

@@ -41,21 +41,18 @@ def test_a_sweep_of_the_repository_passes_plan_on_the_real_rows(path, tmp_path, 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """The folder of the sweep, run to its end."""
-    folder = tmp_path_factory.mktemp("learned")
-    run(folder)
-    return folder
+    return run(tmp_path_factory.mktemp("learned"))
 
 
 def run(folder):
-    """Run it in a folder."""
     file = folder / "sweep.yaml"
     file.write_text(SWEEP.replace("STORAGE", str(folder / "runs")))
     assert main(["run", str(file), "--local"]) == 0
+    return folder
 
 
 def generated_shares(folder):
-    """Of each stage, by the router's mode."""
+    """Return the share of each stage's answers that was generated, by the router's mode."""
     return {
         trial.values["router.combine"]: [event.metrics["generated_share"] for event in stages(trial.events())]
         for trial in sweep_folder(folder)
@@ -69,7 +66,7 @@ def test_routing_keeps_a_real_task_that_another_follows(learned):
     first, last = (event.scores for event in routed)
     assert last["task1687"] == first["task1687"] > 0, "its adapter alone answers, so its score stays"
     assert routed[-1].metrics["FM"] == 0
-    assert routed[-1].metrics["generated_share"] == 0.5, "the first task's answers were known"
+    assert routed[-1].metrics["generated_share"] == 0.5, "the first task's answers were saved"
     store = SnapshotStorage(Storage(learned / "runs"))
     for event in routed:
         facts = store.get(event.lineage).facts
@@ -77,8 +74,8 @@ def test_routing_keeps_a_real_task_that_another_follows(learned):
 
 
 def test_the_generation_cache_does_not_change_the_matrix(learned, tmp_path, monkeypatch):
-    """Exactly, in float32: every stage scored with nothing known, on the snapshots of the first run."""
-    assert generated_shares(learned)["soft"] == [1.0, 0.5], "the second stage knows the first task's answers"
+    """Every stage is scored again without saved answers, on the snapshots of the first run."""
+    assert generated_shares(learned)["soft"] == [1.0, 0.5], "the second stage reads the first task's answers"
     forgotten = shutil.ignore_patterns("tiny", "predictions")
     shutil.copytree(learned / "runs", tmp_path / "runs", ignore=forgotten)
     monkeypatch.setattr(evaluation, "read_checksummed_json", lambda path: None)

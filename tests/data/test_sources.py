@@ -13,12 +13,11 @@ import pyarrow.parquet
 import pytest
 import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_from_disk
-from helpers.benchmarks import settings_of
+from helpers.benchmarks import Data, settings_of
 from helpers.sweeps import tiny
 
 from latent_sweep.data.examples import Example
-from latent_sweep.data.loaders import count_examples, data_digest, load_examples, source_digest
-from latent_sweep.data.schema import BenchmarkSpec, load_benchmark
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
@@ -30,22 +29,29 @@ RECORDS = [
 ]
 MAPPED = {"input": "{premise}\n{hypothesis}", "output": "{label}", "names": {"label": ["yes", "no"]}}
 ROWS = [
-    ("It rains.\nIt is wet.", ("yes",)),
-    ('It "snows",\nhe expected.\nIt is hot.', ("no",)),
-    ("It is {late}.\n01", ("no",)),
+    ("It rains.\nIt is wet.", "yes"),
+    ('It "snows",\nhe expected.\nIt is hot.', "no"),
+    ("It is {late}.\n01", "no"),
 ]
 
 
-def described(folder: Path, source: Any, **task: Any) -> BenchmarkSpec:
-    content = {"tasks": [{"name": "nli", "metric": "accuracy", "source": source, **task}]}
+def described(folder: Path, source: Any) -> Data:
+    content = {"tasks": [{"name": "nli", "metric": "accuracy", "source": source}]}
     (folder / "benchmark.yaml").write_text(yaml.safe_dump(content))
-    return load_benchmark(str(folder))
+    return Data.of(folder)
 
 
-def read(folder: Path, source: Any, split: str = "train", **changes: Any) -> list[Example]:
-    spec = described(folder, source)
-    rows: list[Example] = load_examples(spec, spec.tasks[0], split, settings_of(folder, **changes))  # type: ignore[arg-type]
-    return rows
+def both(name: str, **more: Any) -> dict[str, Any]:
+    """Return a source with this file for both splits."""
+    return {"train": name, "test": name, **more}
+
+
+def read(folder: Path, source: Any, split: Any = "train", **changes: Any) -> list[Example]:
+    return described(folder, source).rows(split, **changes)
+
+
+def texts(rows: list[Example]) -> list[tuple[str, str]]:
+    return [(row.input, row.target) for row in rows]
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:
@@ -76,27 +82,25 @@ KINDS = ["rows.json", "rows.jsonl", "rows.csv", "rows.parquet", "rows.arrow", "f
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, RECORDS)
     actual = read(tmp_path, {"train": name, "test": [name], **MAPPED})
-    assert [(row.input, row.references) for row in actual] == ROWS
+    assert texts(actual) == ROWS
     assert [row.id for row in actual] == ["nli-train-0", "nli-train-1", "nli-train-2"]
-    only_a = {"train": name, "test": name, "where": {"origin": "a", "label": ["no", "yes"]}, **MAPPED}
+    only_a = both(name, where={"origin": "a", "label": ["no", "yes"]}, **MAPPED)
     assert [row.id for row in read(tmp_path, only_a)] == ["nli-train-0", "nli-train-2"]
     assert [row.id for row in read(tmp_path, only_a | {"limit": 1})] == ["nli-train-0"]
     with pytest.raises(DataError, match=r"'premisse'.*'premise', 'hypothesis', '"):
-        read(tmp_path, {"train": name, "test": name, **MAPPED, "input": "{premisse}"})
+        read(tmp_path, both(name) | MAPPED | {"input": "{premisse}"})
 
 
 def test_several_files_are_read_in_order(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", RECORDS[:1])
     write(tmp_path / "b.parquet", RECORDS[1:])
-    actual = read(tmp_path, {"train": ["a.csv", "b.parquet"], "test": "a.csv", **MAPPED})
-    assert [(row.input, row.references) for row in actual] == ROWS
+    assert texts(read(tmp_path, {"train": ["a.csv", "b.parquet"], "test": "a.csv", **MAPPED})) == ROWS
 
 
 def test_csv_cells_stay_text(tmp_path: Path) -> None:
     content = '\ufeff,input,output\r\n0,1,01\r\n1,"a\nb",NA\r\n2,,null\r\n'  # a column without a name is skipped
     (tmp_path / "a.csv").write_bytes(content.encode())
-    actual = read(tmp_path, {"train": "a.csv", "test": "a.csv"})
-    assert [(row.input, row.target) for row in actual] == [("1", "01"), ("a\nb", "NA"), ("", "null")]
+    assert texts(read(tmp_path, both("a.csv"))) == [("1", "01"), ("a\nb", "NA"), ("", "null")]
 
 
 def test_class_labels_are_replaced_by_their_names(tmp_path: Path) -> None:
@@ -105,7 +109,7 @@ def test_class_labels_are_replaced_by_their_names(tmp_path: Path) -> None:
     saved.to_parquet(str(tmp_path / "rows.parquet"))
     saved.save_to_disk(str(tmp_path / "saved"))
     for name in ("rows.parquet", "saved"):
-        source = {"train": name, "test": name, "input": "{text}", "output": "{label}"}
+        source = both(name, input="{text}", output="{label}")
         actual = read(tmp_path, source | {"where": {"label": ["red", "blue"]}})
         assert [row.references for row in actual] == [("blue",), ("red",)]
         with pytest.raises(DataError, match=r"row 3: column `label`.*None"):
@@ -119,7 +123,7 @@ def test_class_labels_are_replaced_by_their_names(tmp_path: Path) -> None:
 def test_missing_values_are_refused(tmp_path: Path, value: float | None) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "label": value}))
     with pytest.raises(DataError, match="line 1: column `label`"):
-        read(tmp_path, {"train": "a.jsonl", "test": "a.jsonl", "input": "{text}", "output": "{label}"})
+        read(tmp_path, both("a.jsonl", input="{text}", output="{label}"))
 
 
 def test_names_for_a_missing_column_are_refused(tmp_path: Path) -> None:
@@ -140,7 +144,7 @@ def test_float32_keeps_its_shortest_digits(tmp_path: Path, name: str) -> None:
         table = data.data.table
         with pa.ipc.new_stream(tmp_path / name, table.schema) as writer:
             writer.write_table(table)
-    source = {"train": name, "test": name, "input": "{text}", "output": "{score}"}
+    source = both(name, input="{text}", output="{score}")
     assert [row.target for row in read(tmp_path, source)] == ["0.1", "2.5", "1e-07"]
     assert [row.input for row in read(tmp_path, source | {"where": {"score": [0.1, 1e-7]}})] == ["a", "c"]
 
@@ -148,13 +152,13 @@ def test_float32_keeps_its_shortest_digits(tmp_path: Path, name: str) -> None:
 def test_filtering_a_saved_data_set_keeps_its_digest(tmp_path: Path) -> None:
     """`datasets` leaves caches in the folder."""
     write(tmp_path / "saved", RECORDS)
-    spec = described(tmp_path, {"train": "saved", "test": "saved", **MAPPED})
-    before = source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path))
+    data = described(tmp_path, both("saved", **MAPPED))
+    before = data.source()
     load_from_disk(str(tmp_path / "saved")).filter(lambda row: row["label"] == 1)
     assert list((tmp_path / "saved").glob("cache-*.arrow"))
     (tmp_path / "saved" / ".DS_Store").write_bytes(b"of a window")
-    assert source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path)) == before
-    assert len(load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path), source=before)) == 3
+    assert data.source() == before
+    assert len(data.rows()) == 3
 
 
 def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
@@ -222,16 +226,16 @@ def test_invalid_sources_are_refused(tmp_path: Path, source: Any, expected: str)
 def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=expected):
-        read(tmp_path, {"train": name, "test": name})
+        read(tmp_path, both(name))
 
 
 def test_missing_files_and_split_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match=r"absent\.csv"):
-        read(tmp_path, {"train": "absent.csv", "test": "absent.csv"})
+        read(tmp_path, both("absent.csv"))
     DatasetDict(train=Dataset.from_list(RECORDS)).save_to_disk(str(tmp_path / "both"))
     with pytest.raises(DataError, match=r"both: .*both/train\."):
-        read(tmp_path, {"train": "both", "test": "both", **MAPPED})
-    assert len(read(tmp_path, {"train": "both/train", "test": "both/train", **MAPPED})) == 3
+        read(tmp_path, both("both", **MAPPED))
+    assert len(read(tmp_path, both("both/train", **MAPPED))) == 3
     write(tmp_path / "a.csv", RECORDS)
     with pytest.raises(DataError, match="`where` of task 'nli'"):
         read(tmp_path, {"train": "a.csv", "test": "a.csv", "where": {"origin": "c"}, **MAPPED})
@@ -264,15 +268,13 @@ def test_the_digest_covers_content_and_mapping(tmp_path: Path) -> None:
     for name in ("a.csv", "b.csv"):
         write(tmp_path / name, RECORDS)
 
-    def digests(**source: Any) -> tuple[str, str]:
-        spec = described(tmp_path, {"train": "a.csv", "test": "b.csv", **MAPPED, **source})
-        task, settings = spec.tasks[0], settings_of(tmp_path)
-        digest = source_digest(spec, task, "train", settings)
-        assert digest is not None
-        assert load_examples(spec, task, "train", settings, source=digest)
+    def digests(**source: Any) -> tuple[str | None, str]:
+        data = described(tmp_path, {**FILES, **MAPPED, **source})
+        digest = data.source()
+        assert load_examples(*data, "train", settings_of(), source=digest)
         with pytest.raises(DataError, match=f"{digest}.* 0"):
-            load_examples(spec, task, "train", settings, source="0")
-        return digest, data_digest(spec, task, "train", settings)
+            load_examples(*data, "train", settings_of(), source="0")
+        return digest, data.digest()
 
     first = digests()
     assert digests(train="b.csv") == first  # the path does not matter
@@ -285,16 +287,14 @@ def test_the_digest_covers_content_and_mapping(tmp_path: Path) -> None:
 def test_a_subset_of_a_stream_is_that_of_a_list(tmp_path: Path) -> None:
     records = [{"id": f"r{i}", "input": f"in {i}", "output": "x"} for i in range(500)]
     write(tmp_path / "a.jsonl", records)
-    source = {"train": "a.jsonl", "test": "a.jsonl"}
+    stream = described(tmp_path, both("a.jsonl"))
     (tmp_path / "nli").mkdir()
-    for split in ("train", "test"):
-        (tmp_path / "nli" / f"{split}.json").write_text(json.dumps(records))
+    write(tmp_path / "nli" / "train.json", records)
+    (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"tasks": [{"name": "nli", "metric": "accuracy"}]}))
+    whole = Data.of(tmp_path / "plain.yaml")
     for changes in ({}, {"train_per_task": 20}, {"train_per_task": 999}):
-        actual = read(tmp_path, source, **changes)
-        (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"tasks": [{"name": "nli", "metric": "accuracy"}]}))
-        spec = load_benchmark(str(tmp_path / "plain.yaml"))
-        assert load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == actual
-        assert count_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == len(actual)
+        assert stream.rows(**changes) == whole.rows(**changes)
+        assert stream.count(**changes) == len(whole.rows(**changes))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
@@ -302,12 +302,11 @@ def test_data_larger_than_its_subset_is_not_held(tmp_path: Path, name: str) -> N
     """Of 20 MB, only the 5 selected rows are kept in memory."""
     long = "x" * 100_000
     write(tmp_path / name, [{"input": f"{i} {long}", "output": "x"} for i in range(200)])
-    spec = described(tmp_path, {"train": name, "test": name})
+    data = described(tmp_path, both(name))
     tracemalloc.start()
     try:
-        assert len(load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, train_per_task=5))) == 5
-        assert count_examples(spec, spec.tasks[0], "train", settings_of(tmp_path)) == 200
-        source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path))
+        assert (len(data.rows(train_per_task=5)), data.count()) == (5, 200)
+        data.source()
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
