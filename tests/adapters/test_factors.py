@@ -380,6 +380,7 @@ print(1024 * (kib("VmHWM") - resident))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 @pytest.mark.one_machine
 def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
@@ -400,7 +401,6 @@ def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
     assert sum(path.stat().st_size for path in (tmp_path / "checkpoint").glob("*-of-*.safetensors")) > 32 * one
     command = [sys.executable, "-c", PEAK, str(tmp_path / "checkpoint"), str(tmp_path / "factors")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout)
-    print(f"grown by {grown / one:.1f} weights of {one / 1e6:.1f} MB")
     assert grown < 6 * one
 
 

@@ -15,7 +15,7 @@ EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5")
 """Methods that represent all ways of computing packs."""
 TOGETHER = "test_two_seeds_side_by_side_end_as_each_alone"
 WHOLE_TRAININGS = ("test_another_seed_is_another_training", "test_micro_batches_add_up", TOGETHER)
-"""Tests with whole trainings of their own, which are slow on the second family."""
+"""Tests with whole trainings of their own, which are slow on the second family, and for methods like others."""
 EACH_DEMAND = ("latent_lora", "gain_lora", "lfpt5", "lwf", "ewc", "tasl")
 """Methods that represent all uses of a backbone: factors, inputs and embeddings, soft prompts, a teacher's answers,
 gradients of rows, gradients of steps."""
@@ -53,6 +53,7 @@ def pytest_collection_modifyitems(config, items):
 def is_slow(method, family, test, cut):
     if cut:
         return method != FIRST and not (cut in QUICK_CUTS and family == FAMILIES[0])
-    if family == FAMILIES[0]:
-        return test == TOGETHER and method not in EACH_ADAPTER
-    return test in WHOLE_TRAININGS or method not in EACH_DEMAND
+    other_family = family != FAMILIES[0]
+    if test in WHOLE_TRAININGS:
+        return other_family or method not in (EACH_ADAPTER if test == TOGETHER else EACH_DEMAND)
+    return other_family and method not in EACH_DEMAND

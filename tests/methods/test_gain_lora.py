@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.in_turn import begin, check_cut_and_resumed, learned, lesson, method_at_work
+from helpers.in_turn import begin, learned, lesson, method_at_work
 from helpers.rounding import PASS, PRODUCT, assert_same_to_rounding
 from helpers.tiny import random_rows, task_data
 
@@ -167,13 +167,6 @@ def test_with_only_the_new_pair_active_earlier_gates_have_no_effect(method_of, b
         logits = label_logits(backbone, batch)
     with torch.no_grad():
         assert_same_to_rounding(logits, label_logits(backbone, batch), PASS)
-
-
-@pytest.mark.one_machine
-@pytest.mark.parametrize("rescale", [False, True])
-def test_interrupted_and_resumed_it_ends_the_same(method_of, tmp_path, variant, rescale):
-    method = method_of(variant, gate=GATE | {"rescale_rows": rescale})
-    check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
 
 
 def test_errors_name_the_task_and_the_setting(method_of, tmp_path, variant):

@@ -275,6 +275,7 @@ def test_answers_equal_the_released_ones(run):
     ],
     ids=str,
 )
+@pytest.mark.slow
 @pytest.mark.one_machine
 def test_every_setting_of_the_preset_is_needed(case, change, tmp_path, monkeypatch):
     run = Run(case, tmp_path, monkeypatch, **change)
