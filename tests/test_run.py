@@ -83,7 +83,7 @@ def test_the_files_of_every_trial_exist_and_agree(finished):
     trials = expand(load_sweep(finished[1]))
     assert [trial.trial_id for trial in sweep] == [trial.trial_id for trial in trials]
     for planned, trial in zip(trials, sweep, strict=True):
-        assert trial.settings() == planned.settings.model_dump(mode="json")
+        assert trial.settings == planned.settings.model_dump(mode="json")
         assert trial.params["benchmark.tasks"] == " ".join(TASKS)
         assert trial.params["router.components"] == planned.settings.router.components
         scores, result = trial.read_json("scores.json"), trial.read_json("result.json")

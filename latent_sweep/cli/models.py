@@ -141,12 +141,12 @@ def _into_mlflow(options: argparse.Namespace) -> list[str]:
     """Log a trial's model in its sweep's run; return the address for MLflow."""
     from latent_sweep.deploy.model import ContinualModel
     from latent_sweep.storage.folders import open_sweep
-    from latent_sweep.tracking.mlflow import MlflowTracker, tracker_for
+    from latent_sweep.tracking.mlflow import tracker_for
     from latent_sweep.tracking.mlflow_model import write_mlflow_model
 
     sweep = open_sweep(options.folder)
     tracker = tracker_for(options.uri or sweep.tracking_uri, sweep, options.allow_insecure)
-    if not isinstance(tracker, MlflowTracker):
+    if tracker is None:
         raise ConfigError(f"{options.folder}: its sweep file has tracking.uri: none; name a tracker with --uri")
     write_mlflow_model(ContinualModel.from_sweep(options.folder, options.trial, options.device), sweep)
     tracker.close()

@@ -18,8 +18,6 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import printable
 
 if TYPE_CHECKING:
-    from latent_sweep.storage.folders import SweepFolder
-    from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker
     from latent_sweep.tracking.verify import Verdict
 
 _UNCHANGED = "nothing was changed; the same command with --repair repairs it, or prepares the next run to do so"
@@ -31,7 +29,7 @@ def add(commands: Commands) -> None:
         commands,
         "sync",
         _sync,
-        "upload to MLflow what it lacks of a sweep; safe to repeat",
+        "bring to MLflow and the sweep's other trackers what they lack; safe to repeat",
         "sync runs/lambda --uri https://mlflow.example.org",
     )
     _add_tracker_arguments(sync)
@@ -64,18 +62,23 @@ def _add_tracker_arguments(parser: Parser) -> None:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    _, tracker = _tracked_sweep(options)
-    changed = tracker.close()
-    lines = [f"{changed} runs updated", f"compare   {tracker.ui_command()}", f"          {tracker.link()}"]
-    print(printable("\n".join(lines)))
+    from latent_sweep.storage.folders import open_sweep
+    from latent_sweep.tracking.trackers import close_all, compare_text, trackers_for
+
+    folder = open_sweep(options.folder)
+    settings = dict(folder.tracking) | ({} if options.uri is None else {"uri": options.uri})
+    trackers = trackers_for(settings, folder, options.allow_insecure)
+    print(printable(f"{close_all(trackers)} runs updated\n{compare_text(trackers)}"))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from latent_sweep.tracking.mlflow import MlflowTracker
+    from latent_sweep.storage.folders import open_sweep
+    from latent_sweep.tracking.mlflow import tracker_for
     from latent_sweep.tracking.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
 
-    folder, tracker = _tracked_sweep(options)
+    folder = open_sweep(options.folder)
+    tracker = tracker_for(options.uri or folder.tracking_uri, folder, options.allow_insecure)
     record: dict[str, Any] = {}
     """The output of `--json`; without it, each verdict is printed at once."""
 
@@ -101,7 +104,7 @@ def _verify(options: argparse.Namespace) -> int:
             print("restored from the object store")
     elif disk.faults:
         return finish(1, _UNCHANGED)
-    if not isinstance(tracker, MlflowTracker):
+    if tracker is None:
         return finish(0)
     if options.uri is None:
         _check_relative_address(tracker.uri)
@@ -131,11 +134,3 @@ def _check_relative_address(uri: str) -> None:
             "address is relative to the working directory: run the command where the sweep ran, or name the tracker "
             "with --uri"
         )
-
-
-def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowTracker | NullTracker]:
-    from latent_sweep.storage.folders import open_sweep
-    from latent_sweep.tracking.mlflow import tracker_for
-
-    folder = open_sweep(options.folder)
-    return folder, tracker_for(options.uri or folder.tracking_uri, folder, options.allow_insecure)

@@ -86,7 +86,7 @@ def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
 
 def _settings(folder: TrialFolder) -> TrialSettings:
     try:
-        settings = resolved_settings(folder.settings())
+        settings = resolved_settings(folder.settings)
     except (ValidationError, LookupError, TypeError) as error:
         raise StorageError(
             f"{folder.path}: its settings cannot be read by this version: {clause(error)}. Run the sweep again: that "

@@ -31,7 +31,7 @@ from latent_sweep.sweep.config import Sweep, fault_report
 from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.sweep.plan_text import describe_plan, describe_tuning
 from latent_sweep.sweep.planning import OUTDATED, Plan, name_conflict, outdated, plan_sweep
-from latent_sweep.sweep.schema import GROUPS, EngineSettings
+from latent_sweep.sweep.schema import GROUPS, EngineSettings, TrackingSettings
 from latent_sweep.sweep.shards import Shard
 from latent_sweep.sweep.tuning import TUNING, select, tuning_content, tuning_lines
 from latent_sweep.tracking.addresses import check_ray_address
@@ -182,18 +182,18 @@ def _drive(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], todo: Sequenc
     from latent_sweep.report.report import render
     from latent_sweep.report.tables import PAGE_FILE
     from latent_sweep.results.summaries import summarize
-    from latent_sweep.tracking.mlflow import tracker_for
-    from latent_sweep.tracking.sync_thread import SyncThread
+    from latent_sweep.tracking.sync_thread import SyncThreads
+    from latent_sweep.tracking.trackers import compare_text, trackers_for
 
     sweep, storage, shard, say = plan.sweep, folder.storage, options.shard, options.display.write
     write_reserve(folder.path)
-    tracker = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
+    trackers = trackers_for(folder.tracking, folder, sweep.run.allow_insecure)
     # without a shared folder, drivers of shards cannot take turns at every sync
     turns = shard is not None and storage.is_remote
     with options.display.screen(folder) as screen:
-        thread = SyncThread(tracker, log_line=screen.write)
+        threads = SyncThreads(trackers, screen.write)
         if not turns:
-            thread.start()
+            threads.start()
         try:
             paused = bool(todo) and not _run_packs(plan, folder, todo, options, screen)
             left = _unfinished(packs, folder)
@@ -207,18 +207,18 @@ def _drive(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], todo: Sequenc
             if turns:
                 with held(storage.lease(folder.path / LOCKS / "sync.lock"), lambda holder: None):
                     storage.pull(folder.path)
-                    thread.start()
-                    thread.stop()
+                    threads.start()
+                    threads.stop()
             else:
-                thread.stop()
+                threads.stop()
     summary = replace(summarize(folder), driven=shard is not None)
     say(f"\n{render(summary, width=terminal_width())}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         say(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         say(f"          (copied from {storage.location})")
-    if link := tracker.link():
-        say(f"compare   {tracker.ui_command()}\n          {link}")
+    if text := compare_text(trackers):
+        say(text)
     if paused:
         raise Paused
     return sum(_status(trial, folder) not in ("finished", "stopped") for pack in packs for trial in pack.trials)
@@ -270,15 +270,20 @@ def _write_model(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
         log_line(f"no model was logged: {error}; `latent-sweep export {folder.path} --to mlflow` tries again")
 
 
+_EXTRAS = {name: f"'latent-sweep[{name}]'" for name in ("tensorboard", "wandb")}
+
+
 def check_installed(sweep: Sweep, local: bool) -> None:
     """Raise ConfigError if Ray, MLflow or DeepSpeed is needed and missing."""
     needs = {
         "ray": (not local, "or run in this process with --local"),
         "mlflow": (sweep.run.tracking.uri != "none", "or disable tracking, --set run.tracking.uri=none"),
+        "tensorboard": (sweep.run.tracking.tensorboard is not None, "or leave run.tracking.tensorboard out"),
+        "wandb": (sweep.run.tracking.wandb is not None, "or leave run.tracking.wandb out"),
         "deepspeed": (sweep.run.engine.name == "deepspeed", "or use plain torch, run.engine.name: torch"),
     }
     faults = [
-        f"{name} is not installed, but this run needs it; `pip install {name}`, {alternative}"
+        f"{name} is not installed, but this run needs it; `pip install {_EXTRAS.get(name, name)}`, {alternative}"
         for name, (needed, alternative) in needs.items()
         if needed and find_spec(name) is None
     ]
@@ -333,6 +338,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         "seed_axis": "seed",
         "tuning_of": sweep.tuning_of,
         "tracking_uri": sweep.run.tracking.uri,
+        **_other_trackers(sweep.run.tracking),
         "run": sweep.run.model_dump(mode="json", include={"resources", "prices"}),
         "groups": {name: distinct.contents for name, distinct in groups.items()},
         "trials": entries,
@@ -342,6 +348,11 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         storage.write(folder.path / "sweep.yaml", text)
     storage.write(folder.path / SWEEP_FILE, checksummed_json(content, indent=1))
     return folder
+
+
+def _other_trackers(tracking: TrackingSettings) -> dict[str, Any]:
+    named = tracking.model_dump(exclude={"uri"}, exclude_none=True)
+    return {"trackers": named} if named else {}
 
 
 class _DistinctGroups:

@@ -86,6 +86,7 @@ def run_local(
                         engine=engine_of(run.engine),
                         keep_answers=run.keep_answers,
                         limit=limit,
+                        loss_every=run.loss_every,
                     )
                     break
                 except LatentSweepError as error:

@@ -100,41 +100,24 @@ class SweepState:
         return self.counts.get("finished", 0) + self.counts.get("stopped", 0)
 
     def record(self) -> dict[str, Any]:
-        best = self.best
+        best, fields = None, ("name", "place", "tuning_of", "time", "course", "driver", "driving", "counts", "tasks")
+        if self.best is not None:
+            best = _fields(self.best, "trial_id", "name")
+            best |= {"AP": self.best.stages[-1].AP, "tasks_seen": len(self.best.stages)}
+        lost = [trial for trial in self.trials if self.course == "interrupted" and trial.status == "running"]
         return {
-            "name": self.name,
-            "place": self.place,
-            "tuning_of": self.tuning_of,
-            "time": self.time,
-            "course": self.course,
-            "driver": self.driver,
-            "driving": self.driving,
-            "counts": self.counts,
-            "tasks": self.tasks,
-            "tasks_done": self.tasks_done,
+            **_fields(self, *fields, "tasks_done", "seconds_at_work", "seconds_left"),
             "stages_learned": self.learned,
             "stages_reused": self.reused,
-            "seconds_at_work": self.seconds_at_work,
-            "seconds_left": self.seconds_left,
-            "best": None
-            if best is None
-            else {
-                "trial_id": best.trial_id,
-                "name": best.name,
-                "AP": best.stages[-1].AP,
-                "tasks_seen": len(best.stages),
-            },
+            "best": best,
             "running": [asdict(running) for running in self.running],
-            "lost": [
-                {name: getattr(trial, name) for name in ("trial_id", "name", "message")}
-                for trial in self.trials
-                if self.course == "interrupted" and trial.status == "running"
-            ],
-            "failed": [
-                {name: getattr(trial, name) for name in ("trial_id", "name", "kind", "message", "task")}
-                for trial in self.failed
-            ],
+            "lost": [_fields(trial, "trial_id", "name", "message") for trial in lost],
+            "failed": [_fields(trial, "trial_id", "name", "kind", "message", "task") for trial in self.failed],
         }
+
+
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 @dataclass(frozen=True)

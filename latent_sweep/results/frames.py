@@ -46,11 +46,12 @@ _LEARNED = {
     **{metric: "float64" for metric, *_ in ROUTING_METRICS},
 }
 _SCORE = {"task": "string", "position": "Int64", "metric": "string", "score": "float64", "is_new": "bool"}
+_LOSS = {"step": "Int64", "term": "string", "loss": "float64"}
 _ANSWER = {
     **{**_KEY, **_STAGE, "task": "string", "row": "Int64", "row_id": "string", "input": "string"},
     **{"prediction": "string", "references": "object", "score": "float64", "weights": "object"},
 }
-_TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_ANSWER}
+_TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_LOSS, *_ANSWER}
 """Columns that every sweep has; a setting with such a short name keeps its path."""
 
 Row = dict[str, Any]
@@ -197,6 +198,31 @@ class SweepFrames:
         dtypes = _KEY | self._setting_dtypes() | _STAGE | _SCORE
         all_stages = ((trial, stage) for trial in self._trials() for stage in trial.stages)
         return _frame(dtypes, [row for trial, stage in all_stages for row in self._score_rows(trial, stage)])
+
+    def losses(self) -> pd.DataFrame:
+        """Return the loss curves of the tasks that each trial learned itself, a row per point and term.
+
+        Columns; those of `axes` follow `trial_id`:
+
+            sweep (string): the sweep's name
+            trial_id (string): see `trials`
+            tasks_seen (Int64): from 1
+            after_task (string): the task that was learned
+            step (Int64): optimizer step of this task, the last of an interval of `run.loss_every` steps
+            term (string): `task`, or a term that the method adds to the loss
+            loss (float64): mean over the interval
+
+        Raises:
+            StorageError: a journal is corrupt.
+        """
+        rows = [
+            self._stage_key(trial, stage) | {"step": step, "term": term, "loss": loss}
+            for trial in self._trials()
+            for stage in trial.stages
+            for term, losses in stage.losses.items()
+            for step, loss in zip(stage.loss_steps, losses, strict=True)
+        ]
+        return _frame(_KEY | self._setting_dtypes() | _STAGE | _LOSS, rows)
 
     def matrix(self, trial: WhichTrial) -> pd.DataFrame:
         """Return a trial's score matrix: a row per task learned, a column per task scored, NaN above the diagonal.

@@ -46,7 +46,7 @@ class InputTexts:
     """
 
     def __init__(self, trial: TrialFolder):
-        settings = BenchmarkSettings.model_validate(trial.settings()["benchmark"])
+        settings = BenchmarkSettings.model_validate(trial.settings["benchmark"])
         exists = settings.data_dir is not None and Path(settings.data_dir).is_dir()
         self._settings = settings if exists else settings.model_copy(update={"data_dir": None})
 

@@ -201,7 +201,7 @@ def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:
 def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -> Interference:
     from latent_sweep.adapters.factors import stored_singular_values  # imports torch
 
-    groups = trial.folder.settings()
+    groups = trial.folder.settings
     settings: Any = method_class(groups["method"]["name"]).settings_class.model_validate(groups["method"])
     backbone = BackboneSettings.model_validate(groups["backbone"])
     spec = describe(backbone)

@@ -151,7 +151,7 @@ def routed_apart(sweep: SweepFolder, trials: Sequence[TrialResults]) -> list[tup
 
 def routing(trial: TrialResults, name: str) -> Routing:
     """Read the routing of one trial. Raises an error of `UNREADABLE` if its files are missing, corrupt or malformed."""
-    settings = RouterSettings.model_validate(trial.folder.settings()["router"])
+    settings = RouterSettings.model_validate(trial.folder.settings["router"])
     predictions = trial.predictions()
     if predictions is None:
         raise StorageError("its predictions do not match its journal")
@@ -176,7 +176,7 @@ class StoredRouter:
     """A trial's router and the embeddings that it routes, read from the storage."""
 
     def __init__(self, trial: TrialResults):
-        groups, benchmark = trial.folder.settings(), trial.benchmark()
+        groups, benchmark = trial.folder.settings, trial.benchmark()
         self.trial, self._folder, self._seed = trial, trial.sweep.storage.folder, int(groups["seed"])
         self._settings = RouterSettings.model_validate(groups["router"])
         self._backbone = BackboneSettings.model_validate(groups["backbone"])

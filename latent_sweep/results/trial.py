@@ -75,7 +75,7 @@ class TrialResults:
         return defined_measures(self.folder, self.stages)
 
     def benchmark(self) -> BenchmarkSettings:
-        return BenchmarkSettings.model_validate(self.folder.settings()["benchmark"])
+        return BenchmarkSettings.model_validate(self.folder.settings["benchmark"])
 
     def predictions(self) -> dict[str, list[dict[str, Any]]] | None:
         """Return the predictions after the last task; None if a file does not match the journal."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.labels import distinct_labels, label, short_names
-from latent_sweep.settings import flatten, local_path, read_yaml
+from latent_sweep.settings import flatten, local_path
 from latent_sweep.storage.checksummed import has_valid_checksum
 from latent_sweep.storage.journal import Event, Journal
 from latent_sweep.storage.leases import Lease, held
@@ -42,8 +42,6 @@ SHARDS = "shards"
 """Folder in it of the leases of drivers that run a part of the sweep each."""
 TUNE_FOLDER = "ray"
 """Folder of Ray Tune's own files, which nothing reads."""
-SETTINGS = "trial.yaml"
-"""A trial's settings, among the artifacts of its run; in its folder where an earlier version has written it."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,11 @@ class TrialFolder:
     """The settings that vary in the sweep, by dotted path."""
     params: Mapping[str, Any]
     """All resolved settings, by dotted path."""
+    settings: Mapping[str, Any]
+    """All resolved settings, group by group."""
     n_tasks: int
     lineages: Sequence[str] | None = None
     """Its snapshots, one per task; None if its data was missing when it was planned."""
-    groups: Mapping[str, Any] | None = None
-    """Every resolved setting, group by group; None where an earlier version wrote them into a file of the trial's."""
 
     @property
     def path(self) -> Path:
@@ -69,15 +67,6 @@ class TrialFolder:
 
     def events(self) -> list[Event]:
         return self.journal.read()
-
-    def settings(self) -> Mapping[str, Any]:
-        """Every resolved setting, group by group.
-
-        Raises:
-            ConfigError: an earlier version wrote them into a file of the trial's, which cannot be read.
-        """
-        found: Mapping[str, Any] = read_yaml(self.path / SETTINGS) if self.groups is None else self.groups
-        return found
 
     def read_json(self, name: str) -> Any:
         """Return the content of one of its JSON files; None if it is missing."""
@@ -153,6 +142,11 @@ class SweepFolder:
         return self._content.get("tracking_uri")
 
     @property
+    def tracking(self) -> Mapping[str, Any]:
+        """The settings of `run.tracking` that are not defaults."""
+        return {"uri": self.tracking_uri} | self._content.get("trackers", {})
+
+    @property
     def run(self) -> Mapping[str, Any]:
         """`resources` and `prices` of its latest run, as in the sweep file."""
         return self._content.get("run", {})
@@ -188,19 +182,18 @@ class SweepFolder:
 
     @cached_property
     def _trials(self) -> list[TrialFolder]:
-        content, found = self._content, []
-        flat = {name: [flatten(name, one) for one in groups] for name, groups in content.get("groups", {}).items()}
-        for entry in content["trials"]:
+        groups, trials = self._content["groups"], []
+        flat = {name: [flatten(name, one) for one in distinct] for name, distinct in groups.items()}
+        for entry in self._content["trials"]:
             fields = dict(entry)
-            if (lineages := fields.get("lineages")) is not None:
-                fields["lineages"] = lineages.split()
-            if (places := fields.pop("groups", None)) is not None:  # none in what an earlier version has written
-                seed = {"seed": fields.pop("seed")}
-                fields["groups"] = {name: content["groups"][name][place] for name, place in places.items()} | seed
-                params = dict(itertools.chain.from_iterable(flat[name][i].items() for name, i in places.items()))
-                fields["params"] = params | seed | {"benchmark.tasks": fields.pop("tasks")}
-            found.append(TrialFolder(self.journal(fields["trial_id"]), **fields))
-        return found
+            indices, seed = fields.pop("groups"), {"seed": fields.pop("seed")}
+            if fields["lineages"] is not None:
+                fields["lineages"] = fields["lineages"].split()
+            fields["settings"] = {name: groups[name][index] for name, index in indices.items()} | seed
+            params = dict(itertools.chain.from_iterable(flat[name][index].items() for name, index in indices.items()))
+            fields["params"] = params | seed | {"benchmark.tasks": fields.pop("tasks")}
+            trials.append(TrialFolder(self.journal(fields["trial_id"]), **fields))
+        return trials
 
 
 def tuning_name(name: str) -> str:

@@ -101,6 +101,10 @@ class Stage(_Line):
     """Metric names by task."""
     reused: bool = False
     """Whether another run of the task made the snapshot."""
+    loss_steps: Sequence[int] = ()
+    """Last optimizer step of each interval of `run.loss_every` steps; empty if the task was not learned here."""
+    losses: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    """Mean of each loss term over each interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,8 @@ class Storage:
         for path, content in files.items():
             self.write(path, content)
 
-    def push(self, path: Path) -> None: ...
+    def push(self, path: Path) -> None:
+        """Make a local file visible to all nodes."""
 
     def holds(self, path: Path) -> bool:
         """Return whether the file exists, locally or remotely."""

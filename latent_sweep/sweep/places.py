@@ -16,7 +16,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
 from latent_sweep.settings import local_path
 from latent_sweep.storage.storage import STORAGE_VARIABLE, default_location, in_job_package
-from latent_sweep.sweep.schema import RunSettings, TrackingSettings
+from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.sweep.tracking_uris import (
     DEFAULT_URI,
     TRACKING_VARIABLE,
@@ -35,7 +35,7 @@ def placed(run: RunSettings, given: Mapping[str, Any]) -> tuple[RunSettings, lis
     storage, faults = _storage(run.storage, "storage" in given)
     tracking = given.get("tracking")
     uri, more = _tracker(run.tracking.uri, isinstance(tracking, Mapping) and "uri" in tracking)
-    changed = {"storage": storage, "tracking": TrackingSettings(uri=uri)}
+    changed = {"storage": storage, "tracking": run.tracking.model_copy(update={"uri": uri})}
     return run.model_copy(update=changed), faults + more
 
 

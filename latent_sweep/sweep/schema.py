@@ -180,11 +180,17 @@ class SchedulerSettings(Settings):
 
 
 class TrackingSettings(Settings):
-    """The tracking server."""
+    """Where results are shown while a sweep runs."""
 
     uri: str | None = None
     """MLflow tracking URI: a server, or a database such as sqlite:///mlflow.db, the default. MLFLOW_TRACKING_URI, if
-    set, replaces the default and a relative path. `none` disables tracking."""
+    set, replaces the default and a relative path. `none` disables MLflow."""
+    tensorboard: str | None = Field(None, min_length=1)
+    """Folder of TensorBoard event files with scores and losses, e.g. `tensorboard`; a relative one is in the working
+    directory. Needs `pip install 'latent-sweep[tensorboard]'`."""
+    wandb: str | None = Field(None, pattern=r"[^/\s]+(/[^/\s]+)?")
+    """Project, or entity/project, of Weights & Biases. Runs are written offline, to `wandb` in the working directory,
+    and `wandb sync` uploads them; WANDB_MODE and WANDB_DIR change that. Needs `pip install 'latent-sweep[wandb]'`."""
 
     @field_validator("uri")
     @classmethod
@@ -231,13 +237,15 @@ class RunSettings(Settings):
     scheduler: SchedulerSettings = SchedulerSettings()
     """Early stopping."""
     tracking: TrackingSettings = TrackingSettings()
-    """MLflow."""
+    """MLflow, TensorBoard and Weights & Biases."""
     allow_insecure: bool = False
     """Allow a Ray cluster on another machine without a token, and an MLflow server there without TLS or credentials:
     for private networks."""
     keep_answers: KeepAnswers = "all"
     """Save the answers of every stage (`all`), so that the whole score matrix can be rescored, or only those of the
     newest stage (`last`)."""
+    loss_every: int = Field(50, ge=0)
+    """Optimizer steps per point of the loss curves, each a mean over that many steps; 0 records none."""
     page: bool = True
     """Write the report as a page, `report.html`, when a run ends."""
     log_model: Literal["none", "best"] = "none"

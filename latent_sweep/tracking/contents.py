@@ -20,7 +20,7 @@ from latent_sweep.results import summaries
 from latent_sweep.results.definition import defined_events
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash, yaml_text
-from latent_sweep.storage.folders import SETTINGS, SweepFolder, TrialFolder
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Finished, Stage, Status, attempts, restarts, stages, status
 from latent_sweep.storage.predictions import answers_file, saves_answers
 from latent_sweep.storage.trial_files import PREDICTIONS
@@ -52,6 +52,8 @@ _RUN_STATUS: Mapping[Status, RunStatus] = {
 }
 MODEL_FOLDER = "model"
 """Name of the best trial's MLflow model, in the sweep's folder and among the artifacts of its run."""
+LOSS = "loss"
+"""Prefix of the loss curves, `loss/<term>`; their step counts the optimizer steps of all tasks."""
 _TRIAL_FILES = ("scores.json", "result.json", "journal.jsonl")
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
 
@@ -63,7 +65,8 @@ class Point:
     key: str
     value: float
     step: int
-    """Trial: tasks seen. Configuration: finished trials. Sweep: time of its last event in whole seconds."""
+    """Trial: tasks seen, or optimizer steps of a loss. Configuration: finished trials. Sweep: time of its last event in
+    whole seconds."""
     time: float
 
 
@@ -112,16 +115,25 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         kind="trial",
         key=trial.trial_id,
         generation=generation_of(events),
-        name=redact(" ".join(filter(None, sweep.run_names[trial.trial_id])) or trial.trial_id),
+        name=run_name(sweep, trial),
         start=events[0].time,
         status=run_status(events),
         end=events[-1].time,
-        params=_texts(_params(trial), _LONGEST_PARAM),
+        params=shown_params(trial),
         tags=_texts(tags, _LONGEST_TAG),
         cursor=trial_cursor(sweep, events),
-        history=list(_history(defined_events(trial, events))),
+        history=history(trial, events),
         artifacts={} if status(events) == "running" else _trial_artifacts(sweep, trial, events),
     )
+
+
+def run_name(sweep: SweepFolder, trial: TrialFolder) -> str:
+    return redact(" ".join(filter(None, sweep.run_names[trial.trial_id])) or trial.trial_id)
+
+
+def history(trial: TrialFolder, events: Sequence[Event]) -> list[Point]:
+    """Return every metric value of a trial in order of time."""
+    return list(_history(defined_events(trial, events)))
 
 
 def run_status(events: Sequence[Event]) -> RunStatus:
@@ -185,7 +197,7 @@ def configuration_content(
         start=end,
         status="FINISHED",
         end=end,
-        params=_texts({k: v for k, v in _params(member).items() if k != seed_name}, _LONGEST_PARAM),
+        params={name: value for name, value in shown_params(member).items() if name != seed_name},
         tags=_texts(
             {name: getattr(configuration, name) for name in ("n_trials", "n_stopped", "n_failed")}, _LONGEST_TAG
         ),
@@ -242,18 +254,26 @@ def sweep_tags(sweep: SweepFolder) -> dict[str, str]:
     return tags | ({"tuning_of": sweep.tuning_of} if sweep.tuning_of else {})
 
 
-def _params(trial: TrialFolder) -> dict[str, Any]:
+def shown_params(trial: TrialFolder) -> dict[str, str]:
+    """Return the settings that vary in the sweep, and a few others, by short name."""
     shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | values_read(trial)
     names = short_names(shown)
-    return {names[path]: value for path, value in shown.items()}
+    return _texts({names[path]: value for path, value in shown.items()}, _LONGEST_PARAM)
 
 
 def _history(events: Sequence[Event]) -> Iterator[Point]:
     """Yield every metric value of a journal; of the final metrics only those that no stage has logged."""
     logged, last_step = set(), 0
+    steps: dict[int, int] = {}
+    """Optimizer steps by tasks seen."""
     for event in events:
         if isinstance(event, Stage):
             last_step = max(last_step, event.tasks_seen)
+            steps[event.tasks_seen] = event.steps or 0
+            before = sum(count for seen, count in steps.items() if seen < event.tasks_seen)
+            for term, losses in event.losses.items():
+                for step, loss in zip(event.loss_steps, losses, strict=True):
+                    yield Point(f"{LOSS}/{term}", loss, before + step, event.time)
             scores = {f"score/{task}": score for task, score in event.scores.items()}
             for key, value in {**event.metrics, **scores}.items():
                 logged.add((key, event.tasks_seen))
@@ -278,7 +298,7 @@ def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Ev
     from latent_sweep.report.figures import score_matrix_png
 
     artifacts: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
-    artifacts[SETTINGS] = yaml_text(trial.settings())
+    artifacts["trial.yaml"] = yaml_text(trial.settings)
     artifacts |= {f"{PREDICTIONS}/{path.name}": path for path in sorted((trial.path / PREDICTIONS).glob("*.jsonl"))}
     if stored_stages := stages(events):
         kept = [answers_file(stage.tasks_seen) for stage in stored_stages if saves_answers(stage)]

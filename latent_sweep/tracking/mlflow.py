@@ -239,6 +239,10 @@ class MlflowTracker:
             return uri
         return f"mlflow ui --backend-store-uri {shlex.quote(uri)} --port 5000"
 
+    def compare_lines(self) -> list[str]:
+        link = self.link()
+        return [self.ui_command(), link] if link else []
+
     def sync_command(self) -> str:
         """Return the command that uploads everything later, without an address that contains credentials."""
         command = f"latent-sweep sync {shlex.quote(str(self.sweep.path))}"
@@ -549,33 +553,19 @@ class MlflowTracker:
             run.unread_metrics.remove(key)
 
 
-class NullTracker:
-    """The tracker of a sweep without tracking; it does nothing."""
-
-    def close(self) -> int:
-        return 0
-
-    open = sync = close
-
-    def link(self) -> str:
-        return ""
-
-    ui_command = sync_command = link
-
-
 def tracking_uri(uri: str | None) -> str:
     """Resolve a sweep file's `run.tracking.uri`."""
     return uri or os.environ.get(TRACKING_VARIABLE) or DEFAULT_URI
 
 
-def tracker_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False) -> MlflowTracker | NullTracker:
-    """Return the tracker that a sweep file's `run.tracking.uri` asks for; `none` disables tracking.
+def tracker_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False) -> MlflowTracker | None:
+    """Return the tracker that a sweep file's `run.tracking.uri` asks for; None for `none`.
 
     Raises:
         ConfigError: MLflow does not accept the address, or it is a remote server without TLS or credentials.
     """
     if uri == "none":
-        return NullTracker()
+        return None
     tracker = MlflowTracker(uri, sweep, allow_insecure)
     if faults := address_faults(tracker.uri) or location_faults(tracker.uri):
         raise ConfigError(f"tracker: {'; '.join(faults)}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from latent_sweep.security import redact
 
 if TYPE_CHECKING:
-    from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker
+    from latent_sweep.tracking.trackers import Tracker
 
 _logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class SyncThread:
 
     def __init__(
         self,
-        tracker: MlflowTracker | NullTracker,
+        tracker: Tracker,
         *,
         interval_seconds: float = 5.0,
         longest_pause_seconds: float = 60.0,
@@ -47,6 +47,9 @@ class SyncThread:
 
     def start(self) -> None:
         self._thread.start()
+
+    def request_stop(self) -> None:
+        self._stopping.set()
 
     def stop(self, timeout_seconds: float = 120.0, away_seconds: float = 10.0) -> bool:
         """Request a last sync and close the tracker; return whether both completed in time.
@@ -91,3 +94,21 @@ class SyncThread:
             self.log_line("tracking has caught up")
         self._behind_since = ""
         return True
+
+
+class SyncThreads:
+    """A thread for each tracker of a sweep."""
+
+    def __init__(self, trackers: Sequence[Tracker], log_line: Callable[[str], None]):
+        self._threads = [SyncThread(tracker, log_line=log_line) for tracker in trackers]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Close all trackers at the same time."""
+        for thread in self._threads:
+            thread.request_stop()
+        for thread in self._threads:
+            thread.stop()

@@ -55,6 +55,7 @@ class Context:
         keep_answers: whether trials save the predictions of every stage or only of the last.
         keeps_features: whether methods store features of prompts.
         limit: when to end.
+        loss_every: steps per recorded loss; 0 records none.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class Context:
         emit: Emit = ignore_event,
         keeps_features: bool = True,
         limit: TimeLimit | None = None,
+        loss_every: int = 0,
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
-        self.keeps_features, self.limit = keeps_features, limit or TimeLimit()
+        self.keeps_features, self.limit, self.loss_every = keeps_features, limit or TimeLimit(), loss_every
         self.store = SnapshotStorage(storage)
         self._emit, self._activities = emit, list[Activity]()
         self._scatter_sums: dict[str, PooledScatter] = {}

@@ -61,6 +61,8 @@ def record_stage(
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
     how = {"steps": facts["steps"], "trainable_parameters": facts["trainable_parameters"]}
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
+    if summary is not None and summary.history is not None and context.loss_every:
+        how |= summary.history.curve(context.loss_every)
     how["constant"] = context.constant(trial, len(files.rows) - 1)
     how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}
     files.record_stage(snapshot.lineage, summary is None, metrics, how)

@@ -35,6 +35,7 @@ def run_pack(
     engine: Engine | None = None,
     keep_answers: KeepAnswers = "all",
     limit: TimeLimit | None = None,
+    loss_every: int = 0,
 ) -> None:
     """Run what is missing of a pack's trials: learn each task once, and score it for every trial.
 
@@ -46,6 +47,7 @@ def run_pack(
         threads: CPU threads; None is torch's default.
         engine: None is plain torch in this process. Every worker of its group calls this function with the same pack.
         keep_answers: whether trials save the predictions of every stage or only of the last.
+        loss_every: steps per recorded loss; 0 records none.
 
     Raises:
         Exception: the error of the first run that failed, once the others have ended and journals have `failed` events.
@@ -57,7 +59,16 @@ def run_pack(
         torch.set_num_threads(threads)
     leads = engine is None or engine.group.leads
     emit_here = emit if leads else ignore_event
-    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers, emit_here, limit=limit)
+    context = Context(
+        pack.trials[0],
+        sweep.storage,
+        engine,
+        pack.halved,
+        keep_answers,
+        emit_here,
+        limit=limit,
+        loss_every=loss_every,
+    )
     try:
         _run(pack, sweep, emit, context)
     except BaseException:

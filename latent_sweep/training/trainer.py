@@ -7,6 +7,7 @@ interrupted and resumed from its checkpoint ends with the same bits as one that 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ class TrainingSummary:
     """Wall time, shared equally between trainers of a pack."""
     tokens: int = field(compare=False)
     """Prompt and target tokens, without padding, that this process has trained on."""
+    history: History | None = field(default=None, compare=False)
+    """The loss terms of all steps; None without training."""
 
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -221,7 +224,7 @@ class Trainer:
         except NonFiniteLoss as failure:
             return failure
         first, last = self.history.mean(last=False), self.history.mean(last=True)
-        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens)
+        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens, self.history)
 
 
 class History:
@@ -240,6 +243,16 @@ class History:
                 "before; expected the same at every step of a task. Return 0 for a term that does not apply to a batch"
             )
         self.rows.append([losses[name] for name in self.names])
+
+    def curve(self, every: int) -> dict[str, Any]:
+        """Return the fields `loss_steps` and `losses` of a stage in a journal, with six digits."""
+        ends = [*range(every, len(self.rows), every), len(self.rows)]
+        parts = [self.rows[start:end] for start, end in itertools.pairwise([0, *ends])]
+        means = {
+            name: [float(f"{math.fsum(row[i] for row in rows) / len(rows):.6g}") for rows in parts]
+            for i, name in enumerate(self.names)
+        }
+        return {"loss_steps": ends, "losses": means}
 
     def mean(self, last: bool) -> dict[str, float]:
         """Return the mean of each term over the last, or the first, tenth of the steps."""

@@ -7,12 +7,10 @@ import itertools
 import json
 import shutil
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import yaml
 
 from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.storage.checksummed import checksummed_json
@@ -51,48 +49,48 @@ def write_sweep(
     sweep_id: str = "5eed5eed5eed5eed",
     tuning_of: str | None = None,
     answering: Collection[str] = (),
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> SweepFolder:
-    """Write a planned sweep over the grid of `axes`; trials that differ only in `answering` share one
-    training."""
+    """Write a planned sweep over the grid of `axes`; trials that differ only in `answering` share one training.
+
+    Args:
+        settings: more settings of every trial, by group.
+    """
+    given = {f"{group}.{name}": value for group, own in (settings or {}).items() for name, value in own.items()}
     trials: list[dict[str, Any]] = []
+    groups: dict[str, list[Any]] = {}
     trainings: dict[str, str] = {}
     for number, point in enumerate(itertools.product(*axes.values())):
         values = dict(zip(axes, point, strict=True))
         learned = tuple(value for axis, value in values.items() if axis not in answering)
         training = trainings.setdefault(str(learned), f"training{len(trainings):04d}")
+        resolved: dict[str, dict[str, Any]] = {}
+        for path, value in (CONTEXT | given | values).items():
+            group, _, setting = path.partition(".")
+            if setting:
+                resolved.setdefault(group, {})[setting] = value
+        for group, content in resolved.items():
+            groups.setdefault(group, []).append(content)
         trials.append(
             {
                 "trial_id": f"trial{number:04d}",
                 "training_id": training,
                 "values": values,
-                "params": CONTEXT | values,
+                "groups": dict.fromkeys(resolved, number),
+                "seed": values.get("seed", 0),
+                "tasks": values.get("benchmark.tasks") or " ".join(TASKS),
                 "n_tasks": len(TASKS),
+                "lineages": None,
             }
         )
-    content = {"sweep_id": sweep_id, "name": name, "axes": list(axes), "trials": trials, "seed_axis": "seed"}
-    content["tuning_of"] = tuning_of
+    content = {"sweep_id": sweep_id, "name": name, "axes": list(axes), "seed_axis": "seed", "tuning_of": tuning_of}
     folder = storage / name
     folder.mkdir(parents=True, exist_ok=True)
     sweep = open_sweep(folder)
-    sweep.storage.write(folder / "sweep.json", checksummed_json(content))
+    sweep.storage.write(folder / "sweep.json", checksummed_json(content | {"groups": groups, "trials": trials}))
     for trial in sweep:
         trial.path.mkdir(parents=True, exist_ok=True)
-        (trial.path / "trial.yaml").write_text(yaml.safe_dump(dict(trial.params)))
     return sweep
-
-
-def as_before(sweep: SweepFolder) -> SweepFolder:
-    """The sweep as earlier versions wrote it: settings by path in `sweep.json`, and a file of them for each trial."""
-    path = sweep.path / "sweep.json"
-    content = json.loads(path.read_bytes())["content"]
-    for entry, trial in zip(content["trials"], sweep, strict=True):
-        entry["params"] = trial.params
-        for name in ("groups", "seed", "tasks"):
-            del entry[name]
-        (trial.path / "trial.yaml").write_text(yaml.safe_dump(trial.settings()))
-    del content["groups"]
-    path.write_bytes(checksummed_json(content))
-    return open_sweep(sweep.path)
 
 
 def journal_of(trial: TrialFolder) -> Journal:
@@ -111,11 +109,13 @@ def learn(
     files: dict[str, str] | None = None,
     trained: int = 147_456,
     constant: float | None = None,
+    losses: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Append the stage after `tasks_seen` tasks, with a score per task seen or one for all.
 
     Args:
-        constant: score of the most frequent training answer; None as earlier versions left it out.
+        constant: score of the most frequent training answer.
+        losses: by term, after 12, 24, ... steps.
     """
     row = scores if isinstance(scores, list) else [scores] * tasks_seen
     journal_of(trial).append(
@@ -130,6 +130,7 @@ def learn(
         scores=dict(zip(TASKS, row, strict=False)),
         metrics={"AP": statistics.fmean(row), "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
         **({} if constant is None else {"constant": constant}),
+        **({} if losses is None else {"losses": losses, "loss_steps": [12 * (i + 1) for i in range(steps // 12)]}),
     )
 
 

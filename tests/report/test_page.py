@@ -10,7 +10,7 @@ from itertools import count, repeat
 from urllib.parse import unquote
 
 import pytest
-from helpers.sweep_folders import finished_sweep, run_to_end, stop, write_sweep
+from helpers.sweep_folders import TASKS, finished_sweep, run_to_end, stop, write_sweep
 
 from latent_sweep.cli.main import main
 from latent_sweep.report import export, report
@@ -111,19 +111,16 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
 
 def test_sweeps_with_other_benchmarks_and_backbones_have_columns_for_them(sweep, tmp_path):
     """Rows of one benchmark are together; an axis of one sweep has a column for both."""
-    other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, name="other", sweep_id="0ther0ther0ther0")
-    content = read_checksummed_json(other.path / "sweep.json")
-    content["trials"][0]["params"]["benchmark.name"] = "own"
-    write_checksummed_json(other.path / "sweep.json", content)
-    other = open_sweep(other.path)
+    own, identity = {"benchmark": {"name": "own"}}, {"name": "other", "sweep_id": "0ther0ther0ther0"}
+    other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, **identity, settings=own)
     run_to_end(next(iter(other)), 0.48, 0.0)
     found = summaries.summarize_all([sweep, other])
     table = together(found).table
-    assert table.header[:5] == ["sweep", "backbone", "benchmark", "lambda", "n"]
+    assert table.header[:5] == ["sweep", "lambda", "backbone", "benchmark", "n"]
     assert [[cell.text for cell in row[:4]] for row in table.rows] == [
-        ["lambda", "t5-large", "superni", "0.1"],
-        ["lambda", "t5-large", "superni", "0.0"],
-        ["other", "tiny-llama", "own", "0.0"],
+        ["lambda", "0.1", "t5-large", "superni"],
+        ["lambda", "0.0", "t5-large", "superni"],
+        ["other", "0.0", "tiny-llama", "own"],
     ]
     rows = list(csv.DictReader(io.StringIO(report.render_all(found, "csv"))))
     assert [(row["benchmark"], row["backbone"]) for row in rows] == [("superni", "t5-large")] * 2 + [
@@ -144,12 +141,13 @@ def test_sweeps_scored_differently_have_columns_for_it(sweep, tmp_path):
         run_to_end(trial, 0.9, 0.0)
         section = together(summaries.summarize_all([sweep, other]))
         (column,) = (i for i, heading in enumerate(section.table.header) if heading == path.rpartition(".")[2])
-        assert {row[column].text for row in section.table.rows} == {"-", str(value)}
+        default = " ".join(TASKS) if setting == "tasks" else "-"
+        assert {row[column].text for row in section.table.rows} == {default, str(value)}
         first = section.table.rows[0][0].text
         assert first == ("lambda" if setting in ("score_on", "tasks") else setting)
         assert (HELD_OUT in section.notes) == (setting == "score_on")
     (trial,) = other = write_sweep(tmp_path, {"benchmark.order": [2]}, name="order")
-    assert together(summaries.summarize_all([sweep, other])).table.header[:4] == ["sweep", "order", "lambda", "n"]
+    assert together(summaries.summarize_all([sweep, other])).table.header[:4] == ["sweep", "lambda", "order", "n"]
 
 
 def test_a_report_of_tuning_trials_notes_what_they_are_scored_on(tmp_path):
@@ -303,8 +301,8 @@ def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
     """Defaults may depend on the backbone."""
     sweep = write_sweep(tmp_path, {"backbone.name": ["t5-large", "llama-2-7b"], "seed": [0]})
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
-    for entry, epochs in zip(content["trials"], (30, 15), strict=True):
-        entry["params"]["training.epochs"] = epochs
+    for training, epochs in zip(content["groups"]["training"], (30, 15), strict=True):
+        training["epochs"] = epochs
     (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
     sweep = open_sweep(sweep.path)
     for trial in sweep:

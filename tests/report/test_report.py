@@ -255,8 +255,7 @@ def test_an_axis_that_some_trials_lack_may_repeat_configurations(tmp_path):
         tmp_path, {"method.name": ["joint_lora", "inf_lora"], "method.gpm.energy": ["sigma2"], "seed": [0]}
     )
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
-    for place in ("values", "params"):
-        del content["trials"][0][place]["method.gpm.energy"]
+    del content["groups"]["method"][0]["gpm.energy"]
     content["trials"][0]["values"]["method.gpm.energy"] = None
     (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
     sweep = open_sweep(sweep.path)

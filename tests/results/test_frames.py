@@ -134,7 +134,7 @@ def test_the_matrix_is_empty_above_its_diagonal(sweep):
     assert nothing.shape == (0, 0) and (nothing.index.name, nothing.columns.name) == ("after_task", "task")
 
 
-@pytest.mark.parametrize("kind", ["trials", "stages", "scores", "answers"])
+@pytest.mark.parametrize("kind", ["trials", "stages", "scores", "losses", "answers"])
 def test_columns_and_types_follow_the_docstring(sweep, finished, tmp_path, kind):
     documented = dict(re.findall(r"^ +(\w+) \(([^)]+)\): ", getattr(SweepFrames, kind).__doc__, re.MULTILINE))
     real = open_sweep(sweep_folder(finished).path)
@@ -237,7 +237,7 @@ def test_answers_have_the_inputs_of_the_data(finished, ran, tmp_path):
     spec = load_benchmark(next(iter(sweep_folder(finished))).params["benchmark.name"])
     task = next(task for task in spec.tasks if task.name == "mood")
     trial = next(iter(sweep_folder(finished)))
-    settings = BenchmarkSettings.model_validate(trial.settings()["benchmark"])
+    settings = BenchmarkSettings.model_validate(trial.settings["benchmark"])
     texts = {row.id: row.input for row in load_examples(spec, task, "test", settings)}
     assert len(texts) > 1
     assert found["input"].tolist() == [texts[row] for row in found["row_id"]]

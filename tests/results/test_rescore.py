@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from helpers.events import fields_of
-from helpers.sweep_folders import as_before
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import journal_at
 
@@ -147,16 +146,6 @@ def test_malformed_files_are_reported(copy, capsys, name, content):
     first, _ = copy
     (first.path / name).write_text(content)
     tell(first, name)
-    assert main(["rescore", str(copy.path)]) == 1
-    assert f"{first.path}: a file has an unexpected content: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("content", ["benchmark: [", "benchmark: {}\n", None])
-def test_unreadable_settings_are_reported(copy, capsys, content):
-    first, _ = as_before(copy)
-    (first.path / "trial.yaml").unlink()
-    if content is not None:
-        (first.path / "trial.yaml").write_text(content)
     assert main(["rescore", str(copy.path)]) == 1
     assert f"{first.path}: a file has an unexpected content: " in capsys.readouterr().out
 

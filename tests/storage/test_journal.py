@@ -1,5 +1,4 @@
 import hashlib
-import json
 
 import psutil
 import pytest
@@ -9,7 +8,7 @@ from helpers.tiny import journal_at
 
 from latent_sweep.errors import StorageError
 from latent_sweep.storage.folders import open_sweep
-from latent_sweep.storage.journal import START, attempts, stages, status
+from latent_sweep.storage.journal import START, stages, status
 
 
 def stage(tasks_seen, average, **fields):
@@ -181,11 +180,6 @@ def test_status_is_what_the_last_event_left_behind(events, expected):
     assert status([an_event(event) for event in events]) == expected
 
 
-def test_attempts_are_the_starts():
-    events = [an_event("started", attempt=1), stage(1, 0.2), an_event("started", attempt=2)]
-    assert [event.attempt for event in attempts(events)] == [1, 2]
-
-
 def test_a_sweep_folder_gives_its_trials_with_their_journals(tmp_path):
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
     trials = list(sweep)
@@ -207,11 +201,3 @@ def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
         (tmp_path / "sweep.json").write_text(content)
         with pytest.raises(StorageError, match=r"sweep\.json: does not match its digest"):
             list(open_sweep(tmp_path))
-
-
-def test_the_journal_is_one_json_object_a_line(tmp_path):
-    journal = journal_at(tmp_path / "journal.jsonl")
-    journal.append("failed", kind="error", message="two\nlines", task="a", step=3)
-    journal.append("started", attempt=2)
-    lines = journal.path.read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines] == ["failed", "started"]

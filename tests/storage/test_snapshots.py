@@ -133,12 +133,6 @@ def kill_at_rename(monkeypatch, number):
     return renamed
 
 
-def test_tensors_are_renamed_before_the_facts_that_commit_them(store, monkeypatch):
-    renamed = kill_at_rename(monkeypatch, 99)
-    store.append(snapshot())
-    assert renamed == ["abc.safetensors", "abc.json"]
-
-
 @pytest.mark.parametrize("renames", [0, 1])
 def test_a_kill_before_the_second_rename_leaves_no_snapshot(store, monkeypatch, renames):
     kill_at_rename(monkeypatch, renames)
@@ -360,7 +354,3 @@ def test_sealed_json_comes_back_and_only_whole(tmp_path, caplog):
     assert read_checksummed_json(path) is None
     assert "answers.json does not match its digest" in caplog.text
     assert not path.exists()
-
-
-def test_a_checkpoint_lies_beside_the_snapshots_under_its_lineage(store):
-    assert store.checkpoint("abc").path == store.folder.parent / "checkpoints" / "abc.safetensors"

@@ -208,6 +208,7 @@ RUN = {
     "tracking": {"uri": "none"},
     "allow_insecure": True,
     "keep_answers": "last",
+    "loss_every": 1,
     "page": False,
     "log_model": "best",
     "pack": 2,

@@ -48,7 +48,6 @@ def test_a_remote_cluster_needs_a_token(address, monkeypatch):
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token") as caught:
         check_ray_address(allow_insecure=False)
     assert address in str(caught.value)
-    assert "run.allow_insecure=true" in str(caught.value)
     check_ray_address(allow_insecure=True)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE=disabled"):
@@ -66,7 +65,7 @@ def test_a_local_cluster_needs_no_token(address, monkeypatch):
     check_ray_address(allow_insecure=False)
 
 
-@pytest.mark.parametrize("address", [None, "", "  ", "local"])
+@pytest.mark.parametrize("address", [None, "  ", "local"])
 def test_without_an_address_no_cluster_is_checked(address, monkeypatch):
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -85,13 +84,12 @@ def unused_port():
 def test_a_cluster_that_does_not_listen_is_refused_at_once(form, command, tmp_path, monkeypatch, capsys):
     address = form.format(unused_port())
     began = time.monotonic()
+    monkeypatch.setenv("RAY_ADDRESS", address)
     if command == "run":
-        monkeypatch.setenv("RAY_ADDRESS", address)
         assert main(["run", write(tmp_path, tiny())]) == 2
-        assert f"RAY_ADDRESS: found {address}" in capsys.readouterr().err
+        assert address in capsys.readouterr().err
         assert not (tmp_path / "runs").exists()
     else:
-        monkeypatch.setenv("RAY_ADDRESS", address)
         (found,) = run_check("cluster", lambda: check_nodes(Storage(tmp_path), [], False, ResourceSettings()))
         assert (found.mark, address in found.found) == ("fault", True)
     assert time.monotonic() - began < 60, "Ray itself waits for a quarter of an hour"
@@ -197,10 +195,10 @@ def test_run_refuses_insecure_servers_before_anything_runs(tmp_path, monkeypatch
     monkeypatch.setattr("latent_sweep.execution.local.run_local", lambda *arguments: pytest.fail("nothing may run"))
     path = write(tmp_path, tiny(run__tracking__uri="http://10.1.2.3:5000"))
     assert main(["run", path, "--local"]) == 2
-    assert "error: MLflow at http://10.1.2.3:5000: without TLS" in capsys.readouterr().err
+    assert "http://10.1.2.3:5000" in capsys.readouterr().err
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
     assert main(["run", path]) == 2
-    assert "error: RAY_ADDRESS: found 10.1.2.3:6379" in capsys.readouterr().err
+    assert "10.1.2.3:6379" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sync", "verify"])
@@ -243,8 +241,7 @@ def test_a_sweep_file_with_a_password_is_refused_without_repeating_it(tmp_path, 
     path = write(tmp_path, tiny(run__tracking__uri="https://me:hunter22@host"))
     assert main(["plan", path]) == 2
     printed = capsys.readouterr()
-    assert "run.tracking.uri: found an address with a user, password or token" in printed.err
-    assert "MLFLOW_TRACKING_PASSWORD" in printed.err
+    assert "run.tracking.uri: " in printed.err and "MLFLOW_TRACKING_PASSWORD" in printed.err
     assert "hunter22" not in printed.out + printed.err
     assert main(["plan", write(tmp_path, tiny()), "--set", "run.tracking.uri=https://me:hunter22@host"]) == 2
     assert "hunter22" not in "".join(capsys.readouterr())

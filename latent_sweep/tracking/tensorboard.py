@@ -1,0 +1,70 @@
+"""Writes a sweep as TensorBoard's event files, `<folder>/<sweep>/<trial>/events.out.tfevents.*`.
+
+Event files are only appended to. The file `journal` next to them is a cursor: it names the journal and the number of
+its events that they hold. A trial whose cursor does not fit its journal is written again.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.results.definition import defined_events
+from latent_sweep.settings import yaml_text
+from latent_sweep.storage.files import read_file, write_file
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event, final_metrics, status
+from latent_sweep.tracking.contents import generation_of, new_points, run_name, shown_params
+from latent_sweep.tracking.trackers import LocalTracker
+
+CURSOR = "journal"
+
+
+class TensorboardTracker(LocalTracker):
+    """Writes each trial's settings as text and hyperparameters, and its scores and losses as scalars.
+
+    Args:
+        folder: for `tensorboard --logdir`.
+    """
+
+    def __init__(self, folder: Path, sweep: SweepFolder):
+        super().__init__(sweep)
+        self.folder = folder
+
+    def folder_of(self, trial: TrialFolder) -> Path:
+        name = re.sub(r"[^\w.=+ -]", "_", run_name(self.sweep, trial))[:100]
+        return self.folder / self.sweep.name / f"{name} {trial.trial_id[:8]}"
+
+    def write(self, trial: TrialFolder, events: Sequence[Event]) -> bool:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, generation = self.folder_of(trial), generation_of(events)
+        before, _, count = read_file(folder / CURSOR).decode().partition(" ")
+        n_written = int(count) if before == generation and int(count) <= len(events) else 0
+        if n_written == len(events):
+            return False
+        (folder / CURSOR).unlink(missing_ok=True)  # a crash before it is written again begins anew
+        if n_written == 0:
+            for path in folder.glob("events.out.tfevents.*"):
+                path.unlink()
+        with SummaryWriter(str(folder), filename_suffix=f".{len(events)}") as writer:
+            if n_written == 0:
+                writer.add_text("settings", f"```yaml\n{yaml_text(trial.settings)}```", walltime=events[0].time)
+            for point in new_points(defined_events(trial, events), n_written):
+                writer.add_scalar(point.key, point.value, point.step, walltime=point.time)
+            if status(events) in ("finished", "stopped"):
+                self._add_hyperparameters(writer, trial, events)
+        write_file(folder / CURSOR, f"{generation} {len(events)}".encode())
+        return True
+
+    def _add_hyperparameters(self, writer: Any, trial: TrialFolder, events: Sequence[Event]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        for summary in hparams(shown_params(trial), dict.fromkeys(final_metrics(events), 0.0)):
+            writer.file_writer.add_summary(summary)
+
+    def compare_lines(self) -> list[str]:
+        return [f"tensorboard --logdir {shlex.quote(str(self.folder))}"]

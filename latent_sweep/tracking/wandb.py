@@ -1,0 +1,86 @@
+"""Writes a sweep for Weights & Biases: one run per trial, written when the trial has ended.
+
+Without WANDB_MODE runs are written offline, into `wandb/offline-run-*` below WANDB_DIR or the working directory, and
+`wandb sync` uploads them. Next to them, `latent_sweep/<trial>` holds the digest of the last event that was written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.storage.files import read_file, write_file
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event, final_metrics, status
+from latent_sweep.tracking.contents import LOSS, Point, generation_of, history, run_name, shown_params
+from latent_sweep.tracking.trackers import LocalTracker
+
+_QUIET: dict[str, Any] = {
+    **{"console": "off", "disable_git": True, "save_code": False, "silent": True},
+    **{"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False},
+}
+"""Settings of a run that is not about this process: its output, code and load do not belong to the trial."""
+
+
+class WandbTracker(LocalTracker):
+    """Writes each trial's settings as its config, its scores by tasks seen and its losses by step.
+
+    Args:
+        project: `project`, or `entity/project`.
+        folder: in which W&B makes its folder `wandb`.
+    """
+
+    def __init__(self, project: str, folder: Path, sweep: SweepFolder):
+        super().__init__(sweep)
+        self.folder = folder
+        self._entity, _, self._project = project.rpartition("/")
+
+    def write(self, trial: TrialFolder, events: Sequence[Event]) -> bool:
+        cursor = self.folder / "wandb" / "latent_sweep" / trial.trial_id
+        last = events[-1].sha256.encode()
+        if status(events) == "running" or read_file(cursor) == last:
+            return False
+        self._write_run(trial, events)
+        write_file(cursor, last)
+        return True
+
+    def _write_run(self, trial: TrialFolder, events: Sequence[Event]) -> None:
+        import wandb
+
+        run_id = f"{trial.trial_id}-{generation_of(events)[:8]}"
+        for earlier in (self.folder / "wandb").glob(f"offline-run-*-{run_id}"):
+            shutil.rmtree(earlier)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        configuration, _ = self.sweep.run_names[trial.trial_id]
+        run = wandb.init(
+            entity=self._entity or None,
+            project=self._project,
+            id=run_id,
+            name=run_name(self.sweep, trial),
+            group=configuration or None,
+            tags=[self.sweep.name, status(events)],
+            config=shown_params(trial) | {"sweep": self.sweep.name, "trial_id": trial.trial_id},
+            dir=self.folder,
+            settings=wandb.Settings(mode=os.environ.get("WANDB_MODE", "offline"), **_QUIET),
+            reinit="create_new",
+        )
+        run.define_metric(f"{LOSS}/*", step_metric="step")
+        run.define_metric("*", step_metric="tasks_seen")
+        for (axis, step), points in itertools.groupby(history(trial, events), _axis):
+            run.log({axis: step} | {point.key: point.value for point in points})
+        run.summary.update(dict(final_metrics(events)))
+        run.finish(exit_code=int(status(events) == "failed"))
+
+    def compare_lines(self) -> list[str]:
+        if os.environ.get("WANDB_MODE", "offline") != "offline":
+            return [f"Weights & Biases, project {self._project}"]
+        return [f"wandb sync {shlex.quote(str(self.folder / 'wandb'))}/offline-run-*"]
+
+
+def _axis(point: Point) -> tuple[str, int]:
+    return "step" if point.key.startswith(f"{LOSS}/") else "tasks_seen", point.step
