@@ -159,10 +159,10 @@ class SweepFolder:
         apart: dict[str, dict[str, Any]] = {}
         for point in points:
             apart.setdefault(label(point), point)
-        known = dict(zip(apart, distinct_labels(list(apart.values())), strict=True))
+        labels = dict(zip(apart, distinct_labels(list(apart.values())), strict=True))
         seed = self.seed_axis
         return {
-            trial.trial_id: (known[label(point)], label({seed: trial.values[seed]}) if seed in trial.values else "")
+            trial.trial_id: (labels[label(point)], label({seed: trial.values[seed]}) if seed in trial.values else "")
             for trial, point in zip(self, points, strict=True)
         }
 

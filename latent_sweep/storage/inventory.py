@@ -149,13 +149,13 @@ def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> lis
         StorageError: a sweep's references cannot be read.
     """
     referred = frozenset().union(*inventory.references.values())
-    found, now = [], inventory.storage.now()
+    files, now = [], inventory.storage.now()
     for path, facts in sorted(inventory.files.items()):
         age = now - facts.modified
         kind = _kind(path.relative_to(inventory.storage.folder), referred, inventory.files)
         if kind is not None and (caches or kind != "caches") and age >= max(keep_days * DAY, AT_WORK):
-            found.append(Garbage(path, kind, facts.size))
-    return found
+            files.append(Garbage(path, kind, facts.size))
+    return files
 
 
 def _kind(path: Path, referred: frozenset[str], files: Mapping[Path, FileFacts]) -> Kind | None:
@@ -260,7 +260,7 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
     sweeps = inventory.with_tuning(name)
     going = {sweep.name for sweep in sweeps}
     mine = frozenset().union(*(inventory.references[one] for one in going))
-    others = frozenset().union(*(found for other, found in inventory.references.items() if other not in going))
+    others = frozenset().union(*(lineages for other, lineages in inventory.references.items() if other not in going))
     files = {p: facts for p, facts in inventory.files.items() if any(p.is_relative_to(one.path) for one in sweeps)}
     # of the driver and of workers that outlived theirs; an object store's leases are not among the files
     locks = {path for path in files if path.parent.name == LOCKS}
@@ -315,21 +315,21 @@ def _undriven(sweep: SweepFolder) -> Iterator[None]:
 # --- copying a sweep -------------------------------------------------------------------------------------------------
 
 
-def is_archive(place: str) -> bool:
-    return place.endswith(tuple(_ARCHIVES))
+def is_archive(address: str) -> bool:
+    return address.endswith(tuple(_ARCHIVES))
 
 
-def _check_target(place: str) -> None:
+def _check_target(address: str) -> None:
     """Refuse targets that would become a storage by mistake."""
-    if place.endswith(_OTHER_ARCHIVES) and not is_archive(place):
-        raise ConfigError(f"{place}: unsupported archive; expected {', '.join(_ARCHIVES)}, or a folder")
-    if "://" in place:
-        if is_archive(place):
-            raise ConfigError(f"{place}: archives are local files; expected a path, or the URI of a storage")
+    if address.endswith(_OTHER_ARCHIVES) and not is_archive(address):
+        raise ConfigError(f"{address}: unsupported archive; expected {', '.join(_ARCHIVES)}, or a folder")
+    if "://" in address:
+        if is_archive(address):
+            raise ConfigError(f"{address}: archives are local files; expected a path, or the URI of a storage")
         return
-    folder = Path(place).absolute()
+    folder = Path(address).absolute()
     if (inside := next((each for each in (folder, *folder.parents) if (each / SWEEP_FILE).exists()), None)) is not None:
-        raise ConfigError(f"{place}: is inside a sweep's folder, {inside}; expected another storage")
+        raise ConfigError(f"{address}: is inside a sweep's folder, {inside}; expected another storage")
 
 
 class Copied(NamedTuple):
@@ -342,13 +342,13 @@ class Copied(NamedTuple):
     """Whether it contains weights."""
 
 
-def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = True) -> Copied:
+def copy_sweep(source: Storage, name: str, address: str, with_snapshots: bool = True) -> Copied:
     """Copy a sweep, its tuning sweeps and their snapshots into a storage or an archive, without caches.
 
     An interrupted copy is no sweep; the same command continues it.
 
     Args:
-        place: a folder, the URI of an object store, or the path of an archive.
+        address: a folder, the URI of an object store, or the path of an archive.
         with_snapshots: whether to copy weights. Reports do not need them, and finished trials stay finished.
 
     Raises:
@@ -356,7 +356,7 @@ def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = Tr
             target is invalid.
         StorageError: a storage cannot be read or written.
     """
-    _check_target(place)
+    _check_target(address)
     inventory = Inventory(source)
     sweeps = inventory.with_tuning(name)
     for sweep in sweeps:
@@ -365,17 +365,17 @@ def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = Tr
     journals = {t.journal.path: t.journal.path.read_bytes() for s in sweeps for t in s if t.journal.path.exists()}
     marks = {sweep.path / SWEEP_FILE: (sweep.path / SWEEP_FILE).read_bytes() for sweep in sweeps}
     files = list(_to_copy(source, sweeps, with_snapshots))
-    if is_archive(place):
-        return _archive(source, sweeps, files, journals | marks, Path(place))
-    target = open_storage(place)
-    placed = {path: target.folder / path.relative_to(source.folder) for path in (*files, *journals, *marks)}
+    if is_archive(address):
+        return _archive(source, sweeps, files, journals | marks, Path(address))
+    target = open_storage(address)
+    targets = {path: target.folder / path.relative_to(source.folder) for path in (*files, *journals, *marks)}
     if target.folder == source.folder:
-        raise ConfigError(f"{place}: already contains sweep {name}; expected another storage, or an archive")
+        raise ConfigError(f"{address}: already contains sweep {name}; expected another storage, or an archive")
     for path, content in marks.items():
-        if target.sync(placed[path]) and placed[path].read_bytes() != content:
-            raise ConfigError(f"{placed[path].parent}: found another sweep of this name; {_ELSEWHERE}")
+        if target.sync(targets[path]) and targets[path].read_bytes() != content:
+            raise ConfigError(f"{targets[path].parent}: found another sweep of this name; {_ELSEWHERE}")
     for path, content in journals.items():
-        if target.sync(placed[path]) and not content.startswith(placed[path].read_bytes()):
+        if target.sync(targets[path]) and not content.startswith(targets[path].read_bytes()):
             sweep_path = target.folder / path.relative_to(source.folder).parts[0]
             raise ConfigError(f"{sweep_path}: the sweep advanced there since it was copied; {_ELSEWHERE}")
     target.create()
@@ -383,12 +383,12 @@ def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = Tr
     for path in files:
         content = path.read_bytes()
         size += len(content)
-        if not target.sync(placed[path]) or placed[path].read_bytes() != content:
-            target.write(placed[path], content)
+        if not target.sync(targets[path]) or targets[path].read_bytes() != content:
+            target.write(targets[path], content)
     for path, content in (journals | marks).items():
-        target.write(placed[path], content)
+        target.write(targets[path], content)
         size += len(content)
-    return _copied(source, sweeps, placed, size)
+    return _copied(source, sweeps, targets, size)
 
 
 _ELSEWHERE = "delete it (latent-sweep delete), or copy into another storage"

@@ -207,8 +207,8 @@ def _nanoseconds(text: str) -> int:
 def uri_faults(uri: str) -> list[str]:
     parts = urlsplit(uri)
     if parts.scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        return [f"found {quoted(uri, 200)}; expected a path, or a URI that begins with one of {known}"]
+        schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        return [f"found {quoted(uri, 200)}; expected a path, or a URI that begins with one of {schemes}"]
     if not parts.netloc:
         return [f"found {quoted(uri, 200)}; expected a bucket after {parts.scheme}://"]
     if has_credentials(uri):

@@ -63,8 +63,8 @@ def declared() -> Declared:
         PackageNotFoundError: neither exists, or reading pyproject.toml needs Python 3.11.
     """
     try:
-        found = metadata(OURS)
-        return Declared(found["Version"], found["Requires-Python"], tuple(found.get_all("Requires-Dist") or ()))
+        own = metadata(OURS)
+        return Declared(own["Version"], own["Requires-Python"], tuple(own.get_all("Requires-Dist") or ()))
     except PackageNotFoundError:
         if sys.version_info >= (3, 11):
             import tomllib

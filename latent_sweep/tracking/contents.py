@@ -172,9 +172,7 @@ def configuration_contents(sweep: SweepFolder, summary: summaries.Summary) -> It
             yield configuration_content(sweep, configuration, trials[configuration.trial_ids[0]])
 
 
-def configuration_content(
-    sweep: SweepFolder, configuration: summaries.Configuration, member: TrialFolder
-) -> RunContent:
+def configuration_content(sweep: SweepFolder, configuration: summaries.Configuration, trial: TrialFolder) -> RunContent:
     """Return the summary run of a configuration with a finished trial: params, and mean, std and count over seeds.
 
     Tags count all its trials, and those that are in no mean.
@@ -193,11 +191,11 @@ def configuration_content(
         kind="summary",
         key=content_hash(dict(configuration.values)),
         generation="",
-        name=redact(f"{sweep.run_names[member.trial_id][0]} mean".strip()),
+        name=redact(f"{sweep.run_names[trial.trial_id][0]} mean".strip()),
         start=end,
         status="FINISHED",
         end=end,
-        params={name: value for name, value in shown_params(member).items() if name != seed_name},
+        params={name: value for name, value in shown_params(trial).items() if name != seed_name},
         tags=_texts(
             {name: getattr(configuration, name) for name in ("n_trials", "n_stopped", "n_failed")}, _LONGEST_TAG
         ),
