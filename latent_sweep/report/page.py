@@ -16,7 +16,7 @@ from latent_sweep.monitor.log_lines import time_spent
 from latent_sweep.report.embedding_map import embedding_map
 from latent_sweep.report.figures import Picture
 from latent_sweep.report.interference_pictures import interference_pictures
-from latent_sweep.report.pictures import sweep_pictures
+from latent_sweep.report.pictures import loss_pictures, sweep_pictures
 from latent_sweep.report.router_pictures import router_pictures
 from latent_sweep.report.tables import counts, has_held_out, joint_sections, sections, without_comparison
 from latent_sweep.results.definition import trial_name
@@ -47,6 +47,7 @@ def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], l
     Also return a line for each that its trials should have but that could not be drawn, with the reason.
     """
     pictures, not_drawn = sweep_pictures(summary)
+    pictures += loss_pictures(sweep, summary)
     for draw in (router_pictures, interference_pictures):
         drawn, gaps = draw(sweep)
         pictures += drawn

@@ -45,6 +45,8 @@ from latent_sweep.report.style import (
 from latent_sweep.report.tables import by_performance, comparison_notes
 from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.summaries import Configuration, Summary, numeric_axes
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.journal import Stage, stages
 
 NAMED = len(COLORS)
 """Number of configurations with a color and a name."""
@@ -207,6 +209,41 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
         f"if tasks are learned in turn; means over finished trials, bands of one standard deviation{_behind(ranked)}",
         figure,
     )
+
+
+def loss_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
+    """Draw the training loss of one trial of each configuration; empty if no journal has a curve of several points."""
+    trials = {trial.trial_id: trial for trial in sweep}
+    curves: dict[tuple[str, ...], tuple[str, list[float], list[float]]] = {}
+    for one in _ranked(summary)[:NAMED]:
+        recorded = (stages(trials[trial_id].events()) for trial_id in one.finished_ids)
+        own = next((each for each in recorded if any(len(stage.loss_steps) > 1 for stage in each)), [])
+        if own:
+            curves.setdefault(tuple(stage.lineage for stage in own), (_name(one), *_loss_curve(own)))
+    if not curves:
+        return []
+    figure = new_figure(PAGE, 2.7 + 0.13 * len(curves))
+    axes = figure.add_subplot()
+    for position, (name, steps, losses) in enumerate(curves.values()):
+        color, dash = COLORS[position], DASHES[position % len(DASHES)]
+        axes.plot(steps, losses, color=color, label=name, linestyle=dash, linewidth=1.3)
+    axes.grid(color=FAINT, linewidth=0.5)
+    axes.set(xlabel="optimizer steps of all tasks", ylabel="loss")
+    tidy(axes)
+    _add_legend(figure, axes)
+    caption = "training loss of the first finished trial with a curve, for the configurations with the highest AP; a "
+    caption += "line per task, whose points are means over `run.loss_every` steps; one line for the same snapshots"
+    return [Picture("losses", "Training loss", caption, figure)]
+
+
+def _loss_curve(learned: Sequence[Stage]) -> tuple[list[float], list[float]]:
+    """Return steps over all tasks and losses, with a gap between tasks."""
+    before, steps, losses = 0, list[float](), list[float]()
+    for stage in learned:
+        steps += [*(before + step for step in stage.loss_steps), math.nan]
+        losses += [*stage.losses.get("task", [math.nan] * len(stage.loss_steps)), math.nan]
+        before += stage.steps or 0
+    return steps, losses
 
 
 def forgetting_by_task(matrices: Sequence[ScoreMatrix]) -> Array:

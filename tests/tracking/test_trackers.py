@@ -14,6 +14,8 @@ from helpers.sweeps import events, sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
 from latent_sweep.errors import StorageError
+from latent_sweep.report.pictures import loss_pictures
+from latent_sweep.results.summaries import summarize
 from latent_sweep.tracking.contents import history
 from latent_sweep.tracking.tensorboard import TensorboardTracker
 from latent_sweep.tracking.wandb import WandbTracker
@@ -268,6 +270,18 @@ def test_a_journal_holds_the_losses_of_tasks_that_were_learned(tmp_path):
     assert main(["run", write(tmp_path, more), "--local"]) == 0
     reused = [stage for stage in events(sweep_folder(tmp_path), "stage") if stage.reused]
     assert len(reused) == 2 and not any(stage.losses or stage.loss_steps for stage in reused)
+
+
+def test_the_report_draws_the_curves_of_different_trainings(tmp_path):
+    axes = {"method.ortho_lambda": [0.0, 0.1], "router.combine": ["soft", "hard"]}
+    sweep = write_sweep(tmp_path, axes, answering=["router.combine"])
+    assert loss_pictures(sweep, summarize(sweep)) == []
+    for trial in sweep:
+        run_with_losses(trial)
+    (picture,) = loss_pictures(sweep, summarize(sweep))
+    first, second = picture.figure.axes[0].lines
+    points = zip(first.get_xdata(), first.get_ydata(), strict=True)
+    assert [(step, loss) for step, loss in points if step == step] == CURVE
 
 
 def test_the_steps_of_a_curve_count_those_of_reused_tasks(sweep):
