@@ -279,7 +279,7 @@ def test_the_report_draws_the_curves_of_different_trainings(tmp_path):
     for trial in sweep:
         run_with_losses(trial)
     (picture,) = loss_pictures(sweep, summarize(sweep))
-    first, second = picture.figure.axes[0].lines
+    first, _ = picture.figure.axes[0].lines
     points = zip(first.get_xdata(), first.get_ydata(), strict=True)
     assert [(step, loss) for step, loss in points if step == step] == CURVE
 
