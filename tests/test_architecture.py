@@ -76,6 +76,7 @@ def test_each_outside_system_has_one_importer():
         *(f"execution/{name}.py" for name in ("ray_nodes", "ray_private", "ray_tune", "ray_workers")),
     ]
     assert importers("mlflow") == [f"tracking/mlflow{part}.py" for part in ("", "_model", "_private", "_probe")]
+    assert importers("wandb") == ["tracking/wandb.py"]
     assert importers("deepspeed") in ([], ["execution/deepspeed.py"])
 
 
