@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from latent_sweep.security import redact
 
 if TYPE_CHECKING:
-    from latent_sweep.tracking.trackers import Tracker
+    from latent_sweep.tracking.tracker import Tracker
 
 _logger = logging.getLogger(__name__)
 

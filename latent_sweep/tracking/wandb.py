@@ -18,7 +18,7 @@ from latent_sweep.storage.files import read_file, write_file
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, final_metrics, status
 from latent_sweep.tracking.contents import LOSS, Point, generation_of, history, run_name, shown_params
-from latent_sweep.tracking.trackers import LocalTracker
+from latent_sweep.tracking.tracker import LocalTracker
 
 _QUIET: dict[str, Any] = {
     **{"console": "off", "disable_git": True, "save_code": False, "silent": True},

@@ -26,7 +26,7 @@ from latent_sweep.sweep.tuning import TUNING
 from latent_sweep.tracking import mlflow as mlflow_tracker
 from latent_sweep.tracking.mlflow import MlflowTracker, tracker_for
 from latent_sweep.tracking.sync_thread import SyncThread
-from latent_sweep.tracking.trackers import LocalTracker
+from latent_sweep.tracking.tracker import LocalTracker
 from latent_sweep.tracking.verify import repair_tracker, verify_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"

@@ -1,0 +1,83 @@
+"""Trackers: what shows a sweep's results while it runs. Each is written from the journals, and can be written again.
+
+MLflow's is the complete one; TensorBoard's and Weights & Biases' hold settings, scores and losses of each trial.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from typing import Protocol
+
+from latent_sweep.errors import StorageError
+from latent_sweep.storage.files import FileState, state_of
+from latent_sweep.storage.folders import LOCKS, SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event
+from latent_sweep.storage.leases import FileLease, held
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Receives one sweep from its journals; a call that fails is repeated later."""
+
+    def open(self) -> None:
+        """Prepare for a launch of the sweep."""
+
+    def sync(self) -> int:
+        """Write what is missing of each trial; return the number of trials that changed."""
+
+    def close(self) -> int:
+        """Sync, then write what depends on the whole sweep."""
+
+    def compare_lines(self) -> Sequence[str]:
+        """Return how to look at the sweep, as lines for the terminal; empty if the tracker was not reached."""
+
+    def sync_command(self) -> str:
+        """Return the command that writes everything later."""
+
+
+class LocalTracker:
+    """Base of trackers that write one run per trial into local files."""
+
+    def __init__(self, sweep: SweepFolder):
+        self.sweep = sweep
+        self._written: dict[str, FileState] = {}
+        """State of each trial's journal when it was last written, by trial id."""
+
+    def open(self) -> None:
+        pass
+
+    def sync(self) -> int:
+        """Write what is missing; a corrupt journal is raised after all others have been written."""
+        changed, errors = 0, list[StorageError]()
+        with held(FileLease(self.sweep.path / LOCKS / f"{type(self).__name__}.lock"), _log_waiting):
+            for trial in self.sweep:
+                state = state_of(trial.journal.path)
+                if self._written.get(trial.trial_id) == state:
+                    continue
+                try:
+                    events = trial.events()
+                except StorageError as error:
+                    errors.append(error)
+                    continue
+                changed += bool(events) and self.write(trial, events)
+                self._written[trial.trial_id] = state
+        if errors:
+            raise errors[0]
+        return changed
+
+    def close(self) -> int:
+        return self.sync()
+
+    def sync_command(self) -> str:
+        return f"latent-sweep sync {shlex.quote(str(self.sweep.path))}"
+
+    def write(self, trial: TrialFolder, events: Sequence[Event]) -> bool:
+        """Write what is missing of a trial with these events, at least one; return whether that is anything."""
+        raise NotImplementedError
+
+
+def _log_waiting(holder: str) -> None:
+    log.warning("%s is writing this sweep for the same tracker; waiting for it", holder)
