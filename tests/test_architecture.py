@@ -51,7 +51,10 @@ WITHOUT_TORCH = [
     ),
     *("api", "errors", "labels", "memo", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
     *("backbones.identity", "backbones.registry", "methods", "methods.protocol"),
-    *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_private", "ray_tune", "ray_workers", "retries")),
+    *(
+        f"execution.{name}"
+        for name in ("driver", "ray_nodes", "ray_private", "ray_tune", "ray_workers", "retries", "search")
+    ),
 ]
 """Modules that plan, distribute and report."""
 
@@ -73,7 +76,7 @@ def importers(package):
 
 def test_each_outside_system_has_one_importer():
     assert importers("ray") == [
-        *(f"execution/{name}.py" for name in ("ray_nodes", "ray_private", "ray_tune", "ray_workers")),
+        *(f"execution/{name}.py" for name in ("ray_nodes", "ray_private", "ray_tune", "ray_workers", "search")),
     ]
     assert importers("mlflow") == [f"tracking/mlflow{part}.py" for part in ("", "_model", "_private", "_probe")]
     assert importers("wandb") == ["tracking/wandb.py"]

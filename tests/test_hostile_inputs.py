@@ -116,12 +116,12 @@ FILES = {
     "ten million points": (
         sweep(f"search: {{seed: {list(range(1000))}, router.components: {HUNDRED}, method.alpha: {HUNDRED}}}\n"),
         "search: 10,000,000 points; expected at most 10,000. Leave values out, split them into several sweep files, or "
-        "draw some of them at random (run.num_samples)",
+        "draw some of them at random (run.search.num_samples)",
     ),
     "ten million draws": (
-        sweep("search: {seed: {randint: [0, 9]}}\nrun: {num_samples: 10000000}\n"),
+        sweep("search: {seed: {randint: [0, 9]}}\nrun: {search: {num_samples: 10000000}}\n"),
         "search: 10,000,000 points; expected at most 10,000. Leave values out, split them into several sweep files, or "
-        "draw fewer (run.num_samples)",
+        "draw fewer (run.search.num_samples)",
     ),
     "a long axis": (
         sweep(f"search: {{seed: {list(range(10_001))}}}\n"),
@@ -491,7 +491,7 @@ BENCHMARKS = {
         lambda own: (described(task_labels=["ax", "bx"])(own), rows(ROW, ROW | {"output": "cx"})(own)),
         "train.json, [1]: the answer 'cx' is none of the task's labels: 'ax', 'bx'",
     ),
-    "two files for a split": (raw(b"{}", "train.jsonl"), "train.jsonl lies beside it"),
+    "two files for a split": (raw(b"{}", "train.jsonl"), "train.jsonl"),
     "a task that climbs": (described(task_name="../left"), "tasks[0].name: found '../left'; "),
     "a task with a separator": (described(task_name="a/b"), "tasks[0].name: found 'a/b'; "),
     "a task of 300 letters": (described(task_name="a" * 300), "tasks[0].name: found 'aaa"),

@@ -142,7 +142,7 @@ def sweeps(draw):
     name = draw(st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=6).map("a".__add__))
     search = {axis: draw(AXES[axis]) for axis in sorted(axes)}
     random = any(isinstance(values, dict) for values in search.values())
-    return tiny(name=name, search=search, run__num_samples=draw(st.integers(1, 2)) if random else 1)
+    return tiny(name=name, search=search, run__search__num_samples=draw(st.integers(1, 2)) if random else 1)
 
 
 @examples(25)

@@ -85,6 +85,13 @@ def test_sweep_file_in_the_guide_is_valid():
     assert len(expand(parse_sweep(parse_yaml(block, "guide"), "guide"))) == 3 * 6 * 4
 
 
+def test_sweep_file_in_the_search_chapter_is_accepted_by_plan(tmp_path, capsys):
+    (block,) = (b for b in yaml_blocks("docs/tuning.md") if b.startswith("name: "))
+    (tmp_path / "sweep.yaml").write_text(block)
+    assert main(["plan", str(tmp_path / "sweep.yaml"), "--set", f"run.storage={tmp_path}"]) == 0
+    assert "optuna tries 40 points" in capsys.readouterr().out
+
+
 RELEASED = {re.search(r"^name: (\w+)$", block, re.M)[1]: block for block in yaml_blocks("docs/released_protocols.md")}
 
 
@@ -182,7 +189,7 @@ def test_prose_wraps_at_120(name):
 
 EXAMPLES = {
     *("benchmark.yaml", "config.json", "dev.json", "test.json", "my_module.py"),  # a user's own
-    *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json"),  # a run's
+    *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json", "points.json"),  # a run's
     *("model.json", "adapter_config.json"),  # an export's
     *("latent_sweep/data/x.yaml", "latent_sweep/methods/x.py", "tests/methods/test_x.py"),  # a recipe's
 }

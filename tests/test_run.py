@@ -20,6 +20,7 @@ from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.execution.local import run_local
+from latent_sweep.execution.search import PackList
 from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.storage.folders import SweepFolder, open_sweep
 from latent_sweep.storage.journal import stages, status
@@ -339,7 +340,7 @@ def test_a_failed_trial_is_run_again_and_finished_ones_are_not(diverged, tmp_pat
 def test_a_scheduler_that_needs_ray_is_reported_without_it(tmp_path):
     lines = []
     asha = parse_sweep(tiny(run__scheduler={"name": "asha"}), "test").run
-    run_local((), SweepFolder(Storage(tmp_path), "tiny"), asha, False, lines.append)
+    run_local(PackList([]), SweepFolder(Storage(tmp_path), "tiny"), asha, False, lines.append)
     (line,) = lines
     assert line.startswith("run.scheduler: asha")
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from latent_sweep.errors import ConfigError, MissingData, Paused
 from latent_sweep.execution.ray_nodes import check_cluster_answers
+from latent_sweep.execution.retries import incomplete
+from latent_sweep.execution.search import PackList, PackSource, SearchedPacks, check_classes
 from latent_sweep.memo import memo_scope
 from latent_sweep.monitor.screen import COMMAND, Display, Following, Screen
 from latent_sweep.monitor.state import TrialEvent
@@ -28,10 +30,11 @@ from latent_sweep.storage.reserve import free_reserve, write_reserve
 from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.storage.watch import remove_stale_heartbeats, reported_requests, watching
 from latent_sweep.sweep.config import Sweep, fault_report
-from latent_sweep.sweep.plan import Pack, Run, Trial
+from latent_sweep.sweep.plan import Pack, Run, Trial, pack
 from latent_sweep.sweep.plan_text import describe_plan, describe_tuning
 from latent_sweep.sweep.planning import OUTDATED, Plan, name_conflict, outdated, plan_sweep
 from latent_sweep.sweep.schema import GROUPS, EngineSettings, TrackingSettings
+from latent_sweep.sweep.search import recorded_trials
 from latent_sweep.sweep.shards import Shard
 from latent_sweep.sweep.tuning import TUNING, select, tuning_content, tuning_lines
 from latent_sweep.tracking.addresses import check_ray_address
@@ -91,6 +94,12 @@ def _drive_with_tuning(sweep: Sweep, options: RunOptions) -> int:
     say, local = options.display.write, options.local
     say(f"checking {sweep.source}, its data and its backbone")
     check_installed(sweep, local)
+    check_classes(sweep, local)
+    if sweep.is_adaptive and options.shard is not None:
+        raise ConfigError(
+            f"--shard: found {options.shard.name}, but run.search: {sweep.run.search.name} chooses each point by the "
+            "scores of all earlier ones; leave --shard out, and let one driver use all nodes"
+        )
     if not local:
         check_ray_address(sweep.run.allow_insecure)
         check_cluster_answers()
@@ -111,7 +120,7 @@ def _drive_with_tuning(sweep: Sweep, options: RunOptions) -> int:
 def _wait_for_shards(plan: Plan, storage: Storage, options: RunOptions) -> None:
     """Wait until drivers of other shards have run all trials of this plan; Paused if they leave some."""
     folder = SweepFolder(storage, plan.sweep.name)
-    while _unfinished(plan.packs, folder):
+    while _unfinished(plan.trials, folder):
         if driven_since(folder) is None:
             options.display.write(f"{folder.name}: other shards have trials left; select when they have ended")
             raise Paused
@@ -121,7 +130,7 @@ def _wait_for_shards(plan: Plan, storage: Storage, options: RunOptions) -> None:
 
 
 def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
-    sweep, trials, say = plan.sweep, plan.trials, options.display.write
+    sweep, say = plan.sweep, options.display.write
     began, sent_before = time.time(), Counter(requests())
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
@@ -134,6 +143,11 @@ def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
     ) as plan_is_written:
         storage.pull(folder.path)
         remove_stale_heartbeats(storage, folder.path)
+        n_tasks = max(len(trial.tasks) for trial in plan.trials)
+        if sweep.is_adaptive:  # the plan's trials only stand in for those that the searcher chooses
+            chosen = recorded_trials(sweep, folder)
+            plan = replace(plan, trials=chosen, packs=pack(chosen, sweep.run.pack))
+        trials = plan.trials
         if not options.replace:
             if conflict := name_conflict(sweep, trials, folder):
                 raise ConfigError(conflict)
@@ -146,7 +160,10 @@ def _run_plan(plan: Plan, storage: Storage, options: RunOptions) -> int:
             storage.remove(folder.path / TUNING)
         folder, packs, todo = _begin(plan, folder, options)
         plan_is_written()
-        unfinished = _drive(plan, folder, packs, todo, options)
+        source: PackSource = PackList(packs, todo)
+        if sweep.is_adaptive and not options.only_failed:
+            source = SearchedPacks(sweep, folder, n_tasks, lambda chosen: write_sweep(sweep, chosen, storage))
+        unfinished = _drive(plan, folder, source, options)
         if storage.is_remote:
             sent = Counter(requests()) - sent_before + reported_requests(folder.path, began)
             counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
@@ -167,7 +184,7 @@ def _begin(plan: Plan, folder: SweepFolder, options: RunOptions) -> tuple[SweepF
             f"--failed: no trial of {sweep.name} has failed; without --failed the same command runs what has not ended"
         )
     folder = write_sweep(sweep, plan.trials, folder.storage)
-    todo = _incomplete(packs, folder) if failed is None else failed
+    todo = incomplete(packs, folder) if failed is None else failed
     trainings, missing = (sum(len(pack.runs) for pack in part) for part in (packs, todo))
     if options.only_failed:
         say(f"{missing} of {trainings} trainings have failed before and are run again")
@@ -176,7 +193,7 @@ def _begin(plan: Plan, folder: SweepFolder, options: RunOptions) -> tuple[SweepF
     return folder, packs, todo
 
 
-def _drive(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], todo: Sequence[Pack], options: RunOptions) -> int:
+def _drive(plan: Plan, folder: SweepFolder, source: PackSource, options: RunOptions) -> int:
     """Run what is missing of a sweep, whose lock this process holds; return how many trials did not end well."""
     from latent_sweep.report.plain_text import terminal_width
     from latent_sweep.report.report import render
@@ -187,7 +204,8 @@ def _drive(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], todo: Sequenc
 
     sweep, storage, shard, say = plan.sweep, folder.storage, options.shard, options.display.write
     write_reserve(folder.path)
-    trackers = trackers_for(folder.tracking, folder, sweep.run.allow_insecure)
+    own = SweepFolder(storage, sweep.name)  # the trackers' thread reads the plan of a search anew as it grows
+    trackers = trackers_for(folder.tracking, own, sweep.run.allow_insecure)
     # without a shared folder, drivers of shards cannot take turns at every sync
     turns = shard is not None and storage.is_remote
     with options.display.screen(folder) as screen:
@@ -195,12 +213,13 @@ def _drive(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], todo: Sequenc
         if not turns:
             threads.start()
         try:
-            paused = bool(todo) and not _run_packs(plan, folder, todo, options, screen)
-            left = _unfinished(packs, folder)
-            paused = paused and bool(left)
-            if sweep.run.page and not paused and (todo or not (folder.path / PAGE_FILE).exists()):
+            work = not source.is_exhausted
+            paused = work and not _run_packs(plan, folder, source, options, screen)
+            folder = SweepFolder(storage, sweep.name)
+            paused = paused and bool(_unfinished(source.trials, folder) or not source.is_exhausted)
+            if sweep.run.page and not paused and (work or not (folder.path / PAGE_FILE).exists()):
                 _write_page(folder, screen.write)
-            if sweep.run.log_model == "best" and sweep.tuning_of is None and not _unfinished(plan.packs, folder):
+            if sweep.run.log_model == "best" and sweep.tuning_of is None and not _unfinished(plan.trials, folder):
                 _write_model(folder, screen.write)
         finally:
             free_reserve(folder.path)
@@ -221,27 +240,27 @@ def _drive(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], todo: Sequenc
         say(text)
     if paused:
         raise Paused
-    return sum(_status(trial, folder) not in ("finished", "stopped") for pack in packs for trial in pack.trials)
+    return sum(_status(trial, folder) not in ("finished", "stopped") for trial in source.trials)
 
 
-def _run_packs(plan: Plan, folder: SweepFolder, packs: Sequence[Pack], options: RunOptions, screen: Screen) -> bool:
+def _run_packs(plan: Plan, folder: SweepFolder, source: PackSource, options: RunOptions, screen: Screen) -> bool:
     """Run packs; return False if the time was up before all have ended."""
     from latent_sweep.monitor.progress import say_driving
 
     run, fail_fast, limit = plan.sweep.run, options.fail_fast, options.limit
     others = watching(folder.storage, folder.path) if not options.local else nullcontext()
-    with Following(folder, screen, options.on_event), others:
+    with Following(SweepFolder(folder.storage, folder.name), screen, options.on_event), others:
         try:
             if options.local:
                 say_driving(folder, "loading PyTorch")
                 with nullcontext() if options.embedded else loading_modules():
                     from latent_sweep.execution.local import run_local
 
-                run_local(packs, folder, run, fail_fast, screen.write, limit)
+                run_local(source, folder, run, fail_fast, screen.write, limit)
             else:
                 from latent_sweep.execution.ray_tune import run_on_ray
 
-                run_on_ray(packs, folder, run, fail_fast, limit, options.shard.name if options.shard else "")
+                run_on_ray(source, folder, run, fail_fast, limit, options.shard.name if options.shard else "")
         except Paused:
             return False
     return True
@@ -333,7 +352,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
     ]
     content = {
         "name": sweep.name,
-        "sweep_id": content_hash(sorted(trial.trial_id for trial in trials)),
+        "sweep_id": _sweep_id(sweep, trials),
         "axes": axes,
         "seed_axis": "seed",
         "tuning_of": sweep.tuning_of,
@@ -353,6 +372,16 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
 def _other_trackers(tracking: TrackingSettings) -> dict[str, Any]:
     named = tracking.model_dump(exclude={"uri"}, exclude_none=True)
     return {"trackers": named} if named else {}
+
+
+def _sweep_id(sweep: Sweep, trials: Sequence[Trial]) -> str:
+    """Hash what is swept: the trials or, if they follow from each other's scores, their space."""
+    if not sweep.is_adaptive:
+        return content_hash(sorted(trial.trial_id for trial in trials))
+    axes: dict[str, Any] = {axis: list(values) for axis, values in sweep.grid.items()}
+    axes |= {axis: draw.model_dump(mode="json") for axis, draw in sweep.draws.items()}
+    search = sweep.run.search.model_dump(mode="json", exclude={"num_samples"})
+    return content_hash({"trial": sweep.trial, "axes": axes, "search": search})
 
 
 class _DistinctGroups:
@@ -378,21 +407,11 @@ def _lineages(trial: Trial) -> str | None:
         return None
 
 
-@memo_scope()
-def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
-    def is_incomplete(run: Run) -> bool:
-        return not all(trial.files(folder).complete for trial in run.trials)
-
-    parts = [Pack(tuple(filter(is_incomplete, p.runs))) for p in packs]
-    return [p for p in parts if p.runs]
-
-
 def _status(trial: Trial, folder: SweepFolder) -> Status:
     return status(folder.journal(trial.trial_id).read())
 
 
-def _unfinished(packs: Sequence[Pack], folder: SweepFolder) -> list[Trial]:
-    trials = [trial for pack in packs for trial in pack.trials]
+def _unfinished(trials: Sequence[Trial], folder: SweepFolder) -> list[Trial]:
     return [trial for trial in trials if _status(trial, folder) in ("pending", "running")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -14,11 +14,11 @@ from latent_sweep.backbones.architectures import free_memory
 from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError, StorageError
 from latent_sweep.execution.engines import engine_of
 from latent_sweep.execution.retries import has_failed, journal_lengths, record_loss, still_to_try
+from latent_sweep.execution.search import PackList, PackSource
 from latent_sweep.monitor.progress import MEASURING, ProgressWriter, say_driving
 from latent_sweep.storage.failures import failure_kind, free_frames
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.sweep.memory import decided
-from latent_sweep.sweep.plan import Pack
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.training.events import Activity, StageDone, Step
 from latent_sweep.training.pack import run_pack
@@ -43,7 +43,7 @@ def _random_state_kept() -> Iterator[None]:
 
 @_random_state_kept()
 def run_local(
-    packs: Sequence[Pack],
+    source: PackSource,
     sweep: SweepFolder,
     run: RunSettings,
     fail_fast: bool,
@@ -66,10 +66,11 @@ def run_local(
         log_line(f"run.scheduler: {run.scheduler.name} needs Ray; with --local every trial learns all of its tasks")
     if run.pack == "auto":
         say_driving(sweep, MEASURING)
+        packs = list(iter(source.next_pack, None))
         sizes = [best_size(measure(decided(p, run, free_memory), sweep.storage)) for p in packs]
-        packs = [part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)]
-    launched = journal_lengths(packs, sweep)
-    for p in packs:
+        source = PackList([part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)])
+    while (p := source.next_pack()) is not None:
+        launched = journal_lengths([p], sweep)
         with ProgressWriter(sweep, p) as progress:
 
             def emit(event: Activity | Step | StageDone, progress: ProgressWriter = progress) -> None:
@@ -109,3 +110,4 @@ def run_local(
         if fail_fast and has_failed(p, sweep, launched, run):
             log_line("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
             return
+        source.complete(p)

@@ -50,6 +50,21 @@ def check_cluster_answers() -> None:
         check_listens(str(address))
 
 
+def prepare_import() -> None:
+    """Set the environment variables that Ray reads when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    # Tune would catch Ctrl-C and return as if the sweep had ended, and an interrupted trial would look stopped early
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    if ray_address() is None and ("ray" not in sys.modules or "RAY_AUTH_MODE" in os.environ):
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # binds every socket to 127.0.0.1 on Linux, too
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Ray would start a worker per CPU that Tune, whose workers have an environment of their own, cannot use
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
+
 def connect() -> bool:
     """Join the cluster at RAY_ADDRESS (a job inherits it), or start one; return whether one was started.
 
@@ -59,19 +74,9 @@ def connect() -> bool:
         ConfigError: the cluster cannot be joined.
         Terminated: SIGTERM arrived meanwhile.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    # Tune would catch Ctrl-C and return as if the sweep had ended, and an interrupted trial would look stopped early
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    prepare_import()
     start = ray_address() is None
-    unprotected = start and "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ  # Ray reads it as it is imported
-    if start and not unprotected:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # binds every socket to 127.0.0.1 on Linux, too
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # Ray would start a worker per CPU that Tune, whose workers have an environment of their own, cannot use
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    unprotected = start and "RAY_AUTH_MODE" not in os.environ
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import ray

@@ -29,6 +29,7 @@ from latent_sweep.execution.retries import (
     still_to_try,
     unfinished,
 )
+from latent_sweep.execution.search import PackList, PackSource, build_scheduler
 from latent_sweep.monitor.progress import MEASURING, say_driving
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
 from latent_sweep.storage.failures import failure_facts, failure_kind, free_frames
@@ -64,7 +65,7 @@ Tune's own limit for a grid."""
 
 
 def run_on_ray(
-    packs: Sequence[Pack],
+    source: PackSource,
     sweep: SweepFolder,
     run: RunSettings,
     fail_fast: bool = False,
@@ -97,8 +98,11 @@ def run_on_ray(
         check_every_node_sees(storage, question_name)
         if run.pack == "auto":
             say_driving(sweep, MEASURING)
-            packs = _measured(packs, storage, run)
-        by_id = {pack.pack_id: pack for pack in packs}
+            source = PackList(_measured(list(iter(source.next_pack, None)), storage, run))
+        by_id: dict[str, Pack] = {}
+        most = run.max_concurrent
+        if run.search.is_adaptive and most is None:  # a point that waits for a node could not learn from others
+            most = max(1, _slots(run.resources) // run.resources.workers)
         stopper = _failure_stopper(sweep, run) if fail_fast else None
         ends, asking = _end_recorder(), AskedToStop(f"stop-{uuid.uuid4().hex}")
         stoppers = [_pause_stopper(limit, asking), *filter(None, [stopper])]
@@ -120,10 +124,10 @@ def run_on_ray(
             tune_config=tune.TuneConfig(
                 metric="AP",
                 mode="max",
-                search_alg=_stream(packs, sweep, limit),
-                num_samples=len(packs),
-                scheduler=_scheduler(run, max(len(pack.tasks) for pack in packs), stopped.add),
-                max_concurrent_trials=run.max_concurrent,
+                search_alg=_stream(source, by_id, sweep, limit),
+                num_samples=-1,  # until the stream is finished
+                scheduler=_scheduler(run, source.n_tasks, stopped.add),
+                max_concurrent_trials=most,
                 trial_dirname_creator=lambda trial: trial.config["pack_id"],
                 reuse_actors=True,  # the next pack of a worker finds its backbone loaded
             ),
@@ -159,27 +163,37 @@ def run_on_ray(
             ray.shutdown()
 
 
-def _stream(packs: Sequence[Pack], sweep: SweepFolder, limit: TimeLimit) -> Any:
-    """Return a Tune searcher that suggests packs in turn, each as a Ray object: a worker receives only its own."""
+def _stream(source: PackSource, by_id: dict[str, Pack], sweep: SweepFolder, limit: TimeLimit) -> Any:
+    """Return a Tune searcher that suggests packs in turn, each as a Ray object, and adds them to `by_id`."""
     import ray
     from ray.tune.search import Searcher
 
     class Stream(Searcher):
         def __init__(self) -> None:
             super().__init__()
-            self.remaining = iter(packs)
+            self.running: dict[str, Pack] = {}
 
         def suggest(self, trial_id: str) -> Any:
-            pack = None if limit.is_over else next(self.remaining, None)
-            if pack is None:
+            if limit.is_over:
                 return Searcher.FINISHED
+            pack = source.next_pack()
+            if pack is None:
+                return Searcher.FINISHED if source.is_exhausted else None
+            self.running[trial_id] = by_id[pack.pack_id] = pack
             return {"pack_id": pack.pack_id, "work": ray.put((pack, journal_lengths([pack], sweep)))}
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-            pass
+            pack = self.running.pop(trial_id, None)
+            if pack is not None:
+                if not isinstance(source, PackList):
+                    _pull_journals(pack, sweep)
+                source.complete(pack)
 
         def save_to_dir(self, checkpoint_dir: str, session_str: str = "") -> None:
             pass  # the storage says what is left to do
+
+        def __reduce__(self) -> Any:
+            return Searcher, ()  # Tune saves itself, but is never restored
 
     return Stream()
 
@@ -222,8 +236,8 @@ def _run_in_worker(
     import ray
     from ray import tune
 
-    # only ASHA reads reports, and each costs the driver milliseconds for which the worker waits
-    report = tune.report if run.scheduler.name == "asha" else lambda measures: None
+    # only schedulers read reports, and each costs the driver milliseconds for which the worker waits
+    report = tune.report if run.scheduler.name != "fifo" else lambda measures: None
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", STOP_SECONDS)
     pack, launched = ray.get(config["work"])
     limit = _LIMITS.setdefault(limit.deadline, limit)
@@ -294,11 +308,19 @@ def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list
     # passed here instead of to `.options()`, so that a process that used a GPU ends with its task and frees its memory
     remote = ray.remote(**options)(_measure_on_node)
     timings = ray.get([remote.remote(pack, storage, run) for pack in packs])
+    slots = _slots(resources)
+    return [part for p, timing in zip(packs, timings, strict=True) for part in split(p, best_size(timing), slots)]
+
+
+def _slots(resources: ResourceSettings) -> int:
+    """Return how many workers the cluster can run at a time."""
+    import ray
+
     cluster = ray.cluster_resources()
     slots = cluster.get("CPU", 0) // resources.cpus
     if resources.gpus:
         slots = min(slots, cluster.get("GPU", 0) // resources.gpus)
-    return [part for p, timing in zip(packs, timings, strict=True) for part in split(p, best_size(timing), int(slots))]
+    return int(slots)
 
 
 def _measure_on_node(pack: Pack, storage: Storage, run: RunSettings) -> Sequence[Any]:
@@ -462,27 +484,34 @@ def _record_end(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None
 
 def _scheduler(run: RunSettings, n_tasks: int, on_stop: Callable[[str], None]) -> Any:
     """Return Tune's scheduler for packs of at most `n_tasks` tasks; `on_stop` receives the id of each stopped pack."""
-    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+    settings = run.scheduler
+    base: Any = build_scheduler(settings)
+    if settings.name == "fifo":
+        return base()
 
-    if run.scheduler.name == "fifo":
-        return FIFOScheduler()
-
-    class WhileTasksAreLeft(ASHAScheduler):
-        """ASHA that never stops a pack after its last task: its cost is spent, and its result counts like any other."""
+    class WhileTasksAreLeft(base):
+        """A scheduler that never stops a pack after its last task: its result counts like any other."""
 
         def on_trial_result(self, tune_controller: Any, trial: Any, result: Mapping[str, Any]) -> str:
             if not result.get("tasks_left", 1):
                 return str(self.CONTINUE)
             decision = str(super().on_trial_result(tune_controller, trial, result))
+            if decision not in (self.CONTINUE, self.STOP):
+                raise ConfigError(
+                    f"run.scheduler: {settings.name} pauses trials; expected a scheduler that only stops them, such as "
+                    "asha"
+                )
             if decision == self.STOP:
                 on_stop(trial.config["pack_id"])
             return decision
 
+    if settings.name != "asha":
+        return WhileTasksAreLeft(**settings.options)
     return WhileTasksAreLeft(
         time_attr="tasks_seen",
         max_t=n_tasks,
-        grace_period=min(run.scheduler.grace_tasks, n_tasks),
-        reduction_factor=run.scheduler.reduction_factor,
+        grace_period=min(settings.grace_tasks, n_tasks),
+        reduction_factor=settings.reduction_factor,
     )
 
 

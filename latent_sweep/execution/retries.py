@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from latent_sweep.memo import memo_scope
 from latent_sweep.security import redact
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder
@@ -142,6 +143,17 @@ def record_loss(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) ->
 def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> None:
     for journal, _ in unfinished(pack, sweep):
         journal.append("failed", **facts, task=None, step=None)
+
+
+@memo_scope()
+def incomplete(packs: Sequence[Pack], sweep: SweepFolder) -> list[Pack]:
+    """Return the part of packs whose trials have not ended, or whose files do not agree with their journals."""
+
+    def is_incomplete(run: Run) -> bool:
+        return not all(trial.files(sweep).complete for trial in run.trials)
+
+    parts = [Pack(tuple(filter(is_incomplete, pack.runs))) for pack in packs]
+    return [part for part in parts if part.runs]
 
 
 def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> bool:

@@ -10,8 +10,9 @@ from latent_sweep.results.trial_states import ENDED, TrialState, counts_text
 
 def news(before: SweepState, now: SweepState) -> Iterator[str]:
     """Yield a line for every trial that has ended between two looks."""
-    for earlier, trial in zip(before.trials, now.trials, strict=True):
-        if trial.status in ENDED and trial.changed != earlier.changed:
+    changed = {trial.trial_id: trial.changed for trial in before.trials}
+    for trial in now.trials:  # a search adds some
+        if trial.status in ENDED and trial.changed != changed.get(trial.trial_id):
             outcome = one_line(trial.message) if trial.status == "failed" else _scores(trial)
             yield ": ".join(filter(None, [trial.name, trial.status, outcome]))
 

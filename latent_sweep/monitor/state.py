@@ -169,7 +169,7 @@ class SweepWatch:
         """Return the sweep's current state; a corrupt journal raises `StorageError`."""
         since = self._began if self._drives else driven_since(self.sweep)  # first: journals end before the lease does
         heartbeats = self._read_heartbeats()
-        if not self._trials:
+        if self.sweep.refresh() or not self._trials:
             self._begin()
         everything = everything or since is None or since != self._driven
         for index in range(len(self._trials)) if everything else self._updated(heartbeats):
@@ -201,6 +201,7 @@ class SweepWatch:
         )
 
     def _begin(self) -> None:
+        self._driven = None  # look at all of them
         self._trials = list(self.sweep)
         self._indices = {trial.trial_id: index for index, trial in enumerate(self._trials)}
         self._read = [(NO_FILE, START)] * len(self._trials)

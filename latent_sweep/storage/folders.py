@@ -19,6 +19,7 @@ from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.labels import distinct_labels, label, short_names
 from latent_sweep.settings import flatten, local_path
 from latent_sweep.storage.checksummed import has_valid_checksum
+from latent_sweep.storage.files import state_of
 from latent_sweep.storage.journal import Event, Journal
 from latent_sweep.storage.leases import Lease, held
 from latent_sweep.storage.snapshots import SnapshotStorage
@@ -97,6 +98,7 @@ class SweepFolder:
     @cached_property
     def _content(self) -> dict[str, Any]:
         file = self.path / SWEEP_FILE
+        state = state_of(file)
         if not file.exists():
             tuning = SweepFolder(self.storage, tuning_name(self.name))
             self.storage.pull(tuning.path, only=(SWEEP_FILE,))
@@ -114,7 +116,17 @@ class SweepFolder:
                 f"{file}: does not match its digest. Run the sweep again: that rewrites the file and repeats no "
                 "complete trial."
             )
+        self.__dict__["_state"] = state
         return _read_json(file)["content"]
+
+    def refresh(self) -> bool:
+        """Read `sweep.json` again if it has changed, as a search makes it grow; return whether it has."""
+        state = state_of(self.path / SWEEP_FILE)
+        if state == self.__dict__.get("_state", state):
+            return False
+        for name in ("_content", "_trials", "run_names", "_state"):
+            self.__dict__.pop(name, None)
+        return True
 
     @property
     def sweep_id(self) -> str:

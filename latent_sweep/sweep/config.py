@@ -59,15 +59,35 @@ BLOCKS = ("name", "trial", "search", "tune", "run")
 STORAGE_FOLDERS = NODE_LOCAL | {"checkpoints", "snapshots"}
 """Folders of a storage that all its sweeps share, next to the folders of the sweeps."""
 
-KINDS = ("choice", "uniform", "loguniform", "randint")
+KINDS = ("choice", "uniform", "quniform", "loguniform", "randint")
 
 
 class Draw(Settings):
     """A random axis, in the words of Ray Tune."""
 
-    kind: Literal["choice", "uniform", "loguniform", "randint"]
+    kind: Literal["choice", "uniform", "quniform", "loguniform", "randint"]
     values: tuple[Any, ...]
-    """The choices, or two inclusive bounds; the file excludes the upper bound of randint."""
+    """The choices, or two inclusive bounds, with the step of quniform; the file excludes the upper bound of randint."""
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """The choices, or the bounds."""
+        return self.values if self.kind == "choice" else self.values[:2]
+
+    def snapped(self, value: Any) -> Any:
+        """Return the nearest multiple of quniform's step above its lower bound; other values as they are."""
+        if self.kind != "quniform":
+            return value
+        lower, upper, step = self.values
+        steps = min(max(0, round((value - lower) / step)), math.floor((upper - lower) / step + 1e-9))
+        whole = all(isinstance(each, int) for each in self.values)
+        return lower + steps * step if whole else float(f"{lower + steps * step:.12g}")
+
+    def contains(self, value: Any) -> bool:
+        if self.kind == "choice":
+            return canonical_json(value) in map(canonical_json, self.values)
+        number = type(value) in (int, float) and self.values[0] <= value <= self.values[1]
+        return number and (self.kind != "randint" or type(value) is int)
 
     def written(self) -> dict[str, list[Any]]:
         values = list(self.values)
@@ -92,6 +112,23 @@ class Sweep(Settings):
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(path for _, path in _paths(_values(self.grid, self.draws))))
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether a searcher chooses the points while trials run."""
+        return self.run.search.is_adaptive
+
+    @property
+    def crossed(self) -> Mapping[str, tuple[Any, ...]]:
+        """The axes all of whose values run at each point: the grid, or with a searcher those of a pack."""
+        packed = self.run.pack if isinstance(self.run.pack, tuple) else ()
+        return {axis: values for axis, values in self.grid.items() if not self.is_adaptive or axis in packed}
+
+    @property
+    def drawn(self) -> Mapping[str, Draw]:
+        """The other axes, which a random draw or a searcher sets."""
+        rest = {axis: values for axis, values in self.grid.items() if axis not in self.crossed}
+        return {axis: Draw(kind="choice", values=values) for axis, values in rest.items()} | dict(self.draws)
 
 
 def load_sweep(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Sweep:
@@ -161,10 +198,12 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     search, search_faults = _mapping(content, "search")
     run_content, run_faults = _mapping(content, "run")
     faults += template_faults + search_faults + run_faults
-    _, trial_faults = _trial(template)
-    faults += [] if template_faults else [f"trial.{fault}" for fault in trial_faults]
     run, run_faults = _group(RunSettings, run_content, "run")
     faults += run_faults
+    if isinstance(run, RunSettings) and run.search.is_adaptive:
+        faults += _scored_on(run.search.on, template)
+    _, trial_faults = _trial(template)
+    faults += [] if template_faults else [f"trial.{fault}" for fault in trial_faults]
     grid: dict[str, tuple[Any, ...]] = {}
     draws: dict[str, Draw] = {}
     by_axis = {
@@ -179,8 +218,11 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
         tune, tune_faults = _tune(content["tune"], template, axes)
         faults += tune_faults
     if isinstance(run, RunSettings):
-        faults += _size_faults(grid, run.num_samples if draws else 1)
-        faults += _sample_faults(search, run.num_samples)
+        if run.search.is_adaptive:
+            faults += _searcher_faults(run, axes, draws, tuned=content.get("tune") is not None)
+        else:
+            faults += _size_faults(grid, run.search.num_samples if draws else 1)
+            faults += _sample_faults(search, run.search.num_samples)
         if isinstance(run.pack, tuple):
             faults += [fault for axis in run.pack for fault in _pack_axis(axis, list(axes))]
     if faults:
@@ -233,7 +275,7 @@ def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:
     drawn = "draw fewer" if samples > 1 else "draw some of them at random"
     return [
         f"search: {points:,} points; expected at most {MOST_TRIALS:,}. Leave values out, split them into several sweep "
-        f"files, or {drawn} (run.num_samples)"
+        f"files, or {drawn} (run.search.num_samples)"
     ]
 
 
@@ -241,9 +283,45 @@ def _sample_faults(search: Mapping[str, Any], samples: int) -> list[str]:
     if samples == 1 or any(isinstance(values, dict) for values in search.values()):
         return []
     return [
-        f"run.num_samples: found {samples}, but it has no effect without a random axis in search. Leave it out, or "
-        "draw an axis, e.g. training.learning_rate: {loguniform: [1.0e-4, 1.0e-2]}"
+        f"run.search.num_samples: found {samples}, but it has no effect without a random axis in search. Leave it "
+        "out, draw an axis, e.g. training.learning_rate: {loguniform: [1.0e-4, 1.0e-2]}, or add name: optuna"
     ]
+
+
+def _scored_on(rows: str, template: dict[str, Any]) -> list[str]:
+    """Set the examples that a searcher's trials are scored on."""
+    benchmark = template.get("benchmark")
+    written = benchmark.get("score_on") if isinstance(benchmark, dict) else None
+    if written not in (None, rows):
+        return [f"trial.benchmark.score_on: found {written}, but run.search.on is {rows}; set the one in run.search"]
+    _put(template, ["benchmark", "score_on"], rows)
+    return []
+
+
+def _searcher_faults(
+    run: RunSettings, axes: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw], tuned: bool
+) -> list[str]:
+    """List why a searcher cannot choose the points."""
+    packed = run.pack if isinstance(run.pack, tuple) else ()
+    faults = ["tune: a searcher chooses settings, too; leave out tune, or run.search.name"] if tuned else []
+    if run.pack == "auto" or (isinstance(run.pack, int) and run.pack > 1):
+        faults.append(f"run.pack: found {run.pack}; with a searcher expected 1, or the axes of a point, e.g. [seed]")
+    if not set(axes) - set(packed):
+        faults.append(f"search: {run.search.name} has no axis to choose from; add one that is not in run.pack")
+    faults += [
+        f"run.pack: found {axis}, a random axis; with a searcher expected lists" for axis in packed if axis in draws
+    ]
+    if run.search.num_samples == 1 or run.search.num_samples > MOST_TRIALS:
+        faults.append(f"run.search.num_samples: found {run.search.num_samples:,}; expected 2 to {MOST_TRIALS:,} points")
+    setters = {path: axis for axis, path in _paths(axes)}
+    if "seed" in setters and setters["seed"] not in packed:
+        faults.append(
+            "search.seed: a searcher would choose the luckiest seed; set trial.seed, or add run.pack: [seed], so that "
+            "the mean over the seeds counts"
+        )
+    if "benchmark.score_on" in setters:
+        faults.append(f"search.{setters['benchmark.score_on']}: sets benchmark.score_on; set run.search.on")
+    return faults
 
 
 def _pack_axis(axis: str, searched: Sequence[str]) -> list[str]:
@@ -341,7 +419,7 @@ def _axis(
         if draw is None:
             return faults
         draws[axis] = draw
-        tried: Sequence[Any] = draw.values
+        tried: Sequence[Any] = draw.extremes
     elif isinstance(values, list) and values:
         if len(values) > MOST_TRIALS:
             return [f"{where}: found {len(values):,} values; expected at most {MOST_TRIALS:,}"]
@@ -350,8 +428,8 @@ def _axis(
     else:
         advice = "list the values to try" if values in (None, []) else f"write [{values}], or set it under trial"
         return [
-            f"{where}: found {shown(values)}; expected a list of values, or a mapping with choice, uniform, loguniform "
-            f"or randint. For an axis, {redact(advice)[:120]}"
+            f"{where}: found {shown(values)}; expected a list of values, or a mapping with {', '.join(KINDS)}. "
+            f"For an axis, {redact(advice)[:120]}"
         ]
     by_value: list[list[str]] = []
     for value in tried:
@@ -412,7 +490,7 @@ def _repeated(values: Sequence[Any]) -> list[Any]:
 
 
 def _values(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> dict[str, Sequence[Any]]:
-    return dict(grid) | {axis: draw.values for axis, draw in draws.items()}
+    return dict(grid) | {axis: draw.extremes for axis, draw in draws.items()}
 
 
 def _paths(axes: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str]]:
@@ -441,15 +519,21 @@ def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str
         ]
     kind, values = next(iter(content.items()))
     found = f"{where}.{kind}: found {quoted(values)}"
-    if not isinstance(values, list) or not values or (kind != "choice" and len(values) != 2):
-        return None, [f"{found}; expected {'a list of values' if kind == 'choice' else 'two bounds [lower, upper]'}"]
+    expected = {"choice": "a list of values", "quniform": "[lower, upper, step]"}.get(kind, "two bounds [lower, upper]")
+    if not isinstance(values, list) or not values or (kind != "choice" and len(values) != 2 + (kind == "quniform")):
+        return None, [f"{found}; expected {expected}"]
     if kind != "choice":
         number = (int,) if kind == "randint" else (int, float)
         if not all(isinstance(v, number) and not isinstance(v, bool) for v in values) or not values[0] < values[1]:
             return None, [f"{found}; expected two increasing numbers"]
         if kind == "loguniform" and values[0] <= 0:
             return None, [f"{found}; expected bounds above 0"]
-        values = [values[0], values[1] - 1] if kind == "randint" else [float(v) for v in values]
+        if kind == "quniform" and not 0 < values[2] <= values[1] - values[0]:
+            return None, [f"{found}; expected a step above 0 and at most upper - lower"]
+        if kind == "randint":
+            values = [values[0], values[1] - 1]
+        elif kind != "quniform" or any(isinstance(v, float) for v in values):  # quniform of whole numbers draws them
+            values = [float(v) for v in values]
     return Draw.model_validate({"kind": kind, "values": tuple(values)}), []
 
 

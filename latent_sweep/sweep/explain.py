@@ -93,9 +93,9 @@ class Stages:
 
     def __init__(self, sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage):
         # the settings of each axis; random draws vary together, so they are one axis
-        self.axes = {axis: _paths(axis, values) for axis, values in sweep.grid.items()}
-        if sweep.draws:
-            drawn = [_paths(axis, draw.values) for axis, draw in sweep.draws.items()]
+        self.axes = {axis: _paths(axis, values) for axis, values in sweep.crossed.items()}
+        if sweep.drawn:
+            drawn = [_paths(axis, draw.extremes) for axis, draw in sweep.drawn.items()]
             self.axes["the random draws"] = tuple(chain.from_iterable(drawn))
         trainings = {trial.training_id: trial for trial in trials}
         self._histories = {key: [Stage.of(c) for c in trial.stage_contents()] for key, trial in trainings.items()}

@@ -70,7 +70,7 @@ from latent_sweep.storage import versions
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.trial_files import TrialFiles
-from latent_sweep.sweep.config import Sweep, fault_report, trial_settings
+from latent_sweep.sweep.config import Draw, Sweep, fault_report, trial_settings
 from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTrial
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
@@ -83,6 +83,9 @@ PROTOCOL: Mapping[str, Mapping[str, Any]] = {
 
 SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, EMBEDDED: 512}
 """Longest prompt in tokens, by backbone family (A27)."""
+
+MOST_CORNERS = 500
+"""Combinations of extremes that are checked before a search."""
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """Splits with data files; validation examples are held out of the training examples."""
@@ -337,11 +340,16 @@ def _routing_versions(mode: str) -> list[int] | None:
 
 
 @memo_scope()
-def expand(sweep: Sweep, selected: Callable[[WrittenTrial], Mapping[str, Any]] | None = None) -> list[Trial]:
+def expand(
+    sweep: Sweep,
+    selected: Callable[[WrittenTrial], Mapping[str, Any]] | None = None,
+    at: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Trial]:
     """Return the distinct trials of a sweep: grid x random draws, with defaults resolved.
 
     Args:
         selected: returns the settings that tuning selected for a trial, by dotted path; see `selected_values`.
+        at: points to plan instead.
 
     Raises:
         ConfigError: lists the faults of all points.
@@ -349,9 +357,10 @@ def expand(sweep: Sweep, selected: Callable[[WrittenTrial], Mapping[str, Any]] |
     trials: dict[str, Trial] = {}
     faults: list[str] = []
     places: dict[str, str] = {}
-    all_points = points(sweep)
-    numbers = {path for point in all_points for path, value in point.items() if type(value) in (int, float)}
-    for point in all_points:
+    extremes = dict(sweep.grid) | {axis: draw.extremes for axis, draw in sweep.draws.items()}
+    leaves = (flatten(axis, value).items() for axis, values in extremes.items() for value in values)
+    numbers = {path for path, value in itertools.chain.from_iterable(leaves) if type(value) in (int, float)}
+    for point in points(sweep) if at is None else at:
         try:
             written = trial_settings(sweep, point)
             if selected is not None:
@@ -485,29 +494,49 @@ def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]
 
 
 def points(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return the points of the search space, each by dotted path: the whole grid for each of `num_samples` draws."""
-    source = random.Random(sweep.run.search_seed)
-    axes = [[flatten(axis, value) for value in values] for axis, values in sweep.grid.items()]
-    grid = [dict(itertools.chain.from_iterable(map(dict.items, point))) for point in itertools.product(*axes)]
-    if not sweep.draws:
-        return grid
-    drawn_points = []
-    for _ in range(sweep.run.num_samples):
-        drawn: dict[str, Any] = {}
-        for axis, draw in sweep.draws.items():
-            drawn |= flatten(axis, _draw(draw.kind, draw.values, source))
-        drawn_points += [point | drawn for point in grid]
-    return drawn_points
+    """Return the points of the search space, each by dotted path: the whole grid for each of `num_samples` draws.
+
+    A searcher's points are unknown before it runs; random ones stand in for them.
+    """
+    source = random.Random(sweep.run.search.seed)
+    if not sweep.drawn:
+        return points_at(sweep, {})
+    draws = (
+        {axis: _draw(draw, source) for axis, draw in sweep.drawn.items()} for _ in range(sweep.run.search.num_samples)
+    )
+    return list(itertools.chain.from_iterable(points_at(sweep, values) for values in draws))
 
 
-def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
-    if kind == "choice":
+def points_at(sweep: Sweep, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the points, by dotted path, with these values of the axes that are drawn."""
+    axes = [[(axis, value) for value in values] for axis, values in sweep.crossed.items()]
+    combinations = (dict(pairs) | dict(drawn) for pairs in itertools.product(*axes))
+    return [
+        {path: leaf for axis, value in values.items() for path, leaf in flatten(axis, value).items()}
+        for values in combinations
+    ]
+
+
+def corners(sweep: Sweep) -> list[dict[str, Any]]:
+    """Return points that try the extremes of a searcher's axes: all combinations or, if they are many, each value."""
+    extremes = {axis: draw.extremes for axis, draw in sweep.drawn.items()}
+    if math.prod(map(len, extremes.values())) <= MOST_CORNERS:
+        combinations = [dict(zip(extremes, values, strict=True)) for values in itertools.product(*extremes.values())]
+    else:
+        first = {axis: values[0] for axis, values in extremes.items()}
+        combinations = [first | {axis: value} for axis, values in extremes.items() for value in values]
+    return list(itertools.chain.from_iterable(points_at(sweep, values) for values in combinations))
+
+
+def _draw(draw: Draw, source: random.Random) -> Any:
+    values = draw.values
+    if draw.kind == "choice":
         return source.choice(values)
-    if kind == "randint":
+    if draw.kind == "randint":
         return source.randint(values[0], values[1])
-    if kind == "uniform":
-        return source.uniform(values[0], values[1])
-    return math.exp(source.uniform(math.log(values[0]), math.log(values[1])))
+    if draw.kind == "loguniform":
+        return math.exp(source.uniform(math.log(values[0]), math.log(values[1])))
+    return draw.snapped(source.uniform(values[0], values[1]))
 
 
 def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[str] = ()) -> Trial:

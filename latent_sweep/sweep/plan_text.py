@@ -15,7 +15,7 @@ from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.settings import canonical_json
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
-from latent_sweep.sweep.config import Sweep
+from latent_sweep.sweep.config import Draw, Sweep
 from latent_sweep.sweep.forecast import (
     CHARACTERS_PER_TOKEN,
     Estimate,
@@ -29,7 +29,7 @@ from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with
 from latent_sweep.sweep.plan import Pack, Run, Trial, count_points
 from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, bytes_text, items_text, stored_bytes
-from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.sweep.schema import RunSettings, SearchSettings
 from latent_sweep.sweep.tuning import Selection, selection_names, tuning_lines
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
@@ -83,6 +83,8 @@ def _summary(
         f"  backbone  {', '.join(f'{name} ({dtype})' for name, dtype in work)}",
         f"  data      {'; '.join(streams)}{missing}",
         *([] if sweep.tuning_of else [f"  varies    {_axes_summary(sweep, trials)}"]),
+        *([f"  search    {_search_text(sweep.run.search)}"] if sweep.is_adaptive else []),
+        *(["            below, random points stand in for them"] if sweep.is_adaptive else []),
         f"  needs     {_resources_text(sweep.run)} per pack{_memory_summary(memory, sweep.run)}",
         f"  work      {_work_summary(found, trials)}",
     ]
@@ -106,14 +108,25 @@ def _streams(trials: Sequence[Trial]) -> dict[str, Sequence[str]]:
 
 
 def _axes_summary(sweep: Sweep, trials: Sequence[Trial]) -> str:
-    axes = {axis: f"x{len(values)}" for axis, values in sweep.grid.items()}
-    axes |= {axis: f"{draw.kind} x{sweep.run.num_samples}" for axis, draw in sweep.draws.items()}
+    times = "" if sweep.is_adaptive else f" x{sweep.run.search.num_samples}"
+    axes = {axis: f"x{len(values)}" for axis, values in sweep.crossed.items()}
+    axes |= {axis: f"{_range_text(draw)}{times}" for axis, draw in sweep.drawn.items()}
     names = short_names(axes)
     free = [names[axis] for axis in axes if axis in names and _costs_no_training(axis, trials)]
     text = [f"{names[axis]} {count}" for axis, count in axes.items()]
     text += [f"{axis} tuned" for axis in _tuned(sweep)]
     costs = "costs" if len(free) == 1 else "cost"
     return (", ".join(text) or "nothing") + (f" ({', '.join(free)} {costs} no training)" if free else "")
+
+
+def _range_text(draw: Draw) -> str:
+    return f"{len(draw.values)} choices" if draw.kind == "choice" else draw.kind
+
+
+def _search_text(search: SearchSettings) -> str:
+    rows = "test examples" if search.on == "test" else "held-out training examples; test examples are not read"
+    best = "lowest" if search.metric == "FM" else "highest"
+    return f"{search.name} tries {search.num_samples:,} points for the {best} {search.metric} on {rows}"
 
 
 def _costs_no_training(axis: str, trials: Sequence[Trial]) -> bool:

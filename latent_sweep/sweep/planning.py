@@ -18,7 +18,8 @@ from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.trial_files import final_event, recorded_rows
 from latent_sweep.sweep.config import Sweep, fault_report
 from latent_sweep.sweep.data_checks import check_sweep
-from latent_sweep.sweep.plan import Pack, Trial, expand, pack
+from latent_sweep.sweep.plan import Pack, Trial, corners, expand, pack
+from latent_sweep.sweep.search import recorded_trials
 from latent_sweep.sweep.tuning import (
     Selection,
     SelectionResult,
@@ -100,6 +101,8 @@ def plan_sweep(
             check_devices(sweep, trials)
         if to_run:
             check_pinned(sweep, [*trials, *tried])
+        if sweep.is_adaptive:
+            expand(sweep, at=corners(sweep))  # raises before anything runs
         if storage is not None and to_run:
             storage.create()
         for each, its_trials in ((sweep, trials), (tuned, tried)):
@@ -111,7 +114,7 @@ def plan_sweep(
             return None
         folder = SweepFolder(storage, each.name)
         storage.pull(folder.path)
-        return name_conflict(each, its_trials, folder)
+        return name_conflict(each, recorded_trials(each, folder) if each.is_adaptive else its_trials, folder)
 
     def planned(each: Sweep, its_trials: list[Trial], **more: Any) -> Plan:
         return Plan(each, its_trials, pack(its_trials, each.run.pack), warnings.get(each.name, []), **more)

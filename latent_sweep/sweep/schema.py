@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.routing.gaussian import RouterSettings
-from latent_sweep.security import has_credentials
+from latent_sweep.security import has_credentials, quoted
 from latent_sweep.settings import (
     FROM_PRESET,
     INFERENCE_ONLY,
@@ -168,15 +169,82 @@ class EngineSettings(Settings):
 class SchedulerSettings(Settings):
     """Early stopping."""
 
-    name: Literal["fifo", "asha"] = "fifo"
+    name: str = "fifo"
     """`asha` stops the worse half of the packs at each rung of tasks: whole configurations with `run.pack: [seed]`.
-    With packs of one trial it stops single seeds, and means cover only the seeds that are left."""
+    With packs of one trial it stops single seeds, and means cover only the seeds that are left. `fifo` stops none.
+    Another scheduler of Ray Tune that only stops trials has its class as name, e.g.
+    `ray.tune.schedulers:MedianStoppingRule`."""
     metric: Literal["AP"] = "AP"
     """Average performance over the tasks seen so far; higher is better."""
     grace_tasks: int = Field(3, ge=1)
     """Tasks that every trial learns before it can be stopped."""
     reduction_factor: int = Field(2, ge=2)
     """One in this many continues at each rung."""
+    options: Mapping[str, Any] = {}
+    """Arguments of another scheduler, e.g. {grace_period: 2}; it counts reports, one for each task."""
+
+    @model_validator(mode="after")
+    def _stops_only(self) -> SchedulerSettings:
+        _check_class(self.name, ("fifo", "asha"), self.options, "ray.tune.schedulers:MedianStoppingRule")
+        if self.name.rpartition(":")[2] in POPULATION_BASED:
+            raise ValueError(population_based_fault(self.name))
+        return self
+
+
+POPULATION_BASED = ("PopulationBasedTraining", "PopulationBasedTrainingReplay", "PB2")
+"""Schedulers of Ray Tune that copy weights between trials."""
+
+
+def population_based_fault(name: str) -> str:
+    """Return why a population-based scheduler is refused."""
+    return (
+        f"found {name}, which continues trials with the weights of others, so a row of the table would not be the "
+        "result of one configuration; use asha, or another scheduler that only stops trials"
+    )
+
+
+def _check_class(name: str, known: Sequence[str], options: Mapping[str, Any], example: str) -> None:
+    """Check a name that is one of `known`, which have no options, or a class."""
+    if name in known:
+        if options and name != "optuna":
+            raise ValueError(f"options: has no effect with name: {name}; leave it out")
+    elif not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        raise ValueError(f"found {quoted(name)}; expected {', '.join(known)}, or a class such as {example}")
+
+
+class SearchSettings(Settings):
+    """Which points of `search:` become trials."""
+
+    name: str = "grid"
+    """`grid` runs the whole grid for each random draw. `optuna` (needs `pip install optuna`) chooses each point by the
+    scores of earlier ones, as does any other searcher of Ray Tune, named by its class, e.g.
+    `ray.tune.search.hyperopt:HyperOptSearch`. To a searcher the list of an axis is a set of choices. Axes of `run.pack`
+    are not searched: every point runs with all their values, and is judged by the mean."""
+    metric: Literal["AP", "FM", "BWT"] = "AP"
+    """What a searcher optimizes, after the last task: average performance, forgetting (lower is better) or backward
+    transfer."""
+    on: Literal["validation", "test"] = "validation"
+    """Examples that score a searcher's trials: training examples that `benchmark.validation_fraction` holds out, or the
+    test examples. A best score on test examples that were searched on is too high."""
+    num_samples: int = Field(1, ge=1)
+    """Points that a searcher tries; with `grid`, random draws for each point of the grid."""
+    seed: int = Field(0, ge=0)
+    """Seed of the random draws, and of a searcher that takes one."""
+    options: Mapping[str, Any] = {}
+    """Arguments of the searcher's class, e.g. {n_initial_points: 5}."""
+
+    @model_validator(mode="after")
+    def _for_a_searcher(self) -> SearchSettings:
+        _check_class(self.name, ("grid", "optuna"), self.options, "ray.tune.search.hyperopt:HyperOptSearch")
+        changed = [n for n in ("metric", "on") if getattr(self, n) != type(self).model_fields[n].default]
+        if changed and not self.is_adaptive:
+            raise ValueError(f"{', '.join(changed)}: has no effect with name: grid; add name: optuna, or leave it out")
+        return self
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether a searcher chooses the points while trials run."""
+        return self.name != "grid"
 
 
 class TrackingSettings(Settings):
@@ -234,6 +302,8 @@ class RunSettings(Settings):
     """Resources of each trial."""
     engine: EngineSettings = EngineSettings()
     """The engine that runs trials."""
+    search: SearchSettings = SearchSettings()
+    """Which points of the search space are run."""
     scheduler: SchedulerSettings = SchedulerSettings()
     """Early stopping."""
     tracking: TrackingSettings = TrackingSettings()
@@ -258,10 +328,6 @@ class RunSettings(Settings):
     """Prices for cost estimates."""
     max_concurrent: int | None = Field(None, ge=1)
     """Maximum number of trials that run at the same time; None is as many as fit."""
-    num_samples: int = Field(1, ge=1)
-    """Random draws for each point of the grid."""
-    search_seed: int = Field(0, ge=0)
-    """Seed of the random draws."""
     max_failures: int = Field(3, ge=0)
     """How often in a row, without finishing a task in between, a trial restarts after its worker died or lost its GPU.
     Losing the node does not count. A phase that runs out of memory is retried once with half the examples per pass;

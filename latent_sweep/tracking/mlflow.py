@@ -169,6 +169,7 @@ class MlflowTracker:
 
         An error of a single trial (a corrupt file, a refused run) is raised after all others have been uploaded.
         """
+        self.sweep.refresh()
         with self._connected():
             self._parent()
             changed, errors = self._sync_trials()

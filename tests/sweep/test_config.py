@@ -23,6 +23,10 @@ def template(**changes):
     return tiny(**{f"trial__{path}": value for path, value in changes.items()})
 
 
+def optuna(**changes):
+    return tiny(**{"search": {"method.rank": [4, 8]}, "run__search": {"name": "optuna", "num_samples": 4}} | changes)
+
+
 HOSTILE = {
     "unknown key at the top": (tiny(serach={}), "serach: unknown key; did you mean 'search'?"),
     "unknown group": (template(trainig={}), "trial.trainig: unknown key; did you mean 'training'?"),
@@ -177,9 +181,35 @@ HOSTILE = {
         "search.seed.randint: found [0.5, 2]; expected two increasing numbers",
     ),
     "draws without a random axis": (
-        tiny(run__num_samples=4),
-        "run.num_samples: found 4",
+        tiny(run__search__num_samples=4),
+        "run.search.num_samples: found 4",
     ),
+    "step of a draw": (
+        tiny(search={"training.learning_rate": {"quniform": [0.1, 0.2, 0.0]}}),
+        "search.training.learning_rate.quniform: found [0.1, 0.2, 0.0]; expected a step",
+    ),
+    "draw without a step": (
+        tiny(search={"training.learning_rate": {"quniform": [0.1, 0.2]}}),
+        "search.training.learning_rate.quniform: found [0.1, 0.2]; expected [lower, upper, step]",
+    ),
+    "searcher that picks a seed": (optuna(search={"seed": [0, 1], "method.rank": [4, 8]}), "search.seed: "),
+    "searcher with nothing to choose": (optuna(search={"seed": [0, 1]}, run__pack=["seed"]), "search: optuna"),
+    "searcher with one sample": (optuna(run__search={"name": "optuna"}), "run.search.num_samples: found 1; "),
+    "searcher with tuning": (optuna(tune={"search": {"training.epochs": [1, 2]}}), "tune: "),
+    "searcher with a pack of any": (optuna(run__pack=4), "run.pack: found 4; "),
+    "searcher with a random axis in a pack": (
+        optuna(search={"seed": {"randint": [0, 9]}, "method.rank": [4, 8]}, run__pack=["seed"]),
+        "run.pack: found seed, a random axis",
+    ),
+    "searcher and other scores": (
+        optuna(trial__benchmark={"name": "builtin", "score_on": "test"}),
+        "trial.benchmark.score_on: found test, but run.search.on is validation",
+    ),
+    "searcher over what is scored": (optuna(search={"benchmark.score_on": ["test", "validation"]}), "search.benchmark"),
+    "objective of a grid": (tiny(run__search={"on": "test"}), "run.search: on: "),
+    "options of a grid": (tiny(run__search={"options": {"a": 1}}), "run.search: options: "),
+    "no class": (optuna(run__search={"name": "optuna.integration", "num_samples": 2}), "run.search: found "),
+    "weights of other trials": (tiny(run__scheduler={"name": "ray.tune.schedulers:PB2"}), "run.scheduler: found ray"),
     "draw out of range": (
         tiny(search={"method.dropout": {"uniform": [0.0, 1.5]}}),
         "search.method.dropout[1]: method.dropout: found 1.5; ",
@@ -348,7 +378,7 @@ SEARCHES = {
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=list(SEARCHES))
 def test_what_a_run_writes_down_is_the_same_sweep_again(tmp_path, search):
     samples = 4 if any(isinstance(values, dict) for values in search.values()) else 1
-    sweep = load_sweep(write(tmp_path, tiny(search=search, run__num_samples=samples)))
+    sweep = load_sweep(write(tmp_path, tiny(search=search, run__search__num_samples=samples)))
     trials = expand(sweep)
     folder = write_sweep(sweep, trials, Storage(tmp_path / "storage"))
     again = load_sweep(folder.path / "sweep.yaml")

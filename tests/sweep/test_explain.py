@@ -118,7 +118,7 @@ def test_some_values_may_share_what_others_do_not():
 
 def test_random_draws_are_one_axis():
     search = {"training.learning_rate": {"uniform": [0.1, 0.2]}, "router.temperature": {"uniform": [1.0, 2.0]}}
-    _, first, _ = explained(search=search, run__num_samples=2)
+    _, first, _ = explained(search=search, run__search__num_samples=2)
     assert first[0] == "task 1: 2 stages for 2 trials, to train"
     assert first[1].startswith("the random draws not shared: training.learning_rate 0.1")
     assert "temperature" not in first[1]

@@ -214,8 +214,7 @@ RUN = {
     "pack": 2,
     "prices": {"cpu_hour": 0.05},
     "max_concurrent": 1,
-    "num_samples": 1,  # more make more trials, and only where an axis is random
-    "search_seed": 1,
+    "search": {"seed": 1},  # more samples make more trials, and only where an axis is random
     "max_failures": 0,
 }
 """Settings of `run`, which change no identity."""

@@ -21,7 +21,7 @@ from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep, trial_settings
 from latent_sweep.sweep.forecast import estimate
-from latent_sweep.sweep.plan import expand, pack, plan_trial, points
+from latent_sweep.sweep.plan import corners, expand, pack, plan_trial, points
 
 SWEEPS = sorted((Path(__file__).parents[2] / "sweeps").glob("*.yaml"))
 
@@ -284,35 +284,53 @@ DRAWS = {
     "training.learning_rate": {"loguniform": [1e-4, 1e-2]},
     "router.temperature": {"uniform": [1.0, 2.0]},
     "method.rank": {"choice": [2, 8]},
+    "training.batch_size": {"quniform": [4, 18, 4]},
+    "method.alpha": {"quniform": [0.1, 0.5, 0.1]},
 }
 
 
 def test_random_search_repeats_and_stays_inside_its_bounds():
-    content = tiny(search=DRAWS, run__num_samples=60)
+    content = tiny(search=DRAWS, run__search__num_samples=60)
     trials = trials_of(content)
     assert [t.trial_id for t in trials_of(content)] == [t.trial_id for t in trials]
     assert len(trials) == 60
     drawn = {path: [trial.values[path] for trial in trials] for path in DRAWS}
     assert set(drawn["seed"]) == {3, 4, 5}
     assert set(drawn["method.rank"]) == {2, 8}
+    assert set(drawn["training.batch_size"]) == {4, 8, 12, 16}
+    assert set(drawn["method.alpha"]) == {0.1, 0.2, 0.3, 0.4, 0.5}
     assert all(1e-4 <= rate <= 1e-2 for rate in drawn["training.learning_rate"])
     assert 15 <= sum(rate < 1e-3 for rate in drawn["training.learning_rate"]) <= 45  # uniform in the logarithm
     assert all(1 <= temperature <= 2 for temperature in drawn["router.temperature"])
 
 
+def test_a_search_checks_its_extremes_and_scores_held_out_examples():
+    search = {"method.rank": [4, 8], "training.learning_rate": {"uniform": [0.1, 0.2]}}
+    content = tiny(search=search, run__search={"name": "optuna", "num_samples": 3})
+    sweep = parse_sweep(content, "sweep.yaml")
+    assert len(corners(sweep)) == 4
+    assert {trial.settings.benchmark.score_on for trial in trials_of(content)} == {"validation"}
+    content["run"]["search"]["on"] = "test"
+    assert {trial.settings.benchmark.score_on for trial in trials_of(content)} == {"test"}
+    content["search"] |= {f"training.{name}": list(range(1, 30)) for name in ("epochs", "batch_size")}
+    assert len(corners(parse_sweep(content, "sweep.yaml"))) == 2 + 2 + 29 + 29, "each value once"
+
+
 def test_another_search_seed_draws_other_values():
-    first, second = (trials_of(tiny(search=DRAWS, run__num_samples=5, run__search_seed=seed)) for seed in (0, 1))
+    first, second = (
+        trials_of(tiny(search=DRAWS, run__search__num_samples=5, run__search__seed=seed)) for seed in (0, 1)
+    )
     assert not {t.trial_id for t in first} & {t.trial_id for t in second}
 
 
 def test_more_samples_begin_with_the_same_ones():
-    few, many = (trials_of(tiny(search=DRAWS, run__num_samples=count)) for count in (3, 6))
+    few, many = (trials_of(tiny(search=DRAWS, run__search__num_samples=count)) for count in (3, 6))
     assert [t.trial_id for t in many[:3]] == [t.trial_id for t in few]
 
 
 def test_a_draw_is_shared_by_the_whole_grid():
     search = {"seed": [0, 1], "training.learning_rate": {"uniform": [0.01, 0.02]}}
-    trials = trials_of(tiny(search=search, run__num_samples=3))
+    trials = trials_of(tiny(search=search, run__search__num_samples=3))
     assert len(trials) == 6
     assert len({trial.settings.training.learning_rate for trial in trials}) == 3
 

@@ -102,13 +102,28 @@ def test_every_sweep_of_the_repository_can_be_planned(path, with_data, data, mon
 # --- summary ---------------------------------------------------------------------------------------------------------
 
 
+SPACE = {"seed": [0, 1], "method.rank": [4, 8], "method.ortho_lambda": {"loguniform": [1e-6, 1e-3]}}
+OPTUNA = {"name": "optuna", "num_samples": 5}
+
+
+@pytest.mark.parametrize(("on", "scored"), [("validation", "held-out training"), ("test", "test examples")])
+def test_a_plan_names_the_objective_of_a_search(on, scored):
+    text = plan_of(verbose=False, search=SPACE, together=["seed"], run__search=OPTUNA | {"on": on}, run__pack=["seed"])[
+        0
+    ]
+    assert text.startswith("sweep tiny: 10 trials -> 10 trainings in 5 packs")
+    line = line_of(text, "search")
+    assert "optuna" in line and "5 points" in line and "AP" in line and scored in line
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"search": {"seed": [0, 1], "router.components": [1, 2]}}, "seed x2, K x2 (K costs no training)"),
         ({"search": {"training": [{"epochs": 1}, {"epochs": 2}]}}, "training x2"),
         ({"search": {}}, "nothing"),
-        ({"search": {"seed": {"randint": [0, 9]}}, "run__num_samples": 3}, "seed randint x3"),
+        ({"search": {"seed": {"randint": [0, 9]}}, "run__search__num_samples": 3}, "seed randint x3"),
+        ({"search": SPACE, "run__search": OPTUNA, "run__pack": ["seed"]}, "seed x2, rank 2 choices, lambda loguniform"),
     ],
 )
 def test_axes_are_counted(changes, line):
