@@ -12,10 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latent_sweep.errors import Paused
 from latent_sweep.execution.driver import RunOptions, check_engine, drive
+from latent_sweep.execution.slurm import time_budget
 from latent_sweep.labels import short_names
 from latent_sweep.monitor.screen import display_in_program
 from latent_sweep.monitor.state import TrialEvent as TrialEvent
+from latent_sweep.monitor.state import current
 from latent_sweep.storage import folders
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.snapshots import SnapshotStorage
@@ -25,6 +28,8 @@ from latent_sweep.sweep.config import Sweep, load_sweep, override
 from latent_sweep.sweep.explain import explain_plan
 from latent_sweep.sweep.forecast import plan_record
 from latent_sweep.sweep.plan_text import describe_whole_plan
+from latent_sweep.sweep.shards import Shard
+from latent_sweep.training.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,6 +51,8 @@ def run_sweep(
     fail_fast: bool = False,
     only_failed: bool = False,
     replace: bool = False,
+    shard: str | None = None,
+    time_limit: float | str | None = None,
     progress: bool = True,
     on_event: Callable[[TrialEvent], None] | None = None,
 ) -> SweepResults:
@@ -66,6 +73,10 @@ def run_sweep(
         only_failed: run only trials that have failed before.
         replace: accept that scored trials of an earlier sweep of this name leave its results, and compute results again
             whose data, backbone or code have changed.
+        shard: run only this part, e.g. `"3/8"`, next to the drivers of the others on the same storage.
+        time_limit: end within this many seconds, or a text as after `--for`: `"11h30m"`, `"slurm"` or `"auto"`. All
+            work is saved; if trials are left, `SweepResults.is_complete` is false, and the same call continues. If the
+            time was up during tuning, the results are those of the tuning trials.
         progress: print the plan, progress and the result tables; in a notebook, progress changes in place.
         on_event: receives each new event of a trial's journal about a second after it was written, from another thread.
             It must not run a sweep. An error in it is logged and ends the calls, not the sweep.
@@ -82,13 +93,19 @@ def run_sweep(
         fail_fast=fail_fast,
         only_failed=only_failed,
         replace=replace,
+        limit=TimeLimit.of(time_budget(time_limit) if isinstance(time_limit, str) else time_limit),
+        shard=None if shard is None else Shard.parse(shard),
         display=display_in_program(progress),
         on_event=_until_it_fails(on_event) if on_event is not None else None,
         embedded=True,
     )
-    with _environment_kept():
-        drive(sweep, options)
-    return _results(SweepFolder(open_storage(sweep.run.storage), sweep.name))
+    folder = SweepFolder(open_storage(sweep.run.storage), sweep.name)
+    try:
+        with _environment_kept():
+            drive(sweep, options)
+    except Paused:
+        return _results(current(folder))
+    return _results(folder)
 
 
 def plan_sweep(

@@ -30,7 +30,6 @@ class Parser(argparse.ArgumentParser):
     """One line for the list of commands."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error with a suggestion, if any, and exit with code 2."""
         super().error(message + self._suggestion(message))
 
     def _suggestion(self, message: str) -> str:
@@ -58,7 +57,6 @@ RUN_EXIT_CODES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a sweep file, like `latent-sweep run`; return its exit code."""
     print_any_text()
     parser = Parser(
         prog="python -m latent_sweep.run", description=f"{(__doc__ or '').partition(chr(10) * 2)[2]} {RUN_EXIT_CODES}"
@@ -68,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `run`."""
     add_sweep_arguments(parser)
     parser.add_argument("--local", action="store_true", help="run in this process, one pack after another, without Ray")
     failing = parser.add_mutually_exclusive_group()
@@ -101,7 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """Add the arguments for a sweep file and changes to it."""
     nargs = "?" if optional else None
     parser.add_argument("sweep", nargs=nargs, help="a sweep file, e.g. sweeps/quickstart.yaml")
     parser.add_argument(
@@ -141,7 +137,6 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _on_sigusr1(request: Callable[[], None]) -> Iterator[None]:
-    """Call `request` on SIGUSR1 within the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -173,6 +173,27 @@ def test_calls_from_two_threads_take_turns(tmp_path, capsys):
     assert capsys.readouterr().out.count("another thread") == 1
 
 
+def test_shards_run_their_parts(tmp_path):
+    for number, complete in ((1, False), (2, True)):
+        done = latent_sweep.run_sweep(QUICK, storage=tmp_path, local=True, progress=False, shard=f"{number}/2")
+        assert done.is_complete == complete and len(done.trials().query("status == 'finished'")) == number
+    with pytest.raises(ConfigError, match="3/2"):
+        latent_sweep.run_sweep(QUICK, storage=tmp_path, local=True, shard="3/2")
+
+
+@pytest.mark.parametrize(
+    ("tune", "name"), [(None, "tiny"), ({"tasks": 1, "search": {"router.epsilon": [0.1, 1.0]}}, "tiny-tuning")]
+)
+def test_a_call_without_time_returns_what_there_is(tmp_path, tune, name):
+    def run(**options):
+        content = QUICK | {"tune": tune}
+        return latent_sweep.run_sweep(content, storage=tmp_path, local=True, progress=False, **options)
+
+    paused = run(time_limit=0.01)
+    assert (paused.name, paused.is_complete) == (name, False) and paused.stages().empty
+    assert run(time_limit="2h").is_complete
+
+
 def test_an_error_in_on_event_is_logged_and_ends_the_calls(tmp_path, caplog):
     received = []
 

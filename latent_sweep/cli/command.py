@@ -23,13 +23,7 @@ Action = Callable[[argparse.Namespace], int]
 def add_command(
     commands: Commands, name: str, action: Action, summary: str, example: str, description: str | None = None
 ) -> Parser:
-    """Add a command.
-
-    Args:
-        summary: one line for the list of commands.
-        example: arguments of `latent-sweep` in an example.
-        description: text of the command's own help; None is `summary`.
-    """
+    """Add a command; `example` has arguments of `latent-sweep`, and `description` is `summary` by default."""
     text = description or f"{summary[:1].upper()}{summary[1:]}."
     if "exit code" not in text.lower():
         text += " Exit codes: 0 done, 2 it could not be carried out, 130 it was interrupted."
@@ -42,12 +36,10 @@ def add_command(
 
 
 def add_sweep_folder(parser: Parser) -> None:
-    """Add the argument that names a finished or running sweep."""
     parser.add_argument("folder", help=SWEEP_HELP)
 
 
 def add_tracker(parser: Parser) -> None:
-    """Add the options that select a tracker."""
     parser.add_argument("--uri", help="MLflow tracking URI to use instead of the sweep file's")
     parser.add_argument(
         "--allow-insecure", action="store_true", help="allow a server on another machine without TLS or credentials"
@@ -55,10 +47,8 @@ def add_tracker(parser: Parser) -> None:
 
 
 def add_json(parser: Any) -> None:
-    """Add the option to print JSON."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def print_json(content: Any) -> None:
-    """Print a value as JSON."""
     print(json.dumps(content, indent=1))

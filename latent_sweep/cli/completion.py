@@ -15,7 +15,6 @@ FOLDERS = ("folder", "folders", "storage", "target")
 
 
 def add(commands: Commands, parser: Parser) -> None:
-    """Add the command; its script completes all of `parser`."""
     completion = add_command(
         commands,
         "completion",

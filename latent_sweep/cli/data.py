@@ -9,7 +9,6 @@ from latent_sweep.security import printable
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     summary = "describe your own data as a benchmark (init) and check its examples (check)"
     parser = commands.add_parser("benchmark", help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
     parser.summary = summary

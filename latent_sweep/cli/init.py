@@ -14,7 +14,6 @@ TEMPLATE_OPTIONS = ("backbone", "benchmark", "own")
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     init = add_command(
         commands,
         "init",

@@ -10,7 +10,6 @@ from latent_sweep.run import add_sweep_arguments
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     doctor = add_command(
         commands,
         "doctor",

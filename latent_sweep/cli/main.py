@@ -21,11 +21,8 @@ GROUPS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the console script.
-
-    Returns:
-        0: success. 1: a trial failed, or the command found a fault or difference. 2: the command could not be carried
-        out. 130: interrupted. 141: the reader of the output has gone. 143: ended by SIGTERM.
+    """Return 0: success; 1: a failed trial, a fault or a difference; 2: not carried out; 75: not finished, out of time;
+    130: interrupted; 141: the reader of the output has gone; 143: ended by SIGTERM.
     """
     print_any_text()
     options = make_parser().parse_args(arguments)
@@ -46,7 +43,6 @@ class _MainParser(Parser):
 
 
 def make_parser() -> Parser:
-    """Return the parser of the whole command line."""
     parser = _MainParser(
         prog="latent-sweep", description="Run sweeps of continual-learning trials on frozen language models."
     )

@@ -19,7 +19,6 @@ KINDS = ("peft", "merged", "model", "mlflow")
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     ask = add_command(
         commands,
         "ask",

@@ -10,7 +10,6 @@ from latent_sweep.security import printable
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     report = add_command(
         commands,
         "report",

@@ -21,7 +21,6 @@ KEEP_DAYS = 7.0
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     listing = add_command(
         commands,
         "list",
@@ -110,7 +109,6 @@ def _days(text: str) -> float:
 
 
 def bytes_text(size: int) -> str:
-    """Format a size, e.g. `1.5 GiB`."""
     amount, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]

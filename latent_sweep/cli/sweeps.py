@@ -11,7 +11,6 @@ from latent_sweep.security import printable
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     add_arguments(
         add_command(
             commands,

@@ -24,7 +24,6 @@ _UNCHANGED = "nothing was changed; the same command with --repair repairs it, or
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this module."""
     sync = add_command(
         commands,
         "sync",

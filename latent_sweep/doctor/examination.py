@@ -45,15 +45,7 @@ def examine(
     log_line: Callable[[str], None],
     profile: bool = False,
 ) -> list[Finding]:
-    """Check this machine, the cluster if there is one, and the sweep if one is given; return all findings.
-
-    Args:
-        path: a sweep file.
-        overrides: `path=value`, as after `--set`.
-        device: `auto`, `cpu` or `cuda`.
-        address: a Ray cluster; None uses RAY_ADDRESS, or no cluster if that is not set.
-        log_line: prints a text.
-        profile: measure the speed of the sweep's backbones, too.
+    """Check this machine, the cluster at `address` or RAY_ADDRESS, and the sweep if `path` names one.
 
     Raises:
         ConfigError: the sweep file or LATENT_SWEEP_STORAGE is not valid.

@@ -33,7 +33,6 @@ class Finding:
     """The node's name if it is another machine."""
 
     def text(self) -> str:
-        """Return the finding as a line, with the advice below it."""
         where = f"{self.node}: " if self.node else ""
         expected = f"; expected {self.expected}" if self.expected else ""
         lines = [f"{self.mark:{WIDTH}}  {where}{self.subject}: {self.found}{expected}"]
@@ -42,12 +41,10 @@ class Finding:
         return "  " + printable(indent.join(line for part in lines for line in part.splitlines()))
 
     def on(self, node: str) -> Finding:
-        """Return the finding as one of a node."""
         return replace(self, node=node)
 
 
 def ok(subject: str, found: str, expected: str = "") -> Finding:
-    """Return a finding without a problem."""
     return Finding("ok", subject, found, expected)
 
 
@@ -75,7 +72,6 @@ def run_check(subject: str, check: Check) -> list[Finding]:
 
 
 def count_findings(findings: Sequence[Finding]) -> str:
-    """Return the number of faults, warnings and ok findings as a line."""
     numbers = {mark: sum(finding.mark == mark for finding in findings) for mark in ("fault", "warning", "ok")}
     words = {"fault": "faults", "warning": "warnings", "ok": "ok"}
     return ", ".join(f"{count} {mark if count == 1 else words[mark]}" for mark, count in numbers.items())

@@ -25,14 +25,12 @@ NO_LIMIT = 1 << 60
 
 
 def resolve_device(requested: str) -> str:
-    """Return `cpu` or `cuda`; `auto` is the GPU if there is one."""
     import torch
 
     return requested if requested != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def has_device(device: str) -> bool:
-    """Return whether torch can use the device."""
     import torch
 
     return device != "cuda" or torch.cuda.is_available()
@@ -78,7 +76,6 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def why_no_gpu() -> str:
-    """Return the most likely reason why torch sees no GPU."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -97,7 +94,6 @@ def why_no_gpu() -> str:
 
 
 def no_gpu_advice() -> str:
-    """Return what to do about a missing GPU."""
     import torch
 
     if torch.version.cuda is None:
@@ -111,7 +107,6 @@ def no_gpu_advice() -> str:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """Return the CUDA version that the driver supports, if torch can ask it."""
     import torch
 
     try:
@@ -142,7 +137,6 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def check_cpu() -> Iterator[Finding]:
-    """Check cores and memory, and the limits of a container."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -221,7 +215,6 @@ def _read(name: str) -> str:
 
 
 def check_disk(name: str, folder: Path) -> Iterator[Finding]:
-    """Check the free space for a folder, which may not exist yet."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < LEAST_DISK:

@@ -66,7 +66,6 @@ class Outcome:
 
 
 def method_checks(device: str, methods: Sequence[str] = tuple(METHODS)) -> list[tuple[str, Check]]:
-    """Return a check for each method on each family."""
     return [(f"{name} on {f}", partial(check_method, name, f, device)) for f in FAMILIES for name in methods]
 
 
@@ -137,7 +136,6 @@ def bit_difference(one: Outcome, other: Outcome) -> str:
 
 @cache
 def loaded(family: str, device: str) -> Engine:
-    """Return an engine that shares one tiny backbone between all runs."""
     from latent_sweep.backbones.loading import Backbone, load_backbone
     from latent_sweep.backbones.registry import BackboneSettings
     from latent_sweep.training.engine import Engine
@@ -151,7 +149,6 @@ def loaded(family: str, device: str) -> Engine:
 
 
 def outcome(name: str, family: str, device: str) -> Outcome:
-    """Learn and score two tasks with a method in a temporary storage."""
     import torch
 
     from latent_sweep.training.pack import run_pack

@@ -62,10 +62,6 @@ def check_nodes(
 ) -> Iterator[Finding]:
     """Let every node of the cluster check itself; compare nodes with this machine, and a trial with their resources.
 
-    Args:
-        needed: packages that the sweep requires.
-        resources: what a trial asks for.
-
     Raises:
         ConfigError: the cluster cannot be joined, or is not secured.
     """
@@ -99,12 +95,7 @@ def check_nodes(
 def examine_node(
     storage: Storage, asked: str, needed: Sequence[str], with_gpus: Sequence[str], node_id: str
 ) -> NodeReport:
-    """Check the machine of this process; runs as a Ray task.
-
-    Args:
-        asked: the question that the driver wrote to the storage.
-        with_gpus: ids of the nodes that have GPUs by Ray's count.
-    """
+    """Check the machine of this process, as a Ray task; `with_gpus` has GPUs by Ray's count."""
     log_without_secrets()
     device = "cuda" if node_id in with_gpus else "cpu"
     checks = {
@@ -130,7 +121,6 @@ def _sees(storage: Storage, asked: str, node_id: str) -> bool:
 
 
 def _unseen(node: Node, answer: Answer, storage: Storage, asked: str) -> str:
-    """Return a message if a node has answered but does not see the same storage, else an empty string."""
     if answer.error is not None or (answer.value.sees and has_answer(storage, asked, node.node_id)):
         return ""
     return unseen_message(storage, [node.name])
@@ -168,7 +158,6 @@ def _no_answer(answer: Answer) -> Finding:
 
 
 def shape_of(resources: Mapping[str, float]) -> str:
-    """Describe a type of nodes by CPUs, GPUs, accelerator, and RAM in whole GiB."""
     parts = [f"{resources.get('CPU', 0):g} CPU", f"{resources.get('GPU', 0):g} GPU"]
     parts += sorted(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:"))
     parts += [f"{resources['memory'] / 2**30:.0f} GiB for tasks"] if "memory" in resources else []

@@ -38,11 +38,6 @@ IMPORTED = ("torch", "transformers", "datasets")
 
 
 def check_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
-    """Check the versions of Python and all packages.
-
-    Args:
-        needed: optional packages that the sweep requires, e.g. `deepspeed`.
-    """
     try:
         requirements = declared()
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +67,6 @@ def code_digest() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that all nodes of a cluster must share, by name."""
     names = {"python": platform.python_version(), f"{OURS} (code)": code_digest()}
     try:
         return names | {each.name: _installed(each.name) or "not installed" for each in _requirements(declared())}
@@ -81,7 +75,6 @@ def versions() -> dict[str, str]:
 
 
 def _requirements(package: Declared) -> list[Requirement]:
-    """Return the requirements of latent-sweep on this system, without extras."""
     from packaging.requirements import Requirement
 
     requirements = map(Requirement, package.requirements)

@@ -19,7 +19,6 @@ CONTENT = b"latent-sweep doctor wrote this and removes it\n" * 1024
 
 
 def check_storage(storage: Storage) -> Iterator[Finding]:
-    """Write, list, read and delete a file; leave no new folder behind."""
     created = missing_folders(storage.folder)
     folder = storage.folder / f".doctor-{uuid.uuid4().hex}"
     began = time.monotonic()
@@ -39,7 +38,6 @@ def check_storage(storage: Storage) -> Iterator[Finding]:
 
 
 def _round_trip(storage: Storage, probe: Path) -> str:
-    """Write, list and read a file; return what is wrong, or an empty string."""
     try:
         storage.write(probe, CONTENT)
         if storage.is_remote:
@@ -56,7 +54,6 @@ def _round_trip(storage: Storage, probe: Path) -> str:
 
 
 def check_caches() -> Iterator[Finding]:
-    """Write to the cache folder."""
     folder = cache_folder()
     created, probe = missing_folders(folder), folder / f".doctor-{uuid.uuid4().hex}"
     try:
@@ -68,12 +65,10 @@ def check_caches() -> Iterator[Finding]:
 
 
 def hostname() -> str:
-    """Return this machine's name."""
     return socket.gethostname()
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Return the folders that must be created for this one, itself first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 

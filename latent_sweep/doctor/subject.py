@@ -31,10 +31,7 @@ class Subject:
 
 
 def check_plan(subject: Subject) -> Iterator[Finding]:
-    """Do all checks of `run`: engine, pinned backbones, data, tokens, steps.
-
-    Missing data is a fault, or a warning with a cluster, whose nodes may have it.
-    """
+    """Do all checks of `run`; with a cluster, whose nodes may have it, missing data is only a warning."""
     from latent_sweep.execution.driver import check_engine
     from latent_sweep.sweep.data_checks import check_sweep, missing_examples
     from latent_sweep.sweep.planning import check_devices, check_pinned
@@ -81,7 +78,6 @@ def check_first_step(subject: Subject, device: str) -> Iterator[Finding]:
 
 
 def on_device(trial: Trial, device: str) -> Trial:
-    """Return the trial with its backbone on this device."""
     backbone = trial.settings.backbone.model_copy(update={"device": device})
     return replace(trial, settings=trial.settings.model_copy(update={"backbone": backbone}))
 
@@ -127,10 +123,7 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
 
 
 def one_step(trial: Trial, context: Context, losses: list[Mapping[str, float]]) -> Trainer | None:
-    """Return a trainer for one step on the longest examples of the first task; None if nothing is learned there.
-
-    It resumes and saves nothing, and appends its loss terms to `losses`.
-    """
+    """Return a trainer that saves nothing, or None if the first task learns nothing."""
     from latent_sweep.storage.snapshots import TaskCheckpoint
     from latent_sweep.training.run import ActiveRun
 

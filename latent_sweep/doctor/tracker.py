@@ -19,8 +19,6 @@ def check_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) ->
     """Write a run into MLflow and delete it, unless `run` would refuse the address.
 
     Args:
-        uri: as in a sweep file.
-        allow_insecure: `run.allow_insecure`, which turns an insecure server into a warning.
         needed: whether a missing MLflow is a fault instead of a warning.
     """
     address = tracking_uri(uri)
@@ -56,7 +54,6 @@ def check_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) ->
 
 
 def advice_for(message: str) -> str:
-    """Return what to do about an error of MLflow, by its message."""
     lower = message.lower()
     if any(word in lower for word in ("certificate", "ssl")):
         return "the server's certificate is not trusted: set MLFLOW_TRACKING_SERVER_CERT_PATH to its authority"

@@ -34,6 +34,11 @@ class SweepResults(SweepFrames):
         """The storage of that sweep: a folder, or the URI of an object store."""
         return self._folders[0].storage.location
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trial has finished or was stopped early."""
+        return bool(self.trials()["status"].isin(["finished", "stopped"]).all())
+
     def failed(self) -> pd.DataFrame:
         """Return the rows of `trials` that have failed, with the `reason`.
 
