@@ -90,9 +90,11 @@ reference: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# executes docs/notebook.ipynb on the results of the quickstart and stores its outputs
+# executes docs/notebook.ipynb and stores its outputs, without paths of this machine
 notebook: quickstart
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False docs/notebook.ipynb
+	PYTHONWARNINGS="ignore:IProgress not found" $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True docs/notebook.ipynb
+	sed -i 's|$(CURDIR)/||g' docs/notebook.ipynb
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
