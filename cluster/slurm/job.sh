@@ -24,18 +24,23 @@ if [ -n "${CONTAINER:-}" ]; then
 fi
 
 # Runs `latent-sweep run` with these arguments in the time that the job has left, and sets `code` to its exit code. USR1,
-# which Slurm sends some minutes before the end, goes on to it: it saves its work and ends with code 75.
+# which Slurm sends five minutes before the end, goes on to it: it saves its work and ends with code 75. If it cannot, as
+# while it loads a large backbone, it is killed after four minutes.
 run() {
   trap '' USR1                                       # until the driver handles it
   "${here[@]}" latent-sweep run "$@" --for "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %L)" &
-  driver=$!
-  trap 'kill -USR1 "$driver" 2> /dev/null' USR1
+  driver=$! killer=
+  trap 'kill -USR1 "$driver"; (sleep 240; kill -KILL "$driver") & killer=$!' USR1
   wait "$driver"
   code=$?
   while [ "$code" -gt 128 ] && kill -0 "$driver" 2> /dev/null; do        # the signal has ended `wait`
     wait "$driver"
     code=$?
   done
+  if [ -n "$killer" ]; then
+    kill "$killer" 2> /dev/null
+    if [ "$code" -gt 128 ]; then code=75; fi
+  fi
 }
 
 # Ends the job with `code`; one that has not finished goes back into the queue.
