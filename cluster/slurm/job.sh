@@ -10,7 +10,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"         # nodes without internet read caches, which a login node has filled
 export RAY_TMPDIR="/tmp/r$SLURM_JOB_ID"              # one per job, and short: a socket's path has at most 107 characters
 export RAY_USAGE_STATS_ENABLED=0 RAY_prestart_worker_first_driver=0
-unset OMP_NUM_THREADS                                # run.resources.cpus gives a pack its threads
+unset OMP_NUM_THREADS                                # on Ray, run.resources.cpus gives a pack its threads
 (umask 077 && mkdir -p "$RAY_TMPDIR")
 trap 'rm -rf "$RAY_TMPDIR"' EXIT
 
@@ -27,6 +27,7 @@ fi
 # which Slurm sends five minutes before the end, goes on to it: it saves its work and ends with code 75. If it cannot, as
 # while it loads a large backbone, it is killed after four minutes.
 run() {
+  case " $* " in *" --local "*) export OMP_NUM_THREADS="${SLURM_CPUS_ON_NODE:-1}" ;; esac
   trap '' USR1                                       # until the driver handles it
   "${here[@]}" latent-sweep run "$@" --for "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %L)" &
   driver=$! killer=
