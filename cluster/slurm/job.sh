@@ -8,7 +8,7 @@ cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
 
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"         # nodes without internet read caches, which a login node has filled
-export RAY_TMPDIR="/tmp/r$SLURM_JOB_ID"              # one per job, and short: a socket's path has at most 107 characters
+export RAY_TMPDIR="/tmp/r$SLURM_JOB_ID${RAY_ADDRESS:+w}"             # per job, and short: paths of sockets are limited
 export RAY_USAGE_STATS_ENABLED=0 RAY_prestart_worker_first_driver=0
 unset OMP_NUM_THREADS                                # on Ray, run.resources.cpus gives a pack its threads
 (umask 077 && mkdir -p "$RAY_TMPDIR")

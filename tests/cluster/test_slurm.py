@@ -21,8 +21,7 @@ SWEEP = tiny(trial__training__epochs=STEPS // 8, trial__training__checkpoint_eve
 
 @pytest.fixture(scope="module")
 def cluster():
-    # every socket of Ray on 127.0.0.1
-    with slurm(nodes=2, cpus=2, HEAD_IP="127.0.0.1", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0") as found:
+    with slurm(nodes=2, cpus=2, HEAD_IP="127.0.0.1") as found:
         yield found
 
 
@@ -89,8 +88,9 @@ def test_a_ray_cluster_in_one_allocation_runs_a_sweep(cluster, tmp_path, undistu
     assert cluster.wait(job) == ["COMPLETED"], printed(tmp_path, job)
     sweep = sweep_folder(tmp_path)
     assert len(events(sweep, "finished")) == 3
+    assert len({event.pid for event in events(sweep, "started")}) >= nodes
     assert results(sweep) == undisturbed
-    assert not Path(f"/tmp/r{job}").exists()
+    assert not any(Path(f"/tmp/r{job}{suffix}").exists() for suffix in ("", "w"))
 
 
 def test_two_jobs_with_ray_share_a_node(cluster, tmp_path, undisturbed):
