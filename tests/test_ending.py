@@ -141,11 +141,17 @@ def command(*arguments, shell="", **environment):
     )
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize(
-    "arguments", [["report"], ["report", "--format", "latex"], ["report", "--format", "csv"], ["status"], ["rescore"]]
+    ("arguments", "encoding"),
+    [
+        (["report"], "latin-1"),
+        (["report", "--format", "latex"], "ascii"),
+        (["report", "--format", "csv"], "ascii"),
+        (["status"], "ascii"),
+        (["rescore"], "ascii"),
+    ],
 )
-def test_characters_that_the_encoding_lacks_are_replaced(finished, encoding, arguments):
+def test_characters_that_the_encoding_lacks_are_replaced(finished, arguments, encoding):
     name, *options = arguments
     folder = str(finished / "runs" / "tiny")
     plain = command(name, folder, *options, PYTHONIOENCODING="utf-8")

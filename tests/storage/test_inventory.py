@@ -20,8 +20,8 @@ from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage
 from latent_sweep.tracking.verify import verify_disk
 
-ONE = tiny(name="one", search={"seed": [0, 1]})
-TWO = tiny(name="two", search={"seed": [1, 2]})
+ONE = tiny(name="one", search={"seed": [0, 1]}, trial__training__epochs=1)
+TWO = tiny(name="two", search={"seed": [1, 2]}, trial__training__epochs=1)
 """Two sweeps that share the training of seed 1."""
 
 
@@ -341,7 +341,7 @@ def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
     assert sorted(path.name for path in copy.storage.folder.iterdir()) == ["one", "snapshots"]
     assert snapshots(copy.storage.folder) == lineages_of(copy)
     kept = results(copy)
-    more = tiny(name="one", search={"seed": [0, 1, 2]}, run={**ONE["run"], "storage": target})
+    more = ONE | {"search": {"seed": [0, 1, 2]}, "run": {**ONE["run"], "storage": target}}
     assert main(["run", write(tmp_path, more), "--local"]) == 0
     learned = [stage for trial in open_sweep(f"{target}/one") for stage in stages(trial.events()) if not stage.reused]
     seeds = {trial.trial_id: trial.params["seed"] for trial in open_sweep(f"{target}/one")}
@@ -420,7 +420,7 @@ def test_a_copy_to_an_object_store_and_back(place, node, tmp_path, capsys):
 def test_a_copy_never_replaces_another_sweep(ran, place, tmp_path, capsys):
     assert main(["cp", str(place / "one"), str(tmp_path / "there")]) == 0
     assert main(["cp", str(place / "one"), str(tmp_path / "there")]) == 0, "the same again is no change"
-    other = tiny(name="one", search={"seed": [7]}, run={**ONE["run"], "storage": str(tmp_path / "third")})
+    other = ONE | {"search": {"seed": [7]}, "run": {**ONE["run"], "storage": str(tmp_path / "third")}}
     assert main(["run", write(tmp_path, other), "--local"]) == 0
     before = results(open_sweep(tmp_path / "third" / "one"))
     assert main(["cp", str(place / "one"), str(tmp_path / "third")]) == 2

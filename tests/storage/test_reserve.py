@@ -49,7 +49,7 @@ def test_what_has_ended_an_attempt_is_written_into_the_reserve(tmp_path, full):
 
 
 def test_a_sweep_on_a_full_disk_says_so_and_goes_on_later(tmp_path, capsys, monkeypatch):
-    path = write(tmp_path, tiny(search={"seed": [0]}))
+    path = write(tmp_path, tiny(search={"seed": [0]}, trial__training__epochs=1))
 
     def refuse(*arguments):
         with committing(tmp_path / "a snapshot"):
@@ -77,7 +77,7 @@ def test_a_sweep_on_a_full_disk_says_so_and_goes_on_later(tmp_path, capsys, monk
 
 
 def test_a_worker_that_ended_without_a_word_is_shown(tmp_path, capsys):
-    path = write(tmp_path, tiny(search={"seed": [0]}))
+    path = write(tmp_path, tiny(search={"seed": [0]}, trial__training__epochs=1))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(running, "check_pack", interrupt)
         assert main(["run", path, "--local"]) == 130

@@ -21,8 +21,8 @@ from latent_sweep.storage.journal import status
 from latent_sweep.storage.storage import PROBES
 from latent_sweep.storage.watch import remove_stale_heartbeats
 
-ONE = tiny(name="one", search={"seed": [0]})
-BOTH = tiny(name="both", search={"seed": [0, 1]})
+ONE = tiny(name="one", search={"seed": [0]}, trial__training__epochs=1)
+BOTH = tiny(name="both", search={"seed": [0, 1]}, trial__training__epochs=1)
 """Shares the training of seed 0 with the other sweep."""
 
 
