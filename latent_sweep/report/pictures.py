@@ -213,13 +213,13 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
 
 def loss_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
     """Draw the training loss of one trial of each configuration; empty if no journal has a curve of several points."""
-    trials = {trial.trial_id: trial for trial in sweep}
+    learned = {trial.trial_id: stages(trial.events()) for trial in sweep}
+    with_losses = {stage.lineage: stage for each in learned.values() for stage in each if len(stage.loss_steps) > 1}
     curves: dict[tuple[str, ...], tuple[str, list[float], list[float]]] = {}
-    for one in _ranked(summary)[:NAMED]:
-        recorded = (stages(trials[trial_id].events()) for trial_id in one.finished_ids)
-        own = next((each for each in recorded if any(len(stage.loss_steps) > 1 for stage in each)), [])
-        if own:
-            curves.setdefault(tuple(stage.lineage for stage in own), (_name(one), *_loss_curve(own)))
+    for one in _ranked(summary)[:NAMED] if with_losses else ():
+        own = {stage.lineage: with_losses.get(stage.lineage, stage) for stage in learned[one.finished_ids[0]]}
+        if any(stage.losses for stage in own.values()):
+            curves.setdefault(tuple(own), (_name(one), *_loss_curve(list(own.values()))))
     if not curves:
         return []
     figure = new_figure(PAGE, 2.7 + 0.13 * len(curves))
@@ -231,8 +231,8 @@ def loss_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
     axes.set(xlabel="optimizer steps of all tasks", ylabel="loss")
     tidy(axes)
     _add_legend(figure, axes)
-    caption = "training loss of the first finished trial with a curve, for the configurations with the highest AP; a "
-    caption += "line per task, whose points are means over `run.loss_every` steps; one line for the same snapshots"
+    caption = "training loss of the first finished trial of each configuration, those with the highest AP; a line per "
+    caption += "task, whose points are means over `run.loss_every` steps; trials with the same snapshots are drawn once"
     return [Picture("losses", "Training loss", caption, figure)]
 
 
