@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from latent_sweep.errors import TrackingError
 from latent_sweep.storage.files import read_file, write_file
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, final_metrics, status
@@ -52,6 +53,9 @@ class WandbTracker(LocalTracker):
     def _write_run(self, trial: TrialFolder, events: Sequence[Event]) -> None:
         import wandb
 
+        mode = os.environ.get("WANDB_MODE", "offline")
+        if mode == "online" and not wandb.login(prompt=False, verify=False):  # it would ask on the terminal
+            raise TrackingError("Weights & Biases: found no API key. Run `wandb login`, or leave WANDB_MODE out.")
         run_id = f"{trial.trial_id}-{generation_of(events)[:8]}"
         for earlier in (self.folder / "wandb").glob(f"offline-run-*-{run_id}"):
             shutil.rmtree(earlier)
@@ -66,7 +70,7 @@ class WandbTracker(LocalTracker):
             tags=[self.sweep.name, status(events)],
             config=shown_params(trial) | {"sweep": self.sweep.name, "trial_id": trial.trial_id},
             dir=self.folder,
-            settings=wandb.Settings(mode=os.environ.get("WANDB_MODE", "offline"), **_QUIET),
+            settings=wandb.Settings(mode=mode, **_QUIET),
             reinit="create_new",
         )
         run.define_metric(f"{LOSS}/*", step_metric="step")

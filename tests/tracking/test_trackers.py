@@ -13,7 +13,7 @@ from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, 
 from helpers.sweeps import events, sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
-from latent_sweep.errors import StorageError
+from latent_sweep.errors import StorageError, TrackingError
 from latent_sweep.report.pictures import loss_pictures
 from latent_sweep.results.summaries import summarize
 from latent_sweep.tracking.contents import history
@@ -182,6 +182,13 @@ def test_an_ended_trial_is_an_offline_run(sweep, tmp_path):
     assert logged(records, "loss/task", "step") == CURVE
     (exit_code,) = [record.exit.exit_code for record in runs["lambda=0.1 seed=0"] if record.HasField("exit")]
     assert exit_code == 1
+
+
+def test_without_an_api_key_nothing_is_asked_on_the_terminal(sweep, tmp_path, monkeypatch):
+    run_to_end(next(iter(sweep)), 0.5, 0.0)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(TrackingError, match="API key"):
+        WandbTracker("lifelong", tmp_path, sweep).sync()
 
 
 def test_a_trial_that_ends_again_replaces_its_offline_run(sweep, tmp_path):
