@@ -63,7 +63,7 @@ class TensorboardTracker(LocalTracker):
     def _add_hyperparameters(self, writer: Any, trial: TrialFolder, events: Sequence[Event]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        for summary in hparams(shown_params(trial), dict.fromkeys(final_metrics(events), 0.0)):
+        for summary in hparams(shown_params(trial), dict.fromkeys(final_metrics(defined_events(trial, events)), 0.0)):
             writer.file_writer.add_summary(summary)
 
     def compare_lines(self) -> list[str]:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.errors import TrackingError
+from latent_sweep.results.definition import defined_events
 from latent_sweep.storage.files import read_file, write_file
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, final_metrics, status
 from latent_sweep.tracking.contents import LOSS, Point, generation_of, history, run_name, shown_params
 from latent_sweep.tracking.tracker import LocalTracker
 
+_LONGEST, _LONGEST_TAG = 128, 64  # what W&B accepts
 _QUIET: dict[str, Any] = {
     **{"console": "off", "disable_git": True, "save_code": False, "silent": True},
     **{"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False},
@@ -65,9 +67,9 @@ class WandbTracker(LocalTracker):
             entity=self._entity or None,
             project=self._project,
             id=run_id,
-            name=run_name(self.sweep, trial),
-            group=configuration or None,
-            tags=[self.sweep.name, status(events)],
+            name=run_name(self.sweep, trial)[:_LONGEST],
+            group=configuration[:_LONGEST] or None,
+            tags=[self.sweep.name[:_LONGEST_TAG], status(events)],
             config=shown_params(trial) | {"sweep": self.sweep.name, "trial_id": trial.trial_id},
             dir=self.folder,
             settings=wandb.Settings(mode=mode, **_QUIET),
@@ -77,7 +79,7 @@ class WandbTracker(LocalTracker):
         run.define_metric("*", step_metric="tasks_seen")
         for (axis, step), points in itertools.groupby(history(trial, events), _axis):
             run.log({axis: step} | {point.key: point.value for point in points})
-        run.summary.update(dict(final_metrics(events)))
+        run.summary.update(dict(final_metrics(defined_events(trial, events))))
         run.finish(exit_code=int(status(events) == "failed"))
 
     def compare_lines(self) -> list[str]:
