@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.results.definition import defined_events
+from latent_sweep.security import redact
 from latent_sweep.settings import yaml_text
 from latent_sweep.storage.files import read_file, write_file
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
@@ -52,7 +53,7 @@ class TensorboardTracker(LocalTracker):
                 path.unlink()
         with SummaryWriter(str(folder), filename_suffix=f".{len(events)}") as writer:
             if n_written == 0:
-                writer.add_text("settings", f"```yaml\n{yaml_text(trial.settings)}```", walltime=events[0].time)
+                writer.add_text("settings", f"```yaml\n{redact(yaml_text(trial.settings))}```", walltime=events[0].time)
             for point in new_points(defined_events(trial, events), n_written):
                 writer.add_scalar(point.key, point.value, point.step, walltime=point.time)
             if status(events) in ("finished", "stopped"):

@@ -16,6 +16,7 @@ from typing import Any
 
 from latent_sweep.errors import TrackingError
 from latent_sweep.results.definition import defined_events
+from latent_sweep.security import redact
 from latent_sweep.storage.files import read_file, write_file
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, final_metrics, status
@@ -68,7 +69,7 @@ class WandbTracker(LocalTracker):
             project=self._project,
             id=run_id,
             name=run_name(self.sweep, trial)[:_LONGEST],
-            group=configuration[:_LONGEST] or None,
+            group=redact(configuration)[:_LONGEST] or None,
             tags=[self.sweep.name[:_LONGEST_TAG], status(events)],
             config=shown_params(trial) | {"sweep": self.sweep.name, "trial_id": trial.trial_id},
             dir=self.folder,
