@@ -73,7 +73,7 @@ def test_a_sweep_that_has_not_run_refers_to_what_it_will_learn(ran, place):
     assert garbage(Inventory(Storage(place)), 0) == []
 
 
-def test_what_an_older_sweep_refers_to_is_told_by_its_journals(tmp_path):
+def test_what_a_sweep_planned_without_its_data_refers_to_is_in_its_journals(tmp_path):
     sweep = write_sweep(tmp_path, {"seed": [0]})
     (trial,) = sweep
     assert trial.lineages is None

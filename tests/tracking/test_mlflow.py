@@ -247,25 +247,6 @@ def test_more_points_than_fit_in_one_call_arrive(uri, sweep, client, plain_pictu
     assert sum(steps_of(client, run).values()) == 36 * 13 + 36 * 37 // 2 + 18 * 19 + 1 > 1000
 
 
-def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, client, plain_pictures):
-    trial = next(iter(sweep))
-    start(trial)
-    learn(trial, 1, 0.5)
-    MlflowTracker(uri, sweep).sync()
-    learn(trial, 1, 0.5)
-    start(trial, attempt=2)
-    learn(trial, 2, 0.5)
-    for _ in range(2):
-        MlflowTracker(uri, sweep).sync()
-    learn(trial, 3, 0.5)
-    finish(trial, 0.5, 0.1)
-    for _ in range(2):
-        MlflowTracker(uri, sweep).sync()
-    (run,) = runs_of(client, sweep, "trial")
-    assert steps_of(client, run) == WHOLE_TRIAL
-    assert run.data.tags["attempt"] == "2"
-
-
 def test_failed_stopped_and_resumed_trials(uri, sweep, client):
     failed, stopped, *_ = sweep
     start(failed)

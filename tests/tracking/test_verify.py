@@ -124,14 +124,6 @@ def test_the_same_run_restores_corrupt_files(finished, copy, tmp_path, caplog):
     assert main(["verify", str(copy.path), "--uri", "none"]) == 0
 
 
-def test_rows_are_scored_again_without_a_generation_cache(finished, copy, tmp_path):
-    shutil.rmtree(tmp_path / "runs" / "predictions")
-    for trial in copy:
-        (trial.path / "predictions" / "ticket.jsonl").unlink()
-    assert run(tmp_path) == 0
-    assert all_results(tmp_path) == all_results(finished)
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("known", [True, False], ids=["answers known", "no answers known"])
 def test_lost_answers_are_generated_again_with_later_ones(finished, copy, tmp_path, stage, known):
