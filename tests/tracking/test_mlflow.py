@@ -15,6 +15,7 @@ import zlib
 from collections import Counter
 
 import pytest
+from helpers.crashing import Crashing
 from helpers.patience import PATIENCE
 from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, run_to_end, start, write_sweep
 
@@ -153,46 +154,6 @@ def test_a_finished_trial_is_uploaded_with_its_files(uri, sweep, client, tmp_pat
         f"snapshots/{trial.training_id}_{len(TASKS)}.safetensors",
     }
     assert (tmp_path / "mlartifacts" / sweep.name / run.info.run_id / "artifacts" / "score_matrix.png").exists()
-
-
-class Crash(Exception):
-    pass
-
-
-class Crashing:
-    """Wraps the tracker's clients so that its n-th write raises, like a killed driver."""
-
-    def __init__(self, patch, writes_left, writes=("create_", "log_", "set_", "update_", "delete_")):
-        self.writes_left, self.writes = writes_left, writes
-        for name in ("quiet_client", "_artifact_repository"):
-            patch.setattr(mlflow_tracker, name, self._wrapping(getattr(mlflow_tracker, name)))
-
-    def _wrapping(self, make):
-        return lambda *arguments: Watched(make(*arguments), self)
-
-    def count(self):
-        self.writes_left -= 1
-        if self.writes_left == 0:
-            raise Crash
-
-
-class Watched:
-    """A client or artifact repository whose writes are counted."""
-
-    def __init__(self, watched, crashing):
-        self.watched, self.crashing = watched, crashing
-
-    def __getattr__(self, name):
-        method = getattr(self.watched, name)
-        return self._counted(method) if name.startswith(self.crashing.writes) else method
-
-    def _counted(self, method):
-        def call(*args, **kwargs):
-            answer = method(*args, **kwargs)
-            self.crashing.count()
-            return answer
-
-        return call
 
 
 def test_a_crash_after_any_write_duplicates_nothing(uri, client, tmp_path, monkeypatch, plain_pictures):

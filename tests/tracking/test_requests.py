@@ -6,13 +6,13 @@ import warnings
 from collections import Counter
 
 import pytest
+from helpers.crashing import Crashing
 from helpers.mlflow_server import empty_database
 from helpers.sweep_folders import TASKS, finish, learn, run_copies, run_to_end, start, write_sweep
 
 from latent_sweep.errors import TrackingError
 from latent_sweep.report import figures, pictures
 from latent_sweep.storage.folders import TrialFolder
-from latent_sweep.tracking import mlflow as mlflow_tracker
 from latent_sweep.tracking.mlflow import MlflowTracker
 from latent_sweep.tracking.verify import verify_tracker
 
@@ -168,24 +168,9 @@ def test_a_crash_with_several_runs_in_flight_is_repaired_by_the_next_sync(server
     sweep = write_sweep(tmp_path / "runs", {"seed": list(range(6))}, name=f"dies after {dies_after}")
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
-    left = [None] * dies_after
-    connect, artifacts = mlflow_tracker.quiet_client, mlflow_tracker._artifact_repository
-
-    class Dying:
-        """A client or artifact repository that fails after a number of writes."""
-
-        def __init__(self, living):
-            self._living = living
-
-        def __getattr__(self, name):
-            if name.startswith(("create_", "log_", "set_", "update_")):
-                left.pop()
-            return getattr(self._living, name)
-
     with monkeypatch.context() as patch:
-        patch.setattr(mlflow_tracker, "quiet_client", lambda *arguments: Dying(connect(*arguments)))
-        patch.setattr(mlflow_tracker, "_artifact_repository", lambda *arguments: Dying(artifacts(*arguments)))
-        with pytest.raises(TrackingError, match="IndexError"):
+        Crashing(patch, dies_after)
+        with pytest.raises(TrackingError, match="Crash"):
             MlflowTracker(server.uri, sweep).sync()
     tracker = MlflowTracker(server.uri, sweep)
     tracker.close()
