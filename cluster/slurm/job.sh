@@ -14,6 +14,9 @@ unset OMP_NUM_THREADS                                # on Ray, run.resources.cpu
 (umask 077 && mkdir -p "$RAY_TMPDIR")
 trap 'rm -rf "$RAY_TMPDIR"' EXIT
 
+job="$SLURM_JOB_ID"                                  # for one job of an array that may be the id of the whole array
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; fi
+
 here=(env)                                           # what commands begin with
 if [ -n "${CONTAINER:-}" ]; then
   here=(apptainer exec --nv --pwd "$PWD" --bind "$PWD,/tmp")
@@ -29,7 +32,7 @@ fi
 run() {
   case " $* " in *" --local "*) export OMP_NUM_THREADS="${SLURM_CPUS_ON_NODE:-1}" ;; esac
   trap '' USR1                                       # until the driver handles it
-  "${here[@]}" latent-sweep run "$@" --for "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %L)" &
+  "${here[@]}" latent-sweep run "$@" --for "$(squeue --noheader --jobs "$job" --format %L)" &
   driver=$! killer=
   trap 'kill -USR1 "$driver"; (sleep 240; kill -KILL "$driver") & killer=$!' USR1
   wait "$driver"
@@ -47,8 +50,8 @@ run() {
 # Ends the job with `code`; one that has not finished goes back into the queue.
 finish() {
   if [ "$code" -eq 75 ] && [ "${REQUEUE:-1}" != 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-50}" ]; then
-    echo "job $SLURM_JOB_ID has not finished and is requeued; REQUEUE=0 prevents that"
-    scontrol requeue "$SLURM_JOB_ID"
+    echo "job $job has not finished and is requeued; REQUEUE=0 prevents that"
+    scontrol requeue "$job"
   fi
   exit "$code"
 }

@@ -27,7 +27,7 @@ def time_budget(text: str) -> float | None:
         return None
     if text in ("slurm", "auto"):
         if "SLURM_JOB_ID" in os.environ:
-            return _time_left(os.environ["SLURM_JOB_ID"])
+            return _time_left(_job())
         if text == "auto":
             return None
         raise ConfigError("--for slurm: found no SLURM_JOB_ID; expected to run in a Slurm allocation. Use --for 2h")
@@ -46,6 +46,13 @@ def parse_duration(text: str) -> float | None:
     if not parts or "".join(map("".join, parts)) != text:
         return None
     return float(sum(int(amount) * SECONDS[unit] for amount, unit in parts))
+
+
+def _job() -> str:
+    """Return the id of this job: one job of an array has the id of the whole array as SLURM_JOB_ID."""
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ["SLURM_JOB_ID"]
 
 
 def _time_left(job: str) -> float | None:

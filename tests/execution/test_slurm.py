@@ -50,6 +50,7 @@ def squeue(tmp_path, monkeypatch):
             command.chmod(0o755)
 
     monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return answers
@@ -60,6 +61,15 @@ def squeue(tmp_path, monkeypatch):
 def test_the_time_left_is_asked_of_slurm(squeue, word, text, seconds):
     squeue(text)
     assert time_budget(word) == seconds
+
+
+def test_a_job_of_an_array_asks_for_itself(squeue, monkeypatch):
+    """One of them has the id of the whole array."""
+    squeue("9:30")
+    for name, value in {"JOB_ID": "43", "ARRAY_JOB_ID": "4", "ARRAY_TASK_ID": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(ConfigError, match="4_2"):  # of which this Slurm knows nothing
+        time_budget("slurm")
 
 
 @pytest.mark.parametrize("text", ["INVALID", "NOT_SET", None])
