@@ -39,7 +39,7 @@ SUBJECTS: Mapping[str, str] = {
     "data/prompts.py": "data/test_benchmarks.py data/test_definitions.py data/test_released_prompts.py",
     "execution/retries.py": "execution/test_retries.py",
     "methods/_gate.py": "methods/test_gain_lora.py",
-    "methods/latent_lora.py": "methods/test_latent_lora.py",
+    "methods/latent_lora.py": "methods/test_latent_lora.py methods/test_settings.py methods/test_trajectories.py",
     "metrics/answers.py": "test_metrics.py",
     "metrics/matrix.py": "test_metrics.py",
     "metrics/numerals.py": "test_metrics.py",
