@@ -122,7 +122,7 @@ class AdapterBank:
     def __init__(self, targets: Mapping[str, nn.Linear], embedding: nn.Module | None = None):
         self.targets = dict(targets)
         self._active = Adaptation()
-        self._read: tuple[int, int] | None = None  # rows and tokens of the current pass, known from the embedding on
+        self._read: tuple[int, int] | None = None  # rows and tokens of the current pass, set by the embedding
         self._handles = [
             module.register_forward_hook(self._delta_hook(index, name))
             for index, (name, module) in enumerate(targets.items())

@@ -39,13 +39,13 @@ class GateSettings(Settings):
     """The gate's settings."""
 
     form: Literal["two_silu", "one_silu"] = Field("two_silu", json_schema_extra=FROM_PRESET)
-    """SiLU after both maps (released for T5), or after the second only (released for Llama)."""
+    """SiLU after both maps (`two_silu`, released for T5), or after the second only (`one_silu`, released for Llama)."""
     width: int = Field(100, ge=1, json_schema_extra=FROM_PRESET)
     """Width of the layer between the two maps."""
     pooling: Literal["true_length", "padded"] = Field("true_length", json_schema_extra=FROM_PRESET)
-    """Divide the sum of a prompt's embeddings by its own length, or by that of the longest prompt in its batch
-    (`padded`): results then depend on the composition of batches, so on `training.micro_batch_size` and, for the
-    memories, on `gpm.batch_size`, `gpm.max_batches` and `gpm.group_by_length`."""
+    """Divide the sum of a prompt's embeddings by its own length (`true_length`), or by that of the longest prompt in
+    its batch (`padded`): results then depend on the composition of batches, so on `training.micro_batch_size` and, for
+    the memories, on `gpm.batch_size`, `gpm.max_batches` and `gpm.group_by_length`."""
     key_design: Literal["svd", "random_project", "svd_then_random"] = Field("svd", json_schema_extra=FROM_PRESET)
     """Initial key: the leading direction of the new task's prompts outside the memory (`svd`), or a random key
     projected out of it (`random_project`). `svd_then_random`: `svd` for the first task, then random directions."""

@@ -34,8 +34,8 @@ class GpmSettings(Settings):
     """The gradient projection memory: how much of the inputs it covers, and how it reads them."""
 
     energy: Literal["sigma4", "sigma2"] = "sigma4"
-    """Energy that shares refer to: the inputs' singular values to the fourth power, as in all released code, which
-    takes the SVD of their covariance; or squared, as in the GPM paper, which keeps more directions."""
+    """Energy that shares refer to: the inputs' singular values to the fourth power (`sigma4`), as in all released code,
+    which takes the SVD of their covariance; or squared (`sigma2`), as in the GPM paper, which keeps more directions."""
     eps_0: float = Field(0.995, gt=0, lt=1)
     """Share of the energy that the memory covers after the first task; 0.95 or 0.98 in InfLoRA's vision runs."""
     ramp: int = Field(15, ge=1)
@@ -46,14 +46,14 @@ class GpmSettings(Settings):
     mask_padding: bool = Field(True, json_schema_extra=FROM_PRESET)
     """Whether padding is left out of the inputs' statistics."""
     padding: Literal["own", "released"] = Field("own", json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
-    """Padding tokens if padding counts (`mask_padding: false`): the tokenizer's, or GainLoRA's, where T5's decoder
-    reads EOS after a short target and Llama reads BOS."""
+    """Padding tokens if padding counts (`mask_padding: false`): the tokenizer's (`own`), or GainLoRA's (`released`),
+    where T5's decoder reads EOS after a short target and Llama reads BOS."""
     group_by_length: bool = Field(True, json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
     """Read statistics from batches of similar length, or from shuffled ones as in GainLoRA's release. It changes the
     amount of padding, and the lengths under `gate.pooling: padded`."""
     cross_attention_v: Literal["own_input", "decoder_state"] = Field("own_input", json_schema_extra=FROM_PRESET)
-    """Input of v in T5's cross-attention for the memory: the encoder's output, which it reads, or, as in GainLoRA's
-    released code, the decoder's state, which only q reads."""
+    """Input of v in T5's cross-attention for the memory: the encoder's output, which it reads (`own_input`), or, as in
+    GainLoRA's released code, the decoder's state, which only q reads (`decoder_state`)."""
     batch_size: int = Field(16, ge=1)
     """Examples per batch when statistics are read."""
     max_batches: int = Field(1002, ge=1)

@@ -70,18 +70,18 @@ class LatentLoraSettings(MethodSettings):
     scale: Literal["alpha_over_r", "none"] | Annotated[float, Field(gt=0)] = "alpha_over_r"
     """s: alpha / rank, 1 (`none`), or a number above 0 (A1)."""
     sigma_side: Literal["out", "in", "none"] = "out"
-    """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS (A2)."""
+    """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS, or `none`: they are left out (A2)."""
     ortho_lambda: float = Field(ge=0, json_schema_extra=FROM_PRESET)
     """lambda, the weight of the penalty; 0 turns it off. If it is left out: the paper's 0.05 (Long Sequence 0.02), and
     1e-5 on the embedded SmolLM2 (A4b)."""
     ortho: OrthoSettings = OrthoSettings()
     """How the penalty is measured."""
     R_init: Literal["normal", "zero", "prev"] = "normal"
-    """Initial R: drawn from N(0, R_std^2), zero, or the previous task's R (A7)."""
+    """Initial R: drawn from N(0, R_std^2) (`normal`), `zero`, or the previous task's R (`prev`) (A7)."""
     R_std: float = Field(1e-5, ge=0)
     """Standard deviation of a normal initial R (A7)."""
     train_active: Literal["current", "sum"] = "current"
-    """Adapters active while a task is learned: its own, or its own plus all earlier ones (A8, A9)."""
+    """Adapters active while a task is learned: its own (`current`), or also all earlier ones (`sum`) (A8, A9)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input during training (A28)."""
     svd: Literal["exact", "randomized"] = "exact"

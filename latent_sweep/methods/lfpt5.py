@@ -61,13 +61,14 @@ class Lfpt5Settings(MethodSettings):
     prompt_length: int = Field(300, ge=1)
     """Number of prompt vectors, which follow up to `benchmark.max_source_length` tokens."""
     lm_weight: float = Field(0.25, ge=0)
-    """l; 0.25 in the scripts for classification, 0.1 for entity recognition and summarization."""
+    """l, the weight of the loss of writing examples; in the scripts 0.25 for classification, 0.1 for other tasks."""
     kl_weight: float = Field(0.01, ge=0, lt=1)
-    """k; 0.01 in the scripts for classification, 0.03 for entity recognition, 0.04 for summarization."""
+    """k, the weight of the KL term; in the scripts 0.01 for classification, 0.03 for entity recognition, 0.04 for
+    summarization."""
     accumulation: int = Field(1, ge=1, json_schema_extra=FROM_PRESET)
-    """Divisor of the KL term. The released code adds up the mean losses of 4 micro-batches without dividing by their
-    number, so that KL, a sum over all rows, has a quarter of the weight it would have with one mean. None: 1, or 4
-    under `preset: official`."""
+    """Divisor of the KL term; 1, or 4 under `preset: official`. The released code adds up the mean losses of 4
+    micro-batches without dividing by their number, so that KL, a sum over all rows, has a quarter of its weight with
+    one mean."""
     sample_length: int = Field(256, ge=1)
     """Maximum number of tokens in a pseudo-sample; twice the source length in the code."""
     samples_per_label: int = Field(2, ge=0)

@@ -102,9 +102,9 @@ class TaskAdapterSettings(LoraSettings):
     """The additional settings of methods with a pair for every task."""
 
     train_active: Literal["sum", "current"] = "sum"
-    """Pairs active while a task is learned: its own plus all earlier ones, or its own alone."""
+    """Pairs active while a task is learned: its own plus all earlier ones (`sum`), or its own alone (`current`)."""
     old_branch_grad: Literal["flow", "detach"] = Field("flow", json_schema_extra=FROM_PRESET)
-    """Whether gradients flow through active earlier pairs to lower layers, or stop there."""
+    """Whether gradients flow through active earlier pairs to lower layers (`flow`), or stop there (`detach`)."""
 
 
 # --- method and learner ----------------------------------------------------------------------------------------------

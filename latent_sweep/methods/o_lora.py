@@ -66,7 +66,7 @@ class OLoraSettings(TaskAdapterSettings):
     lambda_2: Coefficient = Field(0.0, json_schema_extra=FROM_PRESET)
     """Weight of the new pair's 2-norms, a number or a list by position."""
     penalty: Literal["l1", "squared"] = "l1"
-    """Absolute entries of the overlap as in the released code, or squared ones as published."""
+    """Sum of the absolute entries of the overlap, as in the released code (`l1`), or of squared ones, as published."""
 
 
 class OLora(TaskAdapterMethod):

@@ -74,11 +74,12 @@ class CovarianceSettings(Settings):
     """How the shared covariance is pooled (Eq. 13)."""
 
     center: Literal["task", "component"] = Field(default="task", json_schema_extra=INFERENCE_ONLY)
-    """Scatter about the task's mean, as in the paper's equation, or about the components' means (A13)."""
+    """Scatter about the `task`'s mean, as in the paper's equation, or about the means of its `component`s (A13)."""
     ddof: Literal["none", "tasks"] = Field(default="none", json_schema_extra=INFERENCE_ONLY)
-    """Divide the pooled scatter by N, the number of embeddings, or by N minus the number of tasks (A14)."""
+    """Divide the pooled scatter by N, the number of embeddings, or by N minus the number of `tasks` (A14)."""
     refresh: Literal["per_task", "final", "frozen_first"] = Field(default="per_task", json_schema_extra=INFERENCE_ONLY)
-    """Tasks pooled (A16): those seen so far, all tasks of the trial at every stage, or only the first."""
+    """Tasks pooled (A16): those seen so far (`per_task`), all tasks of the trial at every stage (`final`), or only the
+    first (`frozen_first`)."""
 
     def pooled_tasks(self, tasks_seen: int, n_tasks: int) -> int:
         """Count the tasks, from the first, that the covariance reads after `tasks_seen` of `n_tasks`."""
@@ -89,7 +90,7 @@ class PoolSettings(Settings):
     """Which token embeddings are averaged into one embedding per input (Eq. 11)."""
 
     scope: Literal["prompt", "input_only"] = Field(default="prompt", json_schema_extra=INFERENCE_ONLY)
-    """The whole prompt with its task definition, or only the input text (A18)."""
+    """The whole prompt with its task definition, or only the input text (`input_only`) (A18)."""
     mask_pad: bool = Field(default=True, json_schema_extra=INFERENCE_ONLY)
     """Leave padding positions out of the mean (A18)."""
     special: Literal["keep", "drop"] = Field(default="keep", json_schema_extra=INFERENCE_ONLY)
@@ -112,13 +113,13 @@ class RouterSettings(Settings):
     epsilon: float = Field(default=0.01, ge=0, json_schema_extra=INFERENCE_ONLY)
     """Ridge added to the diagonal of the pooled covariance (Eq. 13), in the unit of `epsilon_mode` (A15)."""
     epsilon_mode: Literal["relative", "absolute"] = Field(default="relative", json_schema_extra=INFERENCE_ONLY)
-    """`epsilon` is a multiple of the pooled covariance's mean variance tr(S)/d, or the ridge itself (A15)."""
+    """`epsilon` is a multiple of the pooled covariance's mean variance tr(S)/d (`relative`), or the ridge (A15)."""
     embed_norm: Literal["none", "l2", "std"] = Field(default="none", json_schema_extra=INFERENCE_ONLY)
-    """Scaling of pooled embeddings (A15): none, to unit length, or by the standard deviation of the table's entries."""
+    """Scaling of pooled embeddings: none, to unit length (`l2`), or by the table's standard deviation (`std`) (A15)."""
     temperature: float = Field(default=1.0, gt=0, json_schema_extra=INFERENCE_ONLY)
     """Divisor of the log posterior before it is normalized (A21); above 1 is softer."""
     prior: Literal["uniform", "n_t"] = Field(default="uniform", json_schema_extra=INFERENCE_ONLY)
-    """Task prior (Eq. 14): equal, or proportional to the number of training embeddings (A22)."""
+    """Task prior (Eq. 14): equal, or proportional to the number of training embeddings (`n_t`) (A22)."""
     prune_below: float = Field(default=1e-6, ge=0, lt=1, json_schema_extra=INFERENCE_ONLY)
     """Drop weights below this and renormalize the rest of their row; 0 keeps all."""
     dtype: Literal["float64", "float32"] = Field(default="float64", json_schema_extra=INFERENCE_ONLY)
@@ -546,7 +547,7 @@ def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSetting
         wider = " or use router.dtype: float64" if settings.epsilon and dtype == np.float32 else ""
         raise RouterError(
             f"router: the pooled covariance ({d} x {d}) is not positive definite in {dtype}: its ridge is too small "
-            f"beside its largest variance, {largest_variance:.2g}. Raise router.epsilon (now {settings.epsilon:g}, "
+            f"next to its largest variance, {largest_variance:.2g}. Raise router.epsilon (now {settings.epsilon:g}, "
             f"{settings.epsilon_mode}){wider}."
         )
     return U, lower

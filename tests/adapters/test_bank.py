@@ -40,8 +40,8 @@ CONFIGS = {
 }
 FLAT = {"opt": "all-linear", "qwen2_moe": ["q_proj", "shared_expert.up_proj", "shared_expert.down_proj"]}
 """Targets, some of which receive (rows * tokens, n)."""
-MEMBERS = [random_rows(3, seed=1, longest=9), random_rows(2, seed=2, longest=12)]
-TOGETHER = [row for rows in MEMBERS for row in rows]
+RUNS = [random_rows(3, seed=1, longest=9), random_rows(2, seed=2, longest=12)]
+TOGETHER = [row for rows in RUNS for row in rows]
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def deltas(backbone, pair, **more):
     return LoraDeltas(*pair, outputs_of(backbone.targets), 2.0, **more)
 
 
-def step(backbone, bank, members, adaptations):
+def step(backbone, bank, runs, adaptations):
     """Forward and backward pass; returns the loss over all tokens and which rows gradients reach."""
-    batch = collate(members, backbone)
+    batch = collate(runs, backbone)
     with bank.active(side_by_side(adaptations, batch.counts)), bank.watching() as arrived:
         loss = cross_entropy(label_logits(backbone, batch), batch.labels, reduction="sum")
         loss.backward()
@@ -91,21 +91,21 @@ def test_runs_of_a_pack_equal_those_alone(load, family, again, detach):
         return Adaptation(term if detach is None else DeltaSum([term], rate))
 
     def gradients():
-        found = [leaf.grad for pair in pairs for leaf in pair]
+        actual = [leaf.grad for pair in pairs for leaf in pair]
         for pair in pairs:
             for leaf in pair:
                 leaf.grad = None
-        return found
+        return actual
 
     settings = TrainingSettings(learning_rate=0.1, batch_size=3, epochs=1, gradient_checkpointing=again)
     with recomputing(backbone, settings):
         # any dropout rate prevents runs from being joined
-        together, _ = step(backbone, bank, MEMBERS, [adaptation(b, 1e-9) for b in pairs])
+        together, _ = step(backbone, bank, RUNS, [adaptation(b, 1e-9) for b in pairs])
         packed = gradients()
-        alone = [step(backbone, bank, [rows], [adaptation(b, 0.0)])[0] for rows, b in zip(MEMBERS, pairs, strict=True)]
+        alone = [step(backbone, bank, [rows], [adaptation(b, 0.0)])[0] for rows, b in zip(RUNS, pairs, strict=True)]
     assert_same_to_rounding(together, sum(alone), GRADIENT)
-    for found, expected in zip(packed, gradients(), strict=True):
-        assert_same_to_rounding(found, expected, GRADIENT)
+    for actual, expected in zip(packed, gradients(), strict=True):
+        assert_same_to_rounding(actual, expected, GRADIENT)
 
 
 @pytest.mark.parametrize("family", FLAT)
@@ -123,28 +123,28 @@ def test_every_row_uses_its_own_adapter(load, family):
         for row, own in zip(TOGETHER, w, strict=True):
             with bank.active(Adaptation(deltas(backbone, (A, B * own)))):
                 alone.append(label_logits(backbone, collate([[row]], backbone)))
-        for found in (deltas(backbone, (A, B), w=w), latent):
-            with bank.active(Adaptation(found)):
+        for actual in (deltas(backbone, (A, B), w=w), latent):
+            with bank.active(Adaptation(actual)):
                 assert_same_to_rounding(label_logits(backbone, collate([TOGETHER], backbone)), torch.cat(alone), PASS)
 
     prompts = [row["prompt_ids"] for row in TOGETHER]
-    found = generate(backbone, bank, prompts, Adaptation(deltas(backbone, (A, B), w=w)), 6)
+    actual = generate(backbone, bank, prompts, Adaptation(deltas(backbone, (A, B), w=w)), 6)
     expected = [
         generate(backbone, bank, [prompt], Adaptation(deltas(backbone, (A, B * own))), 6)[0]
         for prompt, own in zip(prompts, w, strict=True)
     ]
-    assert found == expected
+    assert actual == expected
 
 
 def test_rows_that_gradients_reach_are_recorded_for_a_flattened_projection(load):
     backbone, bank = load("opt", ["fc1"])
-    _, arrived = step(backbone, bank, MEMBERS, [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in (1, 2)])
-    assert [found.tolist() for found in arrived] == [[True] * 5]
+    _, arrived = step(backbone, bank, RUNS, [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in (1, 2)])
+    assert [actual.tolist() for actual in arrived] == [[True] * 5]
 
 
 @pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize(
-    ("family", "targets", "rows", "found"),
+    ("family", "targets", "rows", "message"),
     [
         ("switch_transformers", ["expert_0.wi"], 3, r"expert_0\.wi .*\(\d+, 32\)"),
         ("led", ["query", "value"], 3, r"query .*\(8, \d, 32\)"),
@@ -152,13 +152,13 @@ def test_rows_that_gradients_reach_are_recorded_for_a_flattened_projection(load)
     ],
     ids=["an expert's tokens", "tokens first", "as many tokens as rows"],
 )
-def test_inputs_without_identifiable_rows_are_refused(load, family, targets, rows, found, pack):
+def test_inputs_without_identifiable_rows_are_refused(load, family, targets, rows, message, pack):
     """In a pack and alone, so that packing does not decide whether a sweep runs."""
     backbone, bank = load(family, targets)
-    members = [[{"prompt_ids": list(range(9 + i, 17 + i)), "target_ids": [5]} for i in range(rows)]] * pack
+    runs = [[{"prompt_ids": list(range(9 + i, 17 + i)), "target_ids": [5]} for i in range(rows)]] * pack
     adaptations = [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in range(pack)]
-    with pytest.raises(ConfigError, match=rf"backbone\.targets: .*{found}"):
-        step(backbone, bank, members, adaptations)
+    with pytest.raises(ConfigError, match=rf"backbone\.targets: .*{message}"):
+        step(backbone, bank, runs, adaptations)
 
 
 @pytest.mark.parametrize(("family", "targets"), [("pegasus_x", None), ("led", ["query", "value"])])

@@ -36,17 +36,17 @@ def weight(rows, columns, seed=0, spectrum=None):
     return (left * values @ right.T).float()
 
 
-def assert_exact(found, W, rank, tolerance=2e-6):
+def assert_exact(actual, W, rank, tolerance=2e-6):
     """Compare with numpy's SVD in float64, which uses neither a Gram matrix nor power iteration."""
     U, S, Vh = np.linalg.svd(W.numpy().astype(np.float64), full_matrices=False)
-    assert found.U.shape == (W.shape[0], rank)
-    assert found.V.shape == (W.shape[1], rank)
-    np.testing.assert_allclose(found.S.numpy(), S[:rank], rtol=tolerance)
-    assert subspace_angles(found.U.double().numpy(), U[:, :rank]).max() < 1e-4
-    assert subspace_angles(found.V.double().numpy(), Vh[:rank].T).max() < 1e-4
+    assert actual.U.shape == (W.shape[0], rank)
+    assert actual.V.shape == (W.shape[1], rank)
+    np.testing.assert_allclose(actual.S.numpy(), S[:rank], rtol=tolerance)
+    assert subspace_angles(actual.U.double().numpy(), U[:, :rank]).max() < 1e-4
+    assert subspace_angles(actual.V.double().numpy(), Vh[:rank].T).max() < 1e-4
     best = (U[:, :rank] * S[:rank]) @ Vh[:rank]
-    np.testing.assert_allclose((found.U * found.S) @ found.V.T, best, atol=1e-4 * S[0])
-    for side in (found.U, found.V):
+    np.testing.assert_allclose((actual.U * actual.S) @ actual.V.T, best, atol=1e-4 * S[0])
+    for side in (actual.U, actual.V):
         torch.testing.assert_close(side.T @ side, torch.eye(rank), atol=2e-5, rtol=0)
 
 
@@ -57,9 +57,9 @@ SHAPES = [(40, 40), (24, 64), (64, 24)]
 @pytest.mark.parametrize("rank", [1, 8, 24])
 def test_exact_factors_are_those_of_a_full_svd(shape, rank):
     W = weight(*shape)
-    found = truncated_svd(W, rank)
-    assert_exact(found, W, rank)
-    assert all(part.dtype == torch.float32 and part.is_contiguous() for part in (found.U, found.S, found.V))
+    actual = truncated_svd(W, rank)
+    assert_exact(actual, W, rank)
+    assert all(part.dtype == torch.float32 and part.is_contiguous() for part in (actual.U, actual.S, actual.V))
 
 
 @pytest.mark.parametrize("shape", [(160, 160), (128, 192), (192, 128)])
@@ -70,21 +70,21 @@ def test_block_power_iteration_is_as_exact_and_needs_no_svd_on_a_gpu(shape, monk
     assert_exact(on_cpu, W, 12)
     monkeypatch.setattr(torch.linalg, "svd", None)
     with imitated_gpu() as record:
-        found = truncated_svd(W.to("cuda"), 12)
-        found = factors.Factors(found.U.cpu(), found.S.cpu(), found.V.cpu())
+        actual = truncated_svd(W.to("cuda"), 12)
+        actual = factors.Factors(actual.U.cpu(), actual.S.cpu(), actual.V.cpu())
     assert not record.mixings
-    assert_exact(found, W, 12)
+    assert_exact(actual, W, 12)
     for name in "USV":
-        torch.testing.assert_close(getattr(found, name), getattr(on_cpu, name), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(getattr(actual, name), getattr(on_cpu, name), atol=1e-6, rtol=1e-6)
 
 
 def test_a_weight_of_lower_rank_than_the_block_has_factors_on_a_gpu_too(monkeypatch):
     monkeypatch.setattr(factors, "GRAM_COLUMNS", 16)
     W = weight(64, 160, spectrum=torch.cat([torch.linspace(3, 1, 20), torch.zeros(44)]).double())
     with imitated_gpu():
-        found = truncated_svd(W.to("cuda"), 12)
-        found = factors.Factors(found.U.cpu(), found.S.cpu(), found.V.cpu())
-    assert_exact(found, W, 12)
+        actual = truncated_svd(W.to("cuda"), 12)
+        actual = factors.Factors(actual.U.cpu(), actual.S.cpu(), actual.V.cpu())
+    assert_exact(actual, W, 12)
 
 
 def test_a_flat_spectrum_stops_the_block_power_iteration(monkeypatch):
@@ -98,12 +98,12 @@ def test_a_flat_spectrum_stops_the_block_power_iteration(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_signs_depend_on_the_weight_only(shape):
     W = weight(*shape)
-    found, mirrored = truncated_svd(W, 8), truncated_svd(-W, 8)
-    peaks = found.V.gather(0, found.V.abs().argmax(0, keepdim=True))
+    actual, mirrored = truncated_svd(W, 8), truncated_svd(-W, 8)
+    peaks = actual.V.gather(0, actual.V.abs().argmax(0, keepdim=True))
     assert bool((peaks > 0).all())
-    torch.testing.assert_close(mirrored.V, found.V, atol=1e-5, rtol=0)
-    torch.testing.assert_close(mirrored.U, -found.U, atol=1e-5, rtol=0)
-    assert found.S.tolist() == sorted(found.S.tolist(), reverse=True)
+    torch.testing.assert_close(mirrored.V, actual.V, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mirrored.U, -actual.U, atol=1e-5, rtol=0)
+    assert actual.S.tolist() == sorted(actual.S.tolist(), reverse=True)
 
 
 def test_a_low_precision_weight_is_factored_in_high_precision():
@@ -138,9 +138,9 @@ def test_randomized_factors_are_computed_on_the_cpu():
     """A GPU would draw other numbers for the same seed, but the file name does not include the device."""
     W = weight(24, 64)
     with imitated_gpu():
-        found = truncated_svd(W.to("cuda"), 8, "randomized")
-        assert (found.U.device.type, found.S.device.type, found.V.device.type) == ("cuda",) * 3
-    assert torch.equal(found.V, truncated_svd(W, 8, "randomized").V)
+        actual = truncated_svd(W.to("cuda"), 8, "randomized")
+        assert (actual.U.device.type, actual.S.device.type, actual.V.device.type) == ("cuda",) * 3
+    assert torch.equal(actual.V, truncated_svd(W, 8, "randomized").V)
 
 
 @pytest.mark.parametrize("algorithm", ["exact", "randomized"])
@@ -148,10 +148,10 @@ def test_too_large_a_rank_is_refused_and_a_weight_of_lower_rank_is_not(algorithm
     with pytest.raises(ValueError, match=r"25 .*24 x 64"):
         truncated_svd(weight(24, 64), 25, algorithm)
     for W in [weight(24, 3) @ weight(3, 64), torch.zeros(24, 64)][: 1 + (algorithm == "exact")]:
-        found = truncated_svd(W, 8, algorithm)
-        torch.testing.assert_close((found.U * found.S) @ found.V.T, W, atol=1e-3, rtol=1e-3)
+        actual = truncated_svd(W, 8, algorithm)
+        torch.testing.assert_close((actual.U * actual.S) @ actual.V.T, W, atol=1e-3, rtol=1e-3)
         if algorithm == "exact":
-            for side in (found.U, found.V):
+            for side in (actual.U, actual.V):
                 torch.testing.assert_close(side.T @ side, torch.eye(8), atol=1e-5, rtol=0)
 
 
@@ -170,8 +170,8 @@ def files(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
-def parts(found):
-    return {f"{name}.{part}": getattr(f, part) for name, f in found.items() for part in "USV"}
+def parts(actual):
+    return {f"{name}.{part}": getattr(f, part) for name, f in actual.items() for part in "USV"}
 
 
 def test_one_file_serves_every_smaller_rank(targets, tmp_path):
@@ -188,8 +188,8 @@ def test_one_file_serves_every_smaller_rank(targets, tmp_path):
 
 def test_the_largest_rank_of_a_sweep_is_computed_at_once_up_to_the_narrowest_projection(targets, tmp_path):
     threads = torch.get_num_threads()
-    found = load_factors(targets, "digest", 4, tmp_path, compute_rank=12)
-    assert found["b"].S.shape == (4,) and files(tmp_path) == ["digest-exact-v1-r12.safetensors"]
+    actual = load_factors(targets, "digest", 4, tmp_path, compute_rank=12)
+    assert actual["b"].S.shape == (4,) and files(tmp_path) == ["digest-exact-v1-r12.safetensors"]
     load_factors(targets, "digest", 16, tmp_path, compute_rank=64)
     assert files(tmp_path) == ["digest-exact-v1-r12.safetensors", "digest-exact-v1-r24.safetensors"]
     assert torch.get_num_threads() == threads
@@ -230,8 +230,8 @@ def test_a_corrupt_file_is_quarantined_and_computed_again(targets, tmp_path, cap
     content = path.read_bytes()
     path.unlink()  # a memory-mapped file must not be truncated
     path.write_bytes(content[:-5] + bytes([content[-5] ^ 4]) + content[-4:])
-    found = parts(load_factors(targets, "digest", 8, tmp_path))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = parts(load_factors(targets, "digest", 8, tmp_path))
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     assert files(tmp_path) == ["digest-exact-v1-r8.damaged", "digest-exact-v1-r8.safetensors"]
     assert path.read_bytes() == content
     assert "digest-exact-v1-r8.damaged" in caplog.text
@@ -407,9 +407,9 @@ def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
 def test_singular_values_are_read_from_a_larger_rank_and_nothing_is_changed(targets, tmp_path):
     load_factors(targets, "digest", 16, tmp_path)
     names = sorted(targets, reverse=True)
-    found = factors.stored_singular_values(names, "digest", 8, tmp_path)
+    actual = factors.stored_singular_values(names, "digest", 8, tmp_path)
     expected = [np.linalg.svd(targets[name].weight.detach().numpy(), compute_uv=False)[:8] for name in names]
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
     assert factors.stored_singular_values(names, "other", 8, tmp_path) is None
     assert factors.stored_singular_values(names, "digest", 17, tmp_path) is None
     assert factors.stored_singular_values([*names, "another"], "digest", 8, tmp_path) is None

@@ -265,8 +265,8 @@ def moments_of(backbone, rows, masked=True, **blocks):
     batch, sums = collate([rows], backbone), {}
     masks = (batch.multiplicity, batch.target_multiplicity) if masked else ()
     counts = [None if counted is None else torch.from_numpy(counted) for counted in masks]
-    found = input_blocks(list(backbone.targets), 32, **blocks)
-    with torch.no_grad(), adding_second_moments(sums, found, backbone.targets, *counts):
+    actual = input_blocks(list(backbone.targets), 32, **blocks)
+    with torch.no_grad(), adding_second_moments(sums, actual, backbone.targets, *counts):
         label_logits(backbone, batch)
     return sums
 

@@ -70,8 +70,8 @@ def test_each_row_answers_with_its_own_combination(layers, side):
     assert R.shape == (2, 4, RANK, RANK)
     with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
         together = [layer(h) for layer in layers.values()]
-    for row, mix in enumerate(weights.tolist()):
-        own = sum(w * a for w, a in zip(mix, adapters, strict=True))
+    for row, row_weights in enumerate(weights.tolist()):
+        own = sum(w * a for w, a in zip(row_weights, adapters, strict=True))
         for index, layer in enumerate(layers.values()):
             W = layer.weight.double() + dense_delta(layer.weight, own[index], side)
             assert_same_to_rounding(together[index][row], (h[row].double() @ W.T).float(), 4 * PRODUCT)
@@ -219,10 +219,10 @@ def test_joined_penalties_equal_separate_ones(side, reduce):
         OrthoPenalty(space, [normal(3, RANK, RANK, seed=seed + 10 * i) for seed in range(1 + i)], reduce, scale=1 + i)
         for i in range(3)
     ]
-    own, beside = ([normal(3, RANK, RANK, seed=99 + i).requires_grad_() for i in range(3)] for _ in range(2))
-    together = OrthoPenalty.together(list(zip(penalties, beside, strict=True)))
+    own, joint = ([normal(3, RANK, RANK, seed=99 + i).requires_grad_() for i in range(3)] for _ in range(2))
+    together = OrthoPenalty.together(list(zip(penalties, joint, strict=True)))
     together.sum().backward()
-    for penalty, alone, R, value in zip(penalties, own, beside, together, strict=True):
+    for penalty, alone, R, value in zip(penalties, own, joint, together, strict=True):
         expected = penalty(alone)
         expected.backward()
         assert_same_to_rounding(value, expected, 4 * PRODUCT)

@@ -38,9 +38,9 @@ def changed(delta, h, width):
     return delta(h, torch.zeros(*h.shape[:-1], width, dtype=h.dtype))
 
 
-def assert_answers(found, h, weights):
-    """`found` are the outputs of all projections for dense weights, one (m, n) each, or one for each row."""
-    for y, dW in zip(found, weights, strict=True):
+def assert_answers(actual, h, weights):
+    """`actual` are the outputs of all projections for dense weights, one (m, n) each, or one for each row."""
+    for y, dW in zip(actual, weights, strict=True):
         expected = h.detach().double() @ dW.transpose(-1, -2)
         assert_same_to_rounding(y, expected.float(), 4 * PRODUCT)
 
@@ -79,8 +79,8 @@ def test_narrower_projections_read_the_first_columns_of_A(kind):
     inputs = {name: torch.randn(2, 6, layer.in_features) for name, layer in layers.items()}
     bank = AdapterBank(layers)
     with bank.active(Adaptation(deltas)):
-        found = [layer(inputs[name]) for name, layer in layers.items()]
-    of_A, of_B = torch.autograd.grad(sum(y.square().sum() for y in found), [A, B])
+        actual = [layer(inputs[name]) for name, layer in layers.items()]
+    of_A, of_B = torch.autograd.grad(sum(y.square().sum() for y in actual), [A, B])
     bank.remove()
     own_A = [
         a.detach()[:, : layer.in_features].requires_grad_(True) for a, layer in zip(A, layers.values(), strict=True)
@@ -90,7 +90,7 @@ def test_narrower_projections_read_the_first_columns_of_A(kind):
         layer(inputs[name]) + 1.5 * inputs[name] @ a.T @ b.T
         for (name, layer), a, b in zip(layers.items(), own_A, own_B, strict=True)
     ]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert_same_to_rounding(one, other)
     gradients = torch.autograd.grad(sum(y.square().sum() for y in expected), [*own_A, *own_B])
     for wide, own in zip(of_A, gradients[:3], strict=True):
@@ -102,9 +102,9 @@ def test_narrower_projections_read_the_first_columns_of_A(kind):
 def test_bfloat16_inputs_get_bfloat16_answers():
     pair, h = random_pair(0), normal(2, 5, N, seed=1)
     exact = answers(LoraDeltas(*pair, OUTPUTS, SCALE), h)
-    for found, y in zip(answers(LoraDeltas(*pair, OUTPUTS, SCALE), h.bfloat16()), exact, strict=True):
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.float(), y, atol=0.1, rtol=0.05)
+    for actual, y in zip(answers(LoraDeltas(*pair, OUTPUTS, SCALE), h.bfloat16()), exact, strict=True):
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.float(), y, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
@@ -116,13 +116,13 @@ def test_the_model_answers_like_peft(family):
     with torch.no_grad():
         bare = label_logits(backbone, batch)
         with bank.active(Adaptation(LoraDeltas(*pair, outputs_of(backbone.targets), 8.0 / 4))):
-            found = label_logits(backbone, batch)
+            actual = label_logits(backbone, batch)
     bank.remove()
     peft_model(backbone, pair, alpha=8.0)
     with torch.no_grad():
         expected = label_logits(backbone, batch)
     assert float((expected - bare).abs().max()) > 0.1, "the adapter must matter"
-    assert_same_to_rounding(found, expected, PASS)
+    assert_same_to_rounding(actual, expected, PASS)
 
 
 # --- several pairs ------------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ def test_a_detached_term_answers_but_passes_no_gradient_to_its_input():
     terms = [LoraDeltas(*own, OUTPUTS, SCALE), (), LoraDeltas(*frozen, OUTPUTS, SCALE)]
     deltas = DeltaSum(terms, detach=[False, False, True])
     h = normal(2, 5, N, seed=9).requires_grad_(True)
-    found = answers(deltas, h)
-    assert_answers(found, h, [sum(dWs) for dWs in zip(dense(own), dense(frozen), strict=True)])
-    sum(y.sum() for y in found).backward()
+    actual = answers(deltas, h)
+    assert_answers(actual, h, [sum(dWs) for dWs in zip(dense(own), dense(frozen), strict=True)])
+    sum(y.sum() for y in actual).backward()
     through_own = sum(dW.sum(0) for dW in dense(own)).float()
     assert_same_to_rounding(h.grad, through_own.expand_as(h), 4 * PRODUCT)
 
@@ -209,11 +209,11 @@ def test_terms_share_one_dropout_mask():
     expected = [sum(dWs) for dWs in zip(*map(dense, many), strict=True)]
     for delta, dW, width in zip(deltas, expected, OUTPUTS, strict=True):
         torch.manual_seed(1)
-        found = changed(delta, h, width)
+        actual = changed(delta, h, width)
         torch.manual_seed(1)
         dropped = nn.functional.dropout(h, 0.5)
         assert 0.3 < float((dropped == 0).float().mean()) < 0.7
-        assert_same_to_rounding(found, (dropped.double() @ dW.T).float(), 4 * PRODUCT)
+        assert_same_to_rounding(actual, (dropped.double() @ dW.T).float(), 4 * PRODUCT)
 
 
 # --- packs -----------------------------------------------------------------------------------------------------------
@@ -232,10 +232,10 @@ def test_joined_pairs_answer_their_own_rows_and_get_their_own_gradients(counts):
     dWs = [dense(pair, scale) for pair, (_, _, scale) in zip(pairs, RUNS, strict=True)]
     owner = torch.repeat_interleave(torch.tensor(counts))
     assert_answers(together, h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
-    found = torch.autograd.grad(sum(y.square().sum() for y in together), leaves)
+    actual = torch.autograd.grad(sum(y.square().sum() for y in together), leaves)
     parts = zip(alone, h.split(counts), strict=True)
     each = sum(y.square().sum() for deltas, part in parts for y in answers(deltas, part))
-    for gradient, expected in zip(found, torch.autograd.grad(each, leaves), strict=True):
+    for gradient, expected in zip(actual, torch.autograd.grad(each, leaves), strict=True):
         assert_same_to_rounding(gradient, expected, 8 * PRODUCT)
 
 

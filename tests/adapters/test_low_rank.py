@@ -43,9 +43,9 @@ def test_values_equal_those_of_dense_matrices_and_gradients_finite_differences(c
 def test_the_output_is_changed_in_place_and_frozen_inputs_stay_frozen():
     right, left = factors(None, frozen=True)
     h, output = normal(ROWS, TOKENS, IN, seed=3).detach(), normal(ROWS, TOKENS, OUT, seed=4).detach()
-    found = LowRank(right, left)(h, output)
-    assert found.data_ptr() == output.data_ptr()
-    found.square().sum().backward()
+    actual = LowRank(right, left)(h, output)
+    assert actual.data_ptr() == output.data_ptr()
+    actual.square().sum().backward()
     assert left.grad is not None
     assert h.grad is None and right.grad is None
 
@@ -54,6 +54,6 @@ def test_it_multiplies_in_the_type_of_its_inputs():
     right, left = (factor.detach() for factor in factors(None))
     h, output = torch.ones(2, 3, IN, dtype=torch.bfloat16), torch.zeros(2, 3, OUT, dtype=torch.bfloat16)
     exact = h.double() @ right @ left.T
-    found = LowRank(right, left)(h, output)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.05)
+    actual = LowRank(right, left)(h, output)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.double(), exact, rtol=0.05, atol=0.05)

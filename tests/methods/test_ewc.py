@@ -37,13 +37,13 @@ def random_history(backbone, count):
 
 def row_gradients(backbone, bank, pair, rows, scale):
     """Gradients of each row's mean loss, with one backward pass per row."""
-    found = []
+    actual = []
     for row in rows:
         A, B = (tensor.clone().requires_grad_(True) for tensor in pair)
         deltas = LoraDeltas(A, B, outputs_of(backbone.targets), scale)
         forward(backbone, bank, [row], Adaptation(deltas), len(row["target_ids"])).task_loss().backward()
-        found.append((A.grad, B.grad))
-    return found
+        actual.append((A.grad, B.grad))
+    return actual
 
 
 # --- Fisher information ----------------------------------------------------------------------------------------------
@@ -58,10 +58,10 @@ def test_fisher_is_measured_with_gradient_checkpointing_if_training_uses_it(back
     expected, once = diagonal_fisher(*measured), len(passes)
     settings = TrainingSettings(learning_rate=0.1, batch_size=4, epochs=1, gradient_checkpointing=True)
     with recomputing(backbone, settings):
-        found = diagonal_fisher(*measured)
+        actual = diagonal_fisher(*measured)
     handle.remove()
     assert len(passes) == 3 * once, "another forward pass, and its repetition during backward"
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert_same_to_rounding(one, other, GRADIENT)
 
 
@@ -88,8 +88,8 @@ def test_fisher_is_measured_with_the_passes_of_training(training, expected, tmp_
 def test_fisher_is_the_mean_of_squared_row_gradients(backbone, bank, tmp_path):
     pair, rows = random_pair(backbone), random_rows(11, seed=3)
     gradients = row_gradients(backbone, bank, pair, rows, 2.0)
-    found = diagonal_fisher(pair, outputs_of(backbone.targets), 2.0, rows, MethodContext(backbone, bank, tmp_path, 4))
-    for F, of_rows in zip(found, zip(*gradients, strict=True), strict=True):
+    actual = diagonal_fisher(pair, outputs_of(backbone.targets), 2.0, rows, MethodContext(backbone, bank, tmp_path, 4))
+    for F, of_rows in zip(actual, zip(*gradients, strict=True), strict=True):
         stacked = torch.stack(of_rows).double()
         expected = stacked.square().mean(0)
         assert F.double().allclose(expected, rtol=1e-3, atol=1e-5 * float(expected.max()))

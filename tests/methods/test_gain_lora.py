@@ -69,8 +69,8 @@ def test_the_gate_equals_its_formula(form):
     p1 = p0.numpy() @ G1.numpy().T
     p2 = silu((silu(p1) if form == "two_silu" else p1) @ G2.numpy().T)
     cosine = p2 @ key.numpy() / np.linalg.norm(p2, axis=1) / np.linalg.norm(key)
-    found = Gate(G1, G2, key, form)(p0)
-    assert np.allclose(found, np.abs(2 / (1 + np.exp(-4 * cosine)) - 1), atol=1e-6)
+    actual = Gate(G1, G2, key, form)(p0)
+    assert np.allclose(actual, np.abs(2 / (1 + np.exp(-4 * cosine)) - 1), atol=1e-6)
     assert all(
         np.allclose(x, y, atol=1e-6)
         for x, y in zip(layers(p0, G1, G2, form)[1:], (silu(p1) if form == "two_silu" else p1, p2), strict=True)

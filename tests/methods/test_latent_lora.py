@@ -24,9 +24,9 @@ def lineages(runs, **changes):
 
 
 def test_the_first_task_is_shared_by_all_lambdas(runs):
-    found = list(lineages(runs, search={"method.ortho_lambda": [0.0, 1e-5, 1e-3]}).values())
-    assert len({chain[0] for chain in found}) == 1
-    assert len({chain[1] for chain in found}) == len({chain[2] for chain in found}) == 3
+    actual = list(lineages(runs, search={"method.ortho_lambda": [0.0, 1e-5, 1e-3]}).values())
+    assert len({chain[0] for chain in actual}) == 1
+    assert len({chain[1] for chain in actual}) == len({chain[2] for chain in actual}) == 3
 
 
 def test_without_a_penalty_another_order_trains_nothing_again(runs):
@@ -63,8 +63,8 @@ def test_without_a_penalty_another_order_trains_nothing_again(runs):
     ids=lambda axis: next(iter(axis)),
 )
 def test_inference_settings_are_not_part_of_lineages(runs, axis):
-    found = lineages(runs, search=axis)
-    assert len(set(found.values())) == 1
+    actual = lineages(runs, search=axis)
+    assert len(set(actual.values())) == 1
 
 
 @pytest.mark.parametrize(

@@ -121,16 +121,16 @@ def test_unpadded_inverts_padded(sequences):
 
 
 @pytest.mark.parametrize(
-    ("special", "unknown", "pad", "found"),
+    ("special", "unknown", "pad", "actual"),
     [
         ([7, 2, 0], 0, 0, 7),  # Llama: BOS, EOS, unknown
         ([2, 5, 0, 103, 102], 5, 0, 103),  # T5: EOS, unknown, padding, sentinels
         ([2, 9], None, 2, 9),  # BOS is EOS
     ],
 )
-def test_the_separator_is_an_unused_special_token(special, unknown, pad, found):
+def test_the_separator_is_an_unused_special_token(special, unknown, pad, actual):
     tokenizer = types.SimpleNamespace(all_special_ids=special, unk_token_id=unknown, all_special_tokens=special)
-    assert separator(types.SimpleNamespace(tokenizer=tokenizer, eos_id=2, pad_id=pad)) == found
+    assert separator(types.SimpleNamespace(tokenizer=tokenizer, eos_id=2, pad_id=pad)) == actual
 
 
 def test_a_tokenizer_without_an_unused_token_is_refused():
@@ -192,14 +192,14 @@ def test_the_teacher_uses_dropout_as_in_the_released_code(t5, tmp_path):
         torch.manual_seed(0)
         outputs = outputs_of(learner, examples, 1.0)
         masks = torch.get_rng_state()
-        found = learner._divergence(outputs)
+        actual = learner._divergence(outputs)
         torch.set_rng_state(masks)
         pseudo = [row for row in examples if row["pseudo"]]
         teacher = forward(t5, bank, pseudo, Adaptation(prompt=learner._previous))
     t5.model.eval()
     p, q = (log_softmax(torch.cat(o.by_row(o.logits)[-2:]).detach(), -1) for o in (teacher, outputs))
-    assert found.item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-4)
-    assert found.item() > 1e-2
+    assert actual.item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-4)
+    assert actual.item() > 1e-2
     bank.remove()
 
 
@@ -368,8 +368,8 @@ def test_a_resumed_task_replays_the_samples_that_it_began_with(backbone, bank, t
     for elsewhere in (("hot|up", "icy|down"), ("nothing", "of it")):
         with pytest.raises(KeyboardInterrupt):
             run("cut.safetensors", "warm|up", "cold|down", on_step=cut)
-        resumed, found = run("cut.safetensors", *elsewhere)
-        assert found == facts
+        resumed, actual = run("cut.safetensors", *elsewhere)
+        assert actual == facts
         assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
         (tmp_path / "cut.safetensors").unlink()
 
@@ -377,13 +377,13 @@ def test_a_resumed_task_replays_the_samples_that_it_began_with(backbone, bank, t
 def test_recomputed_activations_change_nothing(backbone, bank, tmp_path):
     """Although layers are recomputed after the passes for writing and for the teacher."""
     own = method(backbone, bank, tmp_path, kl_weight=0.2)
-    found = []
+    actual = []
     for recompute in (False, True):
         learner = learner_of(own)
         training = TRAINING.model_copy(update={"epochs": 1, "gradient_checkpointing": recompute})
         learn(learner, rows_of(backbone), backbone, bank, training, tmp_path / "none.safetensors")
-        found.append(learner.prompt.detach())
-    assert_trained_alike(*found, learner_of(own).prompt.detach())
+        actual.append(learner.prompt.detach())
+    assert_trained_alike(*actual, learner_of(own).prompt.detach())
 
 
 def test_the_newest_prompt_answers(backbone, bank, tmp_path):

@@ -98,10 +98,10 @@ def test_a_schedule_gives_each_task_its_weights():
 
 def test_the_official_schedules_of_long_sequence():
     method = planned("o_lora", preset="official", backbone="t5-large", benchmark="long_sequence")
-    found = [method.coefficients(position) for position in range(15)]
-    assert [first for first, _ in found] == [0] + [0.5] * 8 + [5] * 6
+    actual = [method.coefficients(position) for position in range(15)]
+    assert [first for first, _ in actual] == [0] + [0.5] * 8 + [5] * 6
     names = load_benchmark("long_sequence").orders["4"]
-    weighed = {name: second for name, (_, second) in zip(names, found, strict=True) if second}
+    weighed = {name: second for name, (_, second) in zip(names, actual, strict=True) if second}
     assert weighed == {"copa": 0.1, "qqp": 0.1, "rte": 0.3, "sst2": 0.1, "yahoo": 0.1, "boolq": 0.1, "wic": 0.3}
     assert (len(LONG_LAMBDA_1), len(LONG_LAMBDA_2)) == (10, 15)
     for backbone, benchmark in (("t5-large", "superni"), ("llama-2-7b", "long_sequence")):
@@ -138,8 +138,8 @@ def test_twenty_steps_equal_those_of_peft(family, tmp_path):
     batches = [batch for shuffle in shuffles for batch in epoch_batches(lengths, 4, shuffle, True)]
     for rows in batches[:20]:
         batch = collate([[ROWS[i] for i in rows]], other)
-        found = label_logits(other, batch)
-        loss = torch.nn.functional.cross_entropy(found, batch.labels)
+        actual = label_logits(other, batch)
+        loss = torch.nn.functional.cross_entropy(actual, batch.labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -179,13 +179,13 @@ def first_gradients(backbone, bank, learner):
 def test_detached_earlier_pairs_change_gradients_only_below_the_last_layer(backbone, bank, method_of):
     """Only the first projection's gradient passes through other pairs."""
     history = snapshots(backbone, 1)
-    found = {}
+    actual = {}
     for grad in ("flow", "detach"):
         learner = method_of("inc_lora", old_branch_grad=grad).begin_task(task_data(position=1), history)
         parts = first_gradients(backbone, bank, learner).split(outputs_of(backbone.targets))
-        found[grad] = parts[0], parts[-1]
-    assert_same_to_rounding(found["flow"][1], found["detach"][1], GRADIENT)
-    assert float((found["flow"][0] - found["detach"][0]).abs().max()) > 1e-3 * float(found["flow"][0].abs().max())
+        actual[grad] = parts[0], parts[-1]
+    assert_same_to_rounding(actual["flow"][1], actual["detach"][1], GRADIENT)
+    assert float((actual["flow"][0] - actual["detach"][0]).abs().max()) > 1e-3 * float(actual["flow"][0].abs().max())
 
 
 def test_the_combination_sum_adds_all_pairs_with_the_scale_of_one(backbone, bank, method_of):

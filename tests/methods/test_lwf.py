@@ -25,9 +25,9 @@ def direct_divergence(student, teacher, temperature):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_divergence_is_from_the_teacher_to_the_student(temperature):
     student, teacher = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    found = float(divergence(student, teacher, temperature))
-    assert found == pytest.approx(direct_divergence(student, teacher, temperature), rel=1e-4)
-    assert found != pytest.approx(direct_divergence(teacher, student, temperature), rel=1e-2)
+    actual = float(divergence(student, teacher, temperature))
+    assert actual == pytest.approx(direct_divergence(student, teacher, temperature), rel=1e-4)
+    assert actual != pytest.approx(direct_divergence(teacher, student, temperature), rel=1e-2)
     assert float(divergence(teacher, teacher, temperature)) == 0
 
 
@@ -67,10 +67,12 @@ def test_the_teacher_uses_no_dropout(t5, tmp_path):
     t5.model.train()
     with t5.dropout(0.3):
         student = forward(t5, bank, rows, learner.adaptation(rows), 1.0)
-        found = learner.loss(student)["distillation"]
+        actual = learner.loss(student)["distillation"]
     t5.model.eval()
     of_targets = [o.logits.detach() for o in (student, teacher)]
-    assert float(found.detach()) == pytest.approx(direct_divergence(*of_targets, method.settings.temperature), rel=1e-4)
+    assert float(actual.detach()) == pytest.approx(
+        direct_divergence(*of_targets, method.settings.temperature), rel=1e-4
+    )
     bank.remove()
 
 

@@ -260,7 +260,7 @@ def odd(plugin, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "message"),
     [
         ("Hook", r"LlamaForCausalLM.*hooks"),
         ("Writes", r"embed_tokens\.weight"),
@@ -275,9 +275,9 @@ def odd(plugin, tmp_path):
         ("Repeat", r"RepeatLearner .*`replays`"),
     ],
 )
-def test_results_of_a_faulty_method_are_refused_and_not_stored(odd, runs, name, found):
+def test_results_of_a_faulty_method_are_refused_and_not_stored(odd, runs, name, message):
     """Not even where another trial could use them: hooks and changed weights are not part of any name."""
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=message):
         runs.run(runs.packs_of(odd(name)))
     assert not list((runs.folder / "predictions").rglob("*.json"))
     learned = list((runs.folder / "snapshots").glob("*.safetensors"))
@@ -353,7 +353,7 @@ def edit(path):
 
 
 @pytest.mark.parametrize(
-    ("attribute", "found"),
+    ("attribute", "message"),
     [
         ("sharp:Missing", "Missing"),
         ("sharp:NOT_A_METHOD", "NOT_A_METHOD"),
@@ -367,10 +367,10 @@ def edit(path):
         ("sharp:", r"expected the name of a method"),
     ],
 )
-def test_a_name_that_is_not_a_method_is_refused(plugin, tmp_path, attribute, found):
+def test_a_name_that_is_not_a_method_is_refused(plugin, tmp_path, attribute, message):
     package = plugin.partition(".")[0]
     (tmp_path / package / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ConfigError, match=found) as raised:
+    with pytest.raises(ConfigError, match=message) as raised:
         parse_sweep(content(f"{package}.{attribute}"), "sweep.yaml")
     assert "method.name" in str(raised.value)
 

@@ -166,13 +166,13 @@ def split(name):
     return block_name, what
 
 
-def close(found, expected):
-    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), **CLOSE)
+def close(actual, expected):
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), **CLOSE)
 
 
-def close_but_for_sign(found, expected):
+def close_but_for_sign(actual, expected):
     expected = np.asarray(expected)
-    close(np.asarray(found) * np.sign((np.asarray(found) * expected).sum()), expected)
+    close(np.asarray(actual) * np.sign((np.asarray(actual) * expected).sum()), expected)
 
 
 def memory_of(history, name):
@@ -195,10 +195,10 @@ def test_initial_parameters_equal_the_released_ones(run, task):
     if run.gated:
         close_but_for_sign(key, expected["start_key"])
     probe = normal("probe", (A.shape[2], 2))
-    found = (A @ probe).reshape(-1, 2, RANK, 2)  # q and v of each attention
+    actual = (A @ probe).reshape(-1, 2, RANK, 2)  # q and v of each attention
     order = list(dict.fromkeys(split(name)[0] for name in run.backbone.targets))
     given = dict(zip(expected["BA"], torch.tensor(expected["start_A"]).flatten(0, 1), strict=True))
-    for block_name, pair in zip(order, found, strict=True):
+    for block_name, pair in zip(order, actual, strict=True):
         for what, own in zip("qv", pair, strict=True):
             # the sign of singular vectors is arbitrary
             close(own.abs(), given[f"{block_name}.{what}"].abs())
@@ -235,13 +235,13 @@ def test_memories_equal_the_released_ones(run, task):
         close(torch.cat(parts), expected["inputs"][block_name])
     gates = zip(_gate.PARTS, expected["gates"], expected["gate_columns"], strict=True) if run.gated else ()
     for part, given, counts in gates:
-        found = []
+        actual = []
         own = [s for s in _gate.gate_chunks(d, WIDTH, settings.gate.chunks) if s.part == part]
         for s, count in zip(own, np.ravel(counts), strict=True):
             M = memory_of(history, s.name)
             assert M.shape[1] == count, s.name
-            found.append(M @ (M.T @ (probe_w if part == "G2" else probe[s.dimensions])))
-        close(torch.cat(found), given)
+            actual.append(M @ (M.T @ (probe_w if part == "G2" else probe[s.dimensions])))
+        close(torch.cat(actual), given)
 
 
 def test_answers_equal_the_released_ones(run):
@@ -283,9 +283,9 @@ def test_every_setting_of_the_preset_is_needed(case, change, tmp_path, monkeypat
         run.learn(task)
     losses, _ = run.losses()
     run.bank.remove()
-    found, expected = losses, run.expected["losses"]
+    actual, expected = losses, run.expected["losses"]
     if run.gated:
         first_map = run.history[1]["gate.G1"] @ normal("probe", (run.backbone.embedding_table.shape[1], 2))
-        found, expected = [*found, *first_map.flatten()], [*expected, *np.ravel(run.expected["tasks"][1]["G1"])]
+        actual, expected = [*actual, *first_map.flatten()], [*expected, *np.ravel(run.expected["tasks"][1]["G1"])]
     with pytest.raises(AssertionError):
-        close(found, expected)
+        close(actual, expected)

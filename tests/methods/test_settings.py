@@ -309,7 +309,7 @@ def test_invalid_values_are_refused(name, settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "found"),
+    ("name", "settings", "message"),
     [
         ("ewc", {"fisher": "separate", "gamma": 0.5}, r"gamma = 0\.5"),
         ("o_lora", {"lambda_1": [0.5, -1.0]}, r"\(0\.5, -1\.0\)"),
@@ -317,6 +317,6 @@ def test_invalid_values_are_refused(name, settings):
         ("gain_lora", {"variant": "o_lora", "design": "svd"}, "design .*'o_lora'"),
     ],
 )
-def test_contradictory_values_are_refused(name, settings, found):
-    with pytest.raises(ValidationError, match=found):
+def test_contradictory_values_are_refused(name, settings, message):
+    with pytest.raises(ValidationError, match=message):
         method_class(name).settings_class(**settings)

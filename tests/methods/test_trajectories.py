@@ -392,13 +392,13 @@ def designed(ref, task, added):
 
 def remember(ref, task, added):
     """Extend the memory of inputs; returns projectors onto the new columns, whose order is arbitrary."""
-    moments, found = ref.dense.moments(task.rows, added), {}
+    moments, actual = ref.dense.moments(task.rows, added), {}
     for name, projections in inputs_of(ref).items():
         before = ref.memory["inputs"][name]
         M = ref.memory["inputs"][name] = grown(moments[projections[0]], before, task.position)
         new = M[:, before.shape[1] :]
-        found[f"memory.{name}"] = new @ new.T
-    return found
+        actual[f"memory.{name}"] = new @ new.T
+    return actual
 
 
 def inf_lora(ref, task):
@@ -449,7 +449,7 @@ def gain_lora(ref, task):
 
         def of_row(row):
             i = next(i for i, other in enumerate(rows) if other is row)
-            return [([opened[i] * matrix for matrix in found], stops) for found, opened, stops in weighed]
+            return [([opened[i] * matrix for matrix in actual], stops) for actual, opened, stops in weighed]
 
         return of_row
 
@@ -491,13 +491,13 @@ def gain_lora(ref, task):
             if s.gate.rescale_rows:
                 P.copy_(P * norm / P.norm(dim=-1, keepdim=True))
 
-    found = whole(trained(start, task, loss, after))
-    for part, x in zip(GATE, read_alone(found), strict=True):
+    actual = whole(trained(start, task, loss, after))
+    for part, x in zip(GATE, read_alone(actual), strict=True):
         before = memory.get(part, torch.zeros(x.shape[1], 0).double())
         memory[part] = grown(x.T @ x, before, task.position)
         new = memory[part][:, before.shape[1] :]
-        found[f"memory.gate.{part}"] = new @ new.T
-    return found | (remember(ref, task, alone(found)) if inf else {})
+        actual[f"memory.gate.{part}"] = new @ new.T
+    return actual | (remember(ref, task, alone(actual)) if inf else {})
 
 
 # --- a matrix in the space of singular vectors, and a soft prompt ----------------------------------------------------
@@ -664,9 +664,9 @@ def test_several_steps_of_each_task_equal_the_reference(learned, name, reference
         expected = reference(ref, task)
         ref.history.append(expected)
         for part, value in expected.items():
-            found = snapshot[part].double()
+            actual = snapshot[part].double()
             if part.startswith("memory."):
-                found = found @ found.T
+                actual = actual @ actual.T
             change = value - task.draws.get(part, 0.0)
-            error = float((found - value).norm())
+            error = float((actual - value).norm())
             assert error <= TOLERANCE * float(change.norm()), f"{part} of task {task.position}"

@@ -82,34 +82,34 @@ def test_weights_without_a_router(combiner, mode, expected):
 
 
 def test_gates_read_the_prompts_of_the_test_rows(combiner):
-    found = combiner(combine="gates").weights(2)
-    for task, weights in enumerate(found):
+    actual = combiner(combine="gates").weights(2)
+    for task, weights in enumerate(actual):
         lengths = [len(ids) for ids in combiner.rows[task, "test"]["prompt_ids"]]
         np.testing.assert_array_equal(weights, [[length / 10, length / 11] for length in lengths])
     assert not combiner(combine="gates").routes
 
 
 def routing_metrics(combiner, tasks_seen):
-    found = combiner.routing_metrics(tasks_seen, NAMES)
+    actual = combiner.routing_metrics(tasks_seen, NAMES)
     for task in range(tasks_seen):
-        found.add(task, combiner.weights_at(tasks_seen, task))
-    return found.measures()
+        actual.add(task, combiner.weights_at(tasks_seen, task))
+    return actual.measures()
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])
 def test_posterior_weights_sum_to_one_and_find_their_task(combiner, mode):
-    found = combiner(combine=mode).weights(3)
-    for weights in found:
+    actual = combiner(combine=mode).weights(3)
+    for weights in actual:
         np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-12)
         assert (weights >= 0).all()
-    right = [np.mean(weights.argmax(axis=1) == task) for task, weights in enumerate(found)]
+    right = [np.mean(weights.argmax(axis=1) == task) for task, weights in enumerate(actual)]
     assert np.mean(right) > 0.9
     measures = routing_metrics(combiner(combine=mode), 3)
     assert measures["router_accuracy"] == pytest.approx(np.mean(right))
     assert "router_novelty_auroc" not in measures, "after the last task"
     assert combiner(combine=mode).routes
     if mode == "hard":
-        assert {float(w) for weights in found for w in weights.ravel()} == {0.0, 1.0}
+        assert {float(w) for weights in actual for w in weights.ravel()} == {0.0, 1.0}
 
 
 def test_ngram_chooses_the_nearest_definition(combiner, llama):
@@ -120,11 +120,11 @@ def test_ngram_chooses_the_nearest_definition(combiner, llama):
             f"{task}-{split}",
             [llama.tokenizer(f"{definitions[task]} {i * i} things")["input_ids"] for i in range(len(rows))],
         )
-    found = combiner(combine="ngram").weights(3)
+    actual = combiner(combine="ngram").weights(3)
     right = {f"router/accuracy/{name}": 1.0 for name in NAMES}
     assert routing_metrics(combiner(combine="ngram"), 3) == {"router_accuracy": 1.0} | right
     for task in range(3):
-        np.testing.assert_array_equal(found[task], np.tile(np.eye(3)[task], (24 - task, 1)))
+        np.testing.assert_array_equal(actual[task], np.tile(np.eye(3)[task], (24 - task, 1)))
     assert combiner(combine="ngram").routes
     assert not (combiner.folder / "embeddings").exists()
     records = sorted((combiner.folder / "router").glob("*.safetensors"))
@@ -134,7 +134,7 @@ def test_ngram_chooses_the_nearest_definition(combiner, llama):
     combiner(combine="ngram", seed=1, components=7).weights(3)
     assert before == [path.read_bytes() for path in records]
     records[0].write_bytes(b"damaged")
-    for one, other in zip(combiner(combine="ngram").weights(3), found, strict=True):
+    for one, other in zip(combiner(combine="ngram").weights(3), actual, strict=True):
         np.testing.assert_array_equal(one, other)
     assert before == [path.read_bytes() for path in records], "it is recomputed"
 
@@ -161,8 +161,8 @@ def test_the_posterior_is_bayes_rule_over_gaussian_densities(combiner, llama):
     """Equations (12) to (14) with scipy's densities and one component."""
     settings = dict(combine="soft", components=1, epsilon=20.0, prune_below=0.0)
     posteriors, *_ = direct_posteriors(combiner, llama, 3)
-    for found, expected in zip(combiner(**settings).weights(3), posteriors, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+    for actual, expected in zip(combiner(**settings).weights(3), posteriors, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
         assert 0.01 < np.median(1 - expected.max(axis=1)) < 0.5, "the posterior must not be trivial"
 
 
@@ -178,20 +178,20 @@ def test_a_covariance_of_all_tasks_reads_future_ones(combiner):
 
 
 def test_routing_metrics_follow_from_gaussian_densities(combiner, llama):
-    found = routing_metrics(combiner(combine="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
+    actual = routing_metrics(combiner(combine="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
     posteriors, C, means, tests = direct_posteriors(combiner, llama, 2)
     p_correct = [p[:, task].mean() for task, p in enumerate(posteriors)]
     nll = [-np.log(p[:, task]).mean() for task, p in enumerate(posteriors)]
     one_hot = [np.mean((p >= 0.2).sum(axis=1) == 1) for p in posteriors]
-    assert [found[f"router/p_correct/{name}"] for name in NAMES[:2]] == pytest.approx(p_correct, abs=1e-4)
-    assert [found[f"router/nll/{name}"] for name in NAMES[:2]] == pytest.approx(nll, abs=1e-4)
-    assert [found[f"router/one_hot/{name}"] for name in NAMES[:2]] == pytest.approx(one_hot)
-    assert found["router_p_correct"] == pytest.approx(np.mean(p_correct), abs=1e-4)
+    assert [actual[f"router/p_correct/{name}"] for name in NAMES[:2]] == pytest.approx(p_correct, abs=1e-4)
+    assert [actual[f"router/nll/{name}"] for name in NAMES[:2]] == pytest.approx(nll, abs=1e-4)
+    assert [actual[f"router/one_hot/{name}"] for name in NAMES[:2]] == pytest.approx(one_hot)
+    assert actual["router_p_correct"] == pytest.approx(np.mean(p_correct), abs=1e-4)
     inverse = np.linalg.inv(C)
     distance = [np.min([[np.sqrt((x - m) @ inverse @ (x - m)) for x in X] for m in means], axis=0) for X in tests]
     pairs = [a < b for task in range(2) for a in distance[task] for b in distance[2]]
-    assert found["router_novelty_auroc"] == pytest.approx(np.mean(pairs), abs=0.01)
-    assert "router/nll/three" not in found
+    assert actual["router_novelty_auroc"] == pytest.approx(np.mean(pairs), abs=0.01)
+    assert "router/nll/three" not in actual
 
 
 def test_gates_that_are_probabilities_have_the_metrics_of_a_posterior(combiner):
@@ -205,12 +205,12 @@ def test_gates_that_are_probabilities_have_the_metrics_of_a_posterior(combiner):
         one.gates = gates
         return routing_metrics(one, 3)
 
-    found = measured(gates)
-    assert found["router_accuracy"] == 1.0
-    assert found["router_p_correct"] == pytest.approx(0.9)
-    assert found["router_nll"] == pytest.approx(-np.log(0.9))
-    assert found["router_ece"] == pytest.approx(0.1)
-    assert found["router/p_correct/two"] == pytest.approx(0.9)
+    actual = measured(gates)
+    assert actual["router_accuracy"] == 1.0
+    assert actual["router_p_correct"] == pytest.approx(0.9)
+    assert actual["router_nll"] == pytest.approx(-np.log(0.9))
+    assert actual["router_ece"] == pytest.approx(0.1)
+    assert actual["router/p_correct/two"] == pytest.approx(0.9)
     sure = measured(lambda tasks_seen, prompts: np.eye(tasks_seen)[[(prompt[0] - 10) // 60 for prompt in prompts]])
     assert (sure["router_nll"], sure["router_one_hot"]) == (0.0, 1.0)
     open_and_shut = measured(lambda tasks_seen, prompts: 0.5 + gates(tasks_seen, prompts))
@@ -250,9 +250,9 @@ def test_unreadable_rows_of_future_tasks_do_not_fail_this_stage(combiner, caplog
         return read(task, split)
 
     one.tokens = tokens
-    found = routing_metrics(one, 2)
-    assert "router_novelty_auroc" not in found
-    assert "router_nll" in found
+    actual = routing_metrics(one, 2)
+    assert "router_novelty_auroc" not in actual
+    assert "router_nll" in actual
     assert "it has changed" in caplog.text
 
 
@@ -324,10 +324,10 @@ INPUTS = [[11, 12], [13]]
     ids=str,
 )
 def test_phi_is_the_mean_of_the_embeddings_that_count(backbone, pool_settings, kept):
-    found = pool(backbone, Rows("x", PROMPTS, INPUTS), RouterSettings(pool=pool_settings))
-    assert found.dtype == np.float32
+    actual = pool(backbone, Rows("x", PROMPTS, INPUTS), RouterSettings(pool=pool_settings))
+    assert actual.dtype == np.float32
     expected = np.array([embedding(backbone, ids) for ids in kept])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=PRODUCT * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=PRODUCT * np.abs(expected).max())
 
 
 def test_a_row_without_tokens_has_no_mean(backbone):
@@ -335,6 +335,11 @@ def test_a_row_without_tokens_has_no_mean(backbone):
         pool(backbone, Rows("x", PROMPTS, [[11, 12], []]), RouterSettings(pool={"scope": "input_only"}))
     with pytest.raises(DataError, match="row 0 "):
         pool(backbone, Rows("x", [[1, 2], [10]], INPUTS), RouterSettings(pool={"special": "drop"}))
+
+
+def test_embeddings_may_be_scaled_by_the_tables_deviation(combiner, llama):
+    plain, scaled = (combiner(embed_norm=how).embeddings(0, "test") for how in ("none", "std"))
+    np.testing.assert_allclose(scaled, plain / llama.embedding_table.float().std().item(), rtol=1e-5)
 
 
 # --- what is stored --------------------------------------------------------------------------------------------------
@@ -383,11 +388,11 @@ def test_records_depend_on_the_backbone(combiner, llama):
     other.backbone = SimpleNamespace(weights_digest="other", embedding_table=table, pad_id=llama.pad_id)
     other.weights(3)
     assert len(stored(combiner.folder)) == 2 * (6 + 6)
-    found = {path.stem: load_file(path)["pooled"] for path in (combiner.folder / "embeddings").iterdir()}
+    actual = {path.stem: load_file(path)["pooled"] for path in (combiner.folder / "embeddings").iterdir()}
     for task in range(3):
         ids = combiner.rows[task, "test"]["prompt_ids"]
         expected = np.stack([table[torch.tensor(row)].mean(0).numpy() for row in ids])
-        np.testing.assert_allclose(found[other.pooled_name(task, "test")], expected, atol=1e-6)
+        np.testing.assert_allclose(actual[other.pooled_name(task, "test")], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("refresh", ["per_task", "final", "frozen_first"])

@@ -217,8 +217,8 @@ def test_distances_are_to_the_nearest_component_of_any_task(dtype: str) -> None:
     inverse = np.linalg.inv(covariance_of(records, settings))
     means = np.concatenate([record.gmm.means for record in records])
     expected = [min(np.sqrt((x - mu) @ inverse @ (x - mu)) for mu in means) for x in QUERIES]
-    found = router_of(records, settings).distances(QUERIES)
-    np.testing.assert_allclose(found, expected, rtol=1e-10 if dtype == "float64" else 1e-4)
+    actual = router_of(records, settings).distances(QUERIES)
+    np.testing.assert_allclose(actual, expected, rtol=1e-10 if dtype == "float64" else 1e-4)
     np.testing.assert_allclose(router_of(records, settings).distances(means[:2]), 0, atol=1e-3)
     with pytest.raises(RouterNotFitted, match="fit"):
         GaussianRouter(settings).distances(QUERIES)
@@ -469,9 +469,9 @@ def test_shares_have_a_floor() -> None:
 def test_one_component_is_the_mean_and_needs_no_clustering(monkeypatch: pytest.MonkeyPatch) -> None:
     X, settings = task_embeddings(0), router_settings(components=1)
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)  # must not be imported
-    found = fit_gmm(X, settings, seed=7)
-    assert found.means == pytest.approx(X.mean(axis=0)[None], rel=1e-12)
-    assert (found.shares.tolist(), found.counts.tolist()) == ([1.0], [len(X)])
+    actual = fit_gmm(X, settings, seed=7)
+    assert actual.means == pytest.approx(X.mean(axis=0)[None], rel=1e-12)
+    assert (actual.shares.tolist(), actual.counts.tolist()) == ([1.0], [len(X)])
     with pytest.raises(ImportError):
         fit_gmm(X, router_settings(components=2), seed=7)
 
@@ -564,7 +564,7 @@ def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_records_check_their_arrays() -> None:
     scatter, gmm = records_of(TASKS[:1], router_settings())[0]
-    for found, kind, arrays in (
+    for message, kind, arrays in (
         (r"`means` is float32 \(3, 6\)", TaskGmm, (gmm.means.astype(np.float32), gmm.shares, gmm.counts)),
         (r"`means` is float64 \(2, 6\)", TaskGmm, (gmm.means[:2], gmm.shares, gmm.counts)),
         (r"`counts` is float64 \(1,\)", TaskGmm, (gmm.means, gmm.shares, gmm.counts[:1])),
@@ -572,7 +572,7 @@ def test_records_check_their_arrays() -> None:
         (r"`triangle` is float64 \(6, 6\)", TaskScatter, (np.zeros((6, 6)), 60)),
         ("`count` is 0", TaskScatter, (scatter.triangle, 0)),
     ):
-        with pytest.raises(ValueError, match=found):
+        with pytest.raises(ValueError, match=message):
             kind(*arrays)
 
 
@@ -583,7 +583,7 @@ def test_router_rejects_invalid_input() -> None:
     broken[4, 0] = np.nan
     total.add("a", scatter_of(TASKS[0]))
     one = router_settings(components=1, cov={"ddof": "tasks"})
-    for found, call in (
+    for message, call in (
         (r"shape \(32, 5\), expected \(inputs, 6\)", lambda: router.posterior(QUERIES[:, :5])),
         ("embedding 4 of 32", lambda: router.posterior(broken)),
         ("embedding 4 of 32", lambda: fit_gmm(broken, settings, seed=0)),
@@ -594,7 +594,7 @@ def test_router_rejects_invalid_input() -> None:
         ("width 5", lambda: total.add("b", scatter_of(TASKS[1][:, :5]))),
         (r"cov\.ddof: tasks", lambda: covariance_of(records_of([TASKS[0][:1]], one), one)),
     ):
-        with pytest.raises(RouterError, match=found):
+        with pytest.raises(RouterError, match=message):
             call()
 
 

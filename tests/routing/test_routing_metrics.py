@@ -28,12 +28,12 @@ def routing_measures(log_posteriors, names):
 def log_posteriors():
     """Rows of three tasks: certain and right, certain and wrong, undecided."""
     rng = np.random.default_rng(0)
-    found = []
+    actual = []
     for task, count in enumerate((40, 7, 60)):
         logits = rng.normal(size=(count, 3)) * rng.choice([0.3, 2.0, 30.0], size=(count, 1))
         logits[:, task] += 1.0
-        found.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
-    return found
+        actual.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+    return actual
 
 
 def by_definition(rows, tasks):
@@ -50,52 +50,52 @@ def by_definition(rows, tasks):
         (m,) = [m for m in range(15) if m / 15 < p[best] <= (m + 1) / 15]
         bins[m].append((p[best], best == task))
     ece = 0.0
-    for members in filter(None, bins):
-        confidence = sum(p for p, _ in members) / len(members)
-        right = sum(hit for _, hit in members) / len(members)
-        ece += len(members) / len(rows) * abs(right - confidence)
+    for rows_of_bin in filter(None, bins):
+        confidence = sum(p for p, _ in rows_of_bin) / len(rows_of_bin)
+        right = sum(hit for _, hit in rows_of_bin) / len(rows_of_bin)
+        ece += len(rows_of_bin) / len(rows) * abs(right - confidence)
     shares = {"p_correct": p_correct, "accuracy": accuracy, "nll": nll, "one_hot": one_hot}
     return {name: sum(values) / len(rows) for name, values in shares.items()} | {"ece": ece}
 
 
 def test_every_metric_equals_its_definition():
     posteriors = log_posteriors()
-    found = routing_measures(posteriors, NAMES)
+    actual = routing_measures(posteriors, NAMES)
     expected = [by_definition(rows, [task] * len(rows)) for task, rows in enumerate(posteriors)]
     for name, measures in zip(NAMES, expected, strict=True):
-        assert {key: found.pop(f"router/{key}/{name}") for key in measures} == pytest.approx(measures, abs=1e-12)
+        assert {key: actual.pop(f"router/{key}/{name}") for key in measures} == pytest.approx(measures, abs=1e-12)
         assert 0 < measures["one_hot"] < 1, "must not be trivial"
         assert measures["accuracy"] not in (0, 1)
     macro = {
         f"router_{key}": np.mean([m[key] for m in expected]) for key in ("p_correct", "accuracy", "nll", "one_hot")
     }
     whole = by_definition(np.concatenate(posteriors), np.repeat([0, 1, 2], [len(rows) for rows in posteriors]))
-    assert found == pytest.approx(macro | {"router_ece": whole["ece"]}, abs=1e-12)
+    assert actual == pytest.approx(macro | {"router_ece": whole["ece"]}, abs=1e-12)
     assert whole["ece"] != pytest.approx(np.mean([m["ece"] for m in expected])), "it is over all rows together"
 
 
 def test_the_log_loss_is_bounded():
     rows = np.array([[-1e6, 0.0], [-800.0, 0.0], [0.0, -1e6]])
-    found = task_measures(rows, 0, PRUNE_BELOW)
-    assert found["nll"] == pytest.approx(2 * 52 * math.log(2) / 3)
-    assert found["p_correct"] == pytest.approx(1 / 3)
-    assert found["one_hot"] == 1.0
-    assert found["ece"] == pytest.approx(2 / 3)
+    actual = task_measures(rows, 0, PRUNE_BELOW)
+    assert actual["nll"] == pytest.approx(2 * 52 * math.log(2) / 3)
+    assert actual["p_correct"] == pytest.approx(1 / 3)
+    assert actual["one_hot"] == 1.0
+    assert actual["ece"] == pytest.approx(2 / 3)
 
 
 def test_one_task_is_certain_and_right():
-    found = routing_measures([np.zeros((5, 1))], ["mood"])
+    actual = routing_measures([np.zeros((5, 1))], ["mood"])
     expected = {"p_correct": 1.0, "accuracy": 1.0, "nll": 0.0, "ece": 0.0, "one_hot": 1.0}
-    assert found == {f"router_{key}": value for key, value in expected.items()} | {
+    assert actual == {f"router_{key}": value for key, value in expected.items()} | {
         f"router/{key}/mood": value for key, value in expected.items()
     }
-    assert f"{found['router_nll']:.2f}" == "0.00", "not -0.00"
+    assert f"{actual['router_nll']:.2f}" == "0.00", "not -0.00"
 
 
 def test_calibration_by_hand():
     """0.62 and 0.66 are in one bin, one of them right; 0.9 is alone in its bin, and right."""
-    found = expected_calibration_error(np.array([0.62, 0.66, 0.9]), np.array([True, False, True]))
-    assert found == pytest.approx(2 / 3 * abs(0.5 - 0.64) + 1 / 3 * abs(1 - 0.9))
+    actual = expected_calibration_error(np.array([0.62, 0.66, 0.9]), np.array([True, False, True]))
+    assert actual == pytest.approx(2 / 3 * abs(0.5 - 0.64) + 1 / 3 * abs(1 - 0.9))
     assert expected_calibration_error(np.array([1.0, 0.5]), np.array([True, True])) == pytest.approx(0.25)
 
 
