@@ -13,6 +13,7 @@ import argparse
 import ast
 import difflib
 import gc
+import itertools
 import multiprocessing
 import os
 import random
@@ -63,8 +64,6 @@ SUBJECTS: Mapping[str, str] = {
     "training/optimizers.py": "training/test_optimizers.py",
 }
 """Files below the package, and the test files below `tests` that should notice a mutant of each."""
-PASSED, FAILED = 0, 1
-"""Exit codes of pytest; any other one means that the tests could not run."""
 LONGEST_SECONDS = 120
 """Time limit of one test, which a mutant may turn into an endless loop."""
 PRELOADED = [
@@ -76,14 +75,11 @@ PRELOADED = [
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed file."""
-
     file: str
     operator: str
     code: str
 
     def diff(self) -> str:
-        """The change as a unified diff."""
         before = (ROOT / PACKAGE / self.file).read_text(encoding="utf-8")
         lines = [text.splitlines(keepends=True) for text in (before, self.code)]
         return "".join(difflib.unified_diff(*lines, self.file, self.operator, n=1))
@@ -106,14 +102,10 @@ def sample(file: str, count: int, seed: int) -> list[Mutant]:
         for name, operator in operators
         for occurrence in range(sum(len(list(operator.mutation_positions(node))) for node in nodes))
     ]
-    mutants: list[Mutant] = []
-    for name, operator, occurrence in random.Random(f"{seed} {file}").sample(places, len(places)):
-        code = mutating.mutate_code(source, operator, occurrence)
-        if code is not None and behavior(code) != behavior(source) and len(mutants) < count:
-            mutants.append(Mutant(file, name, code))
-        if len(mutants) == count:
-            break
-    return mutants
+    shuffled = random.Random(f"{seed} {file}").sample(places, len(places))
+    codes = ((name, mutating.mutate_code(source, operator, occurrence)) for name, operator, occurrence in shuffled)
+    mutants = (Mutant(file, name, code) for name, code in codes if code and behavior(code) != behavior(source))
+    return list(itertools.islice(mutants, count))
 
 
 def behavior(code: str) -> str:
@@ -144,16 +136,7 @@ def run_tests(folder: Path, files: Sequence[str]) -> tuple[int, str]:
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
     gc.freeze()  # pytest collects garbage several times, and the imports before the fork are none
-    options = [
-        "-x",
-        "-n",
-        "0",
-        "--tb=short",
-        "--assert=plain",
-        f"--timeout={LONGEST_SECONDS}",
-        "-p",
-        "no:cacheprovider",
-    ]
+    options = f"-x -n 0 --tb=short --assert=plain --timeout={LONGEST_SECONDS} -p no:cacheprovider".split()
     with open("output.txt", "w+b") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -211,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with fresh_processes(options.jobs) as pool:
         test_files = sorted({test for tests in subjects.values() for test in tests})
         for code, output in pool.imap(try_mutant, [(None, [file]) for file in test_files]):
-            if code != PASSED:
+            if code != 0:
                 print(f"without a mutant, tests fail:\n{output}")
                 return 2
         mutants = [mutant for file in subjects for mutant in sample(file, options.per_file, options.seed)]
@@ -219,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes = pool.imap(try_mutant, [(mutant, subjects[mutant.file]) for mutant in mutants])
         survivors = 0
         for mutant, (code, _) in zip(mutants, outcomes, strict=True):
-            if code == PASSED:
+            if code == 0:
                 survivors += 1
                 print(f"\nSURVIVED\n{mutant.diff()}", flush=True)
     killed = 1 - survivors / len(mutants)

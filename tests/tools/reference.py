@@ -17,7 +17,7 @@ from latent_sweep.cli.main import make_parser
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import Settings, as_written, yaml_text
-from latent_sweep.sweep.schema import SettingFacts, every_setting
+from latent_sweep.sweep.schema import every_setting
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"T5": "t5-large", "Llama": "llama-2-7b"}
@@ -30,7 +30,6 @@ GENERATED = "<!-- Written by `make reference`. -->"
 
 
 def settings_page() -> str:
-    """Return every setting of a sweep file with its default and meaning, a section for each group."""
     introduction = """# Settings
 
 Every setting of a sweep file, with its default and its meaning, as `latent-sweep settings` prints it. A default of
@@ -39,36 +38,24 @@ Every setting of a sweep file, with its default and its meaning, as `latent-swee
 Labels such as (A15) number the points that the paper leaves open. Each one is a setting. Its default is the reading
 that the text supports best, or the one that worked in our experiments.
 """
-    sections = [
-        "\n".join([f"## {title}", "", *(_setting_entry(facts) for facts in group)])
-        for title, group in every_setting().items()
-    ]
+    sections = []
+    for title, group in every_setting().items():
+        entries = (f"- `{facts.path}` (`{facts.default}`): {_escaped(facts.meaning)}" for facts in group)
+        sections.append("\n".join([f"## {title}", "", *(_wrapped(entry, indent="  ") for entry in entries)]))
     return introduction + "\n" + "\n\n".join(sections) + "\n"
-
-
-def _setting_entry(facts: SettingFacts) -> str:
-    return _wrapped(f"- `{facts.path}` (`{facts.default}`): {_escaped(facts.meaning)}", indent="  ")
 
 
 def _wrapped(text: str, indent: str = "") -> str:
     """Return text in lines of at most 110 characters; inline code stays in one line."""
-    return "\n".join(
-        line.replace("\0", " ")
-        for line in textwrap.wrap(
-            re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text),
-            width=110,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
+    glued = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text)
+    wrapped = textwrap.fill(glued, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped.replace("\0", " ")
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
 def commands_page() -> str:
-    """Return every command with its arguments, options and an example."""
     sections = [_command_section(parser) for parser in _commands(make_parser())]
     return "\n\n".join(["# Commands", "The same text as `latent-sweep COMMAND --help`.", *sections]) + "\n"
 
@@ -118,7 +105,6 @@ def _escaped(text: str) -> str:
 
 
 def presets_page() -> str:
-    """Return what the presets of released code fill in, a table for each method and preset."""
     alike: dict[str, list[str]] = {}
     for name in METHODS:
         field = method_class(name).settings_class.model_fields.get("preset")
@@ -194,12 +180,10 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def page_text(path: str) -> str:
-    """Return the text of a generated page."""
     return f"{GENERATED}\n\n{PAGES[path]()}"
 
 
 def main() -> int:
-    """Write every page that has changed."""
     for path in PAGES:
         page, text = ROOT / path, page_text(path)
         changed = not page.exists() or page.read_text(encoding="utf-8") != text

@@ -1,4 +1,4 @@
-"""Random kills leave no trace in what a sweep ends with; thirty of them, on Ray and objects too: `make chaos`."""
+"""Random kills do not change what a sweep ends with; thirty of them, also with Ray and objects: `make chaos`."""
 
 from collections import Counter
 
@@ -42,14 +42,11 @@ def test_steps_that_were_taken_again_belong_to_the_kill_before():
     ("what", "words"),
     [
         ("steps 99bd9a11191c301e 1 32", "step 32 of task 2 of 99bd"),
-        (
-            "files before replace /tiny/trials/511ede3f9f2c8011/scores.json",
-            "before replace of `tiny/trials/511e/scores.json`",
-        ),
+        ("files before replace /tiny/trials/511ede3f9f2c8011/a.json", "before replace of `tiny/trials/511e/a.json`"),
         (f"files after fsync /tiny/.sweep.json.{'0f' * 16}.partial", "after fsync of `tiny/sweep.json`"),
     ],
 )
-def test_a_moment_is_told_in_few_words(what, words):
+def test_a_moment_is_described_briefly(what, words):
     assert chaos.moment(what) == words
 
 

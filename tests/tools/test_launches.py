@@ -1,4 +1,4 @@
-"""Launches of a step at real depth, worked out from shallow models: every layer more costs the same."""
+"""Launches of a step at real depth, extrapolated from shallow models: every layer costs the same."""
 
 import pytest
 import torch
@@ -16,14 +16,11 @@ MOST_OF_A_STEP = {"t5-large": 2700, "llama-2-7b": 2700, "llama-2-13b": 3300}
 """Launches of a step of Latent-LoRA on rows of different lengths, at most: 2,588, 2,576 and 3,208 with fused norms."""
 
 MORE_OF_A_PACK = 0.02
-"""How much more a pack of 8 launches than a pack of 1, at most.
-
-Whatever the depth, some six for each member more: its loss is a sum of its own, and its gradient arrives by itself.
-"""
+"""Share by which a pack of 8 may launch more than a pack of 1: about six more per run, for its own loss."""
 
 
 def launches(name, kind, depth, folder, method="latent_lora"):
-    """Of the bare backbone, one learner and a pack of 8, and how many projections there are."""
+    """Return the launches of the bare backbone, one learner and a pack of 8, and the number of projections."""
     with workshop(shallow(name, depth), folder) as here:
         steps = [here.bare_step(kind), *(here.step(method, members, kind) for members in (1, 8))]
         return [*(step.launches.total() for step in steps), len(here.backbone.targets)]
@@ -57,12 +54,12 @@ def test_every_layer_costs_the_same(tmp_path):
 
 
 def test_sharing_is_decided_by_what_it_launches(tmp_path):
-    found = []
+    counts = []
     for depth in SHALLOW:
         with workshop(shallow("llama-2-7b", depth), tmp_path) as here:
             steps = [here.step("latent_lora", kind=kind).launches.total() for kind in ("padded", "prefix")]
-            found.append([*steps, here.token("latent_lora")["launches"]])
-    padded, shared, token = (more - less for less, more in zip(*found, strict=True))
+            counts.append([*steps, here.token("latent_lora")["launches"]])
+    padded, shared, token = (more - less for less, more in zip(*counts, strict=True))
     assert [padded, shared - padded] == pytest.approx([STEP_LAUNCHES, SHARING_LAUNCHES], abs=1)
     assert token == pytest.approx(PASS_LAUNCHES, abs=1)
 

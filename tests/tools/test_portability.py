@@ -1,4 +1,4 @@
-"""Which tests run on imitated machines, and that the imitation is one."""
+"""Which tests run on imitated machines, and that the imitation works."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,6 @@ FILES = {path.name: path for path in Path(__file__).parents[1].rglob("test_*.py"
 
 
 def test_this_machine_is_the_one_that_was_asked_for():
-    """Under `make portability` once on each of them; otherwise on this one, of which nothing was asked."""
     capability = os.environ.get("ATEN_CPU_CAPABILITY", "").upper()
     assert torch.backends.cpu.get_cpu_capability() == (capability or torch.backends.cpu.get_cpu_capability())
     threads = int(os.environ.get("OMP_NUM_THREADS", 0))

@@ -18,17 +18,12 @@ def test_a_seed_always_means_the_same_kills():
     assert {kill.target for kill in scale.planned(7, 30, scale.TARGETS[:-1])} == {*scale.TARGETS} - {"store"}
 
 
-def asked(application, method, question="", content=b""):
-    """What a WSGI application answers: the status and the body."""
-    told = []
-    environment = {
-        "REQUEST_METHOD": method,
-        "QUERY_STRING": question,
-        "CONTENT_LENGTH": str(len(content)),
-        "wsgi.input": io.BytesIO(content),
-    }
-    body = b"".join(application(environment, lambda code, headers, *more: told.append(code)))
-    return told[0], body
+def asked(application, method, query="", content=b""):
+    """Return status and body of a WSGI application's response."""
+    request = {"REQUEST_METHOD": method, "QUERY_STRING": query, "CONTENT_LENGTH": str(len(content))}
+    codes = []
+    respond = application(request | {"wsgi.input": io.BytesIO(content)}, lambda code, *more: codes.append(code))
+    return codes[0], b"".join(respond)
 
 
 def test_requests_are_counted_by_kind_and_refused_as_often_as_asked():
