@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.data.examples import ID_COLUMN, to_example
+from latent_sweep.data.examples import ID_COLUMN, MESSAGES, read_chat, shape_of, to_example
 from latent_sweep.data.loaders import source_examples
 from latent_sweep.data.mapping import SUPERNI_TEST, RecordReader, SourceSpec
 from latent_sweep.data.records import SUFFIXES, read_json, read_records
 from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSettings, BenchmarkSpec, Split, located
-from latent_sweep.data.shapes import MESSAGES, read_chat, shape_of
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics.answers import first_equivalent, rouge_coverage
 from latent_sweep.settings import parse_yaml, yaml_text

@@ -39,15 +39,15 @@ def validation_faults(
     return [f"{path}: {text}" for path, text in lines.items()]
 
 
-def unknown_name(name: str, known: Collection[str], kind: str) -> str:
-    close = close_name(name, known)
+def unknown_name(name: str, names: Collection[str], kind: str) -> str:
+    close = close_name(name, names)
     return f"unknown {kind} {name!r}" + (f" (did you mean {close!r}?)" if close else "")
 
 
-def close_name(name: str, known: Collection[str]) -> str | None:
+def close_name(name: str, names: Collection[str]) -> str | None:
     """Return the name that is spelled like `name`, or whose initials it is, as `lr` for `learning_rate`."""
-    close = difflib.get_close_matches(name, known, n=1)
-    initials = (each for each in known if "_" in each and "".join(word[:1] for word in each.split("_")) == name)
+    close = difflib.get_close_matches(name, names, n=1)
+    initials = (each for each in names if "_" in each and "".join(word[:1] for word in each.split("_")) == name)
     return close[0] if close else next(initials, None)
 
 
@@ -147,12 +147,12 @@ def _explain(fault: Any, setting: _Setting, axis: str, elsewhere: Elsewhere) -> 
     if setting.annotation is None and fault["type"] not in ("extra_forbidden", "invalid_key"):
         return f"found {shown(fault['input'])}; {fault['msg']}"  # a plugin's field under an alias
     if setting.annotation is None:
-        name, known = str(fault["loc"][-1]), list(setting.model.model_fields)
+        name, names = str(fault["loc"][-1]), list(setting.model.model_fields)
         if name.isdigit():  # `{rate: 0,5}` parses as two keys, `rate` and `5`
             return "found a number instead of a key; write decimals with a point, as in 0.5, and lists in brackets"
         if location := _inside(name, setting.model) or elsewhere(name):
             return f"unknown key {name!r}; {location}"
-        return f"{unknown_name(name, known, 'key')}; there are {', '.join(known)}"
+        return f"{unknown_name(name, names, 'key')}; there are {', '.join(names)}"
     wanted = _joined(list(_wanted(setting.annotation, setting.metadata)))
     if fault["type"] == "missing":
         meaning = setting.model.model_fields[str(fault["loc"][-1])].description or wanted

@@ -1,7 +1,7 @@
 """Load a task's examples: read, check, take a subset, identify by a digest, and tokenize once for all trials.
 
 Data has the layout of the public continual-learning repositories, `<folder>/<task>/train.json` and `test.json`: an
-object with `Instances`, or a plain list, of records (`shapes.py`); or one record per line in `train.jsonl` and
+object with `Instances`, or a plain list, of records (`examples.py`); or one record per line in `train.jsonl` and
 `test.jsonl`. Their `dev.json` is a copy of `test.json` and never read. Other data has a `source` (`mapping.py`).
 """
 
@@ -93,10 +93,7 @@ def load_examples(
 def count_examples(
     spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
 ) -> int:
-    """Count the examples that `load_examples` returns; without the data, from the published size.
-
-    Raises MissingData if there is neither data nor a published size.
-    """
+    """Count the examples that `load_examples` returns; without the data, from the published size."""
     split, carve_validation = _scored(split, settings, carve_validation)
     selection = _selection(_source_count(spec, task, split, settings), task, split, settings, carve_validation)
     return selection.stop - selection.start
@@ -123,10 +120,7 @@ def data_digest(
     carve_validation: bool = False,
     source: str | None = None,
 ) -> str:
-    """Return a digest that identifies the examples of `load_examples` and the prompts of `split_prompts`.
-
-    Raises MissingData if the data is missing and its `source_digest` is not given as `source`.
-    """
+    """Return a digest that identifies the examples of `load_examples` and the prompts of `split_prompts`."""
     split, carve_validation = _scored(split, settings, carve_validation)
     source = source or source_digest(spec, task, split, settings)
     if source is None:

@@ -82,7 +82,7 @@ class SourceSpec(Settings):
     split: SplitNames = SplitNames()
     """The splits to read."""
     input: str | None = None
-    """Template of the input over the columns; left out, columns are recognized by their names (`shapes.py`)."""
+    """Template of the input over the columns; left out, columns are recognized by their names."""
     output: str | None = None
     """Template of the answer; a single column that holds a list of strings gives several references."""
     names: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)
@@ -144,18 +144,12 @@ class SourceSpec(Settings):
         """Return the columns that templates and `where` read; None if columns are recognized by name."""
         if self.input is None or self.output is None:
             return None
-        read = {
-            column for template in (self.input, self.output) for _, column, _ in template_fields(template) if column
-        }
-        return frozenset(read | set(self.where))
+        fields = template_fields(self.input) + template_fields(self.output)
+        return frozenset({column for _, column, _ in fields if column} | set(self.where))
 
 
 class RecordReader:
-    """Applies a source to the records of one file.
-
-    Args:
-        classes: class names of label columns, from the file.
-    """
+    """Applies a source to the records of one file, given the file's class names of label columns."""
 
     def __init__(self, source: SourceSpec, classes: Mapping[str, tuple[str, ...]]):
         self.source = source
@@ -167,24 +161,17 @@ class RecordReader:
         return self.source.input is None
 
     def with_class_names(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace class numbers by their names.
-
-        Raises DataError if a class has no name or `names` lists an unknown column; `where` locates the record.
-        """
+        """Replace class numbers by their names; `where` is the record's location for errors."""
         for column in self.source.names:
             self._value(where, record, column, ())
         return {c: self._class_name(where, c, value) if c in self.classes else value for c, value in record.items()}
 
     def matches(self, where: str, record: Mapping[str, Any]) -> bool:
-        return all(
-            text_of(self._value(where, record, column, ())) in wanted for column, wanted in self.source.where.items()
-        )
+        wanted = self.source.where.items()
+        return all(text_of(self._value(where, record, column, ())) in values for column, values in wanted)
 
     def apply_templates(self, where: str, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
-        """Return input and references of a record; None if the source has no templates.
-
-        Raises DataError if a template names an unknown column or one without text.
-        """
+        """Return input and references of a record; None if the source has no templates."""
         if self.source.input is None or self.source.output is None:
             return None
         fields = template_fields(self.source.output)
@@ -260,10 +247,7 @@ _PART = re.compile(r"\[([^\[\]]+)\]")
 
 @lru_cache(maxsize=256)
 def template_fields(template: str) -> list[tuple[str, str | None, tuple[str, ...]]]:
-    """Split a template into (literal text, column or None, keys into the column).
-
-    Raises ValueError if the template is malformed.
-    """
+    """Split a template into (literal text, column or None, keys into the column), or raise ValueError."""
     fields: list[tuple[str, str | None, tuple[str, ...]]] = []
     try:
         parts = list(string.Formatter().parse(template))

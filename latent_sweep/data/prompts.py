@@ -7,14 +7,9 @@ superni         `Definition: <instruction>`, blank line, `Now complete the follo
 long_sequence   `<instruction>`, newline, `<input>`, newline, `Output: `
 plain           `<instruction>`, blank line, `<input>`, newline, `Output: `
 
-A `template` of the task or benchmark (`templates.py`) replaces them. Without an instruction, the last two start with
-the input. Test prompts may have a paraphrase instead, or none at all (`benchmark.prompts.definition`); `superni` then
-omits `Definition:` and the blank line. The first two formats are the strings of the SAPT and GainLoRA code, the same
-for T5 and Llama, and end in a space.
-
-The default truncation, `keep_cue`, differs from the released code only in keeping the cue: that code cuts from the
-right. If a task asks its question after a passage, `keep_cue` loses the question; `keep_ends` keeps it, but departs
-further from the published protocol. docs/data.md has counts by task.
+The first two are the strings of the SAPT and GainLoRA code. A `template` (`templates.py`) replaces them. Without an
+instruction, the last two start with the input, and `superni` omits `Definition:` and the blank line where
+`benchmark.prompts.definition` leaves it out. The released code cuts long prompts from the right and may lose the cue.
 """
 
 from __future__ import annotations
@@ -44,19 +39,12 @@ CUE = "\nOutput: "
 
 @dataclass(frozen=True)
 class Frame:
-    """How a family's released code surrounds and truncates token ids.
+    """How a family's released code surrounds and truncates token ids."""
 
-    Args:
-        ends: whether prompts end with EOS.
-        keeps_eos: whether a truncated target keeps its EOS.
-        one_space: whether tokenizers turn a line break into a space.
-        read_again: whether the text of a cut prompt's tokens is tokenized again.
-    """
-
-    ends: bool
-    keeps_eos: bool
-    one_space: bool
-    read_again: bool
+    ends: bool  # prompts end with EOS
+    keeps_eos: bool  # truncated targets, too
+    one_space: bool  # tokenizers turn a line break into a space
+    read_again: bool  # the text of a cut prompt's tokens is tokenized again
 
 
 FRAMES: Mapping[Family, Frame] = {
@@ -98,11 +86,7 @@ def split_prompts(
 
 
 def definitions(task: TaskSpec, split: Split, settings: BenchmarkSettings) -> tuple[str | None, ...]:
-    """Return the definitions that a split's prompts cycle through; None is the task's instruction, verbatim.
-
-    `benchmark.prompts.definition` does not apply to a task without an instruction, nor to held-out training examples
-    that are scored instead of test examples.
-    """
+    """Return the definitions that a split's prompts cycle through; None is the task's instruction, verbatim."""
     wanted, is_test = settings.prompts.definition, split == "test" and settings.score_on == "test"
     if not is_test or wanted == "verbatim" or not task.instruction.strip():
         return (None,)
@@ -110,11 +94,7 @@ def definitions(task: TaskSpec, split: Split, settings: BenchmarkSettings) -> tu
 
 
 def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str | None = None) -> PromptParts:
-    """Return the prompt for the input `text` of `task`, in the benchmark's format.
-
-    Args:
-        definition: replaces the task's instruction; "" omits it and the text around it.
-    """
+    """Return a prompt; `definition` replaces the instruction, and "" omits it and the text around it."""
     instruction = (task.instruction if definition is None else definition).strip()
     if (template := template_of(spec, task)) is not None:
         values = {"labels": ", ".join(task.labels or ()), "category": task.category, "title": task.title}
@@ -254,10 +234,7 @@ def encode_target(
     max_target_length: int,
     chat: Chat | None = None,
 ) -> list[int]:
-    """Return the token ids of a target and its end (EOS or a chat template's), at most `max_target_length` in all.
-
-    As in the released code, a truncated target keeps its EOS for T5 and loses it for Llama.
-    """
+    """Return the token ids of a target and its end (EOS or a chat template's), at most `max_target_length` in all."""
     ids = tokenize(tokenizer, text).ids
     room = max_target_length - 1 if FRAMES[family].keeps_eos else max_target_length
     end = tokenizer.eos_token_id if chat is None else chat.end

@@ -108,9 +108,7 @@ class TaskSpec(Settings):
     folder: PathText = ""
     """Folder of the data below the benchmark's folder; defaults to the task's name."""
     allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
-    """Problems to report as warnings instead of errors in this task: `stopped_targets`, `long_targets`,
-    `empty_answers`, `shared_inputs`, `alike_answers`, `unreachable_answers`, `untrained_answers`, `unknown_characters`,
-    `same_prompts`."""
+    """Problems to report as warnings instead of errors in this task."""
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any supported kind, or a data set of the hub."""
     template: str | None = None

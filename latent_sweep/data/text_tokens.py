@@ -27,12 +27,7 @@ class TextIds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpecialTokens:
-    """The special tokens of a `tokenizers.Tokenizer`.
-
-    Args:
-        names: each token's name by its id.
-        unknown: the unknown token; None if the tokenizer can encode every byte.
-    """
+    """The special tokens of a `tokenizers.Tokenizer`: their names by id, and the unknown token if there is one."""
 
     tokenizer: Any
     names: dict[int, str]
@@ -76,10 +71,7 @@ class SpecialTokens:
 
     @cached_property
     def literal(self) -> Any:
-        """A copy of the tokenizer that reads special tokens' names as text and marked names as the tokens.
-
-        Raises ConfigError if the copy would give a special token another id.
-        """
+        """A copy of the tokenizer that reads special tokens' names as text and marked names as the tokens."""
         from tokenizers import Tokenizer
 
         content = json.loads(self.tokenizer.to_str())
