@@ -93,20 +93,25 @@ SUPERNI = "Now complete the following example -\nInput: "
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "name", "instruction", "text", "head"),
+    ("benchmark", "name", "instruction", "definition", "text", "head"),
     [
-        ("superni", "task591", "Why?", "Let it\nfloat.", f"Definition: Why?\n\n{SUPERNI}"),
-        ("superni", "task591", "Fill {0} and {name}.", "{x}", f"Definition: Fill {{0}} and {{name}}.\n\n{SUPERNI}"),
-        ("long_sequence", "sst2", "Judge it.", "Text: a fine film", "Judge it.\n"),
-        ("long_sequence", "copa", "", "Which one?\nA: x\nB: y", ""),
-        ("builtin", "mood", "Mark it.", "The bed was fine.", "Mark it.\n\n"),
-        ("builtin", "mood", "", "Hello", ""),
+        ("superni", "task591", "Fill {0}.", None, "{x}\nLet", f"Definition: Fill {{0}}.\n\n{SUPERNI}"),
+        ("superni", "task591", "Fill.", "Write.", "x", f"Definition: Write.\n\n{SUPERNI}"),
+        ("superni", "task591", "Fill.", "", "x", SUPERNI),
+        ("long_sequence", "sst2", "Judge it.", None, "Text: a fine film", "Judge it.\n"),
+        ("long_sequence", "sst2", "Judge it.", "What? ", "x", "What?\n"),
+        ("long_sequence", "copa", "", None, "Which one?\nA: x\nB: y", ""),
+        ("builtin", "mood", "Mark it.", None, "The bed was fine.", "Mark it.\n\n"),
+        ("builtin", "mood", "Mark it.", "What?", "x", "What?\n\n"),
+        ("builtin", "mood", "Mark it.", "", "x", ""),
     ],
 )
-def test_prompts_are_exact(benchmark: str, name: str, instruction: str, text: str, head: str) -> None:
+def test_prompts_are_exact(
+    benchmark: str, name: str, instruction: str, definition: str | None, text: str, head: str
+) -> None:
     spec = load_benchmark(benchmark)
     task = task_of(spec, name).model_copy(update={"instruction": instruction})
-    assert "".join(prompt_parts(spec, task, text)) == f"{head}{text}\nOutput: "
+    assert "".join(prompt_parts(spec, task, text, definition)) == f"{head}{text}\nOutput: "
 
 
 def test_prompt_that_fits_is_the_tokenized_string() -> None:

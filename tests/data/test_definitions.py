@@ -15,8 +15,8 @@ from helpers.sweeps import tiny, write, write_benchmark
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import data_digest, load_examples, tokenized
-from latent_sweep.data.prompts import definitions, prompt_parts, split_prompts
-from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec, load_benchmark
+from latent_sweep.data.prompts import definitions, split_prompts
+from latent_sweep.data.schema import BenchmarkSettings, TaskSpec, load_benchmark
 from latent_sweep.errors import ConfigError
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import Trial, expand, pack
@@ -106,24 +106,6 @@ def test_labels_are_read_as_the_instruction_spells_them() -> None:
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt", "definition", "expected"),
-    [
-        ("superni", None, "Definition: Name it.\n\nNow complete the following example -\nInput: x\nOutput: "),
-        ("superni", "What?", "Definition: What?\n\nNow complete the following example -\nInput: x\nOutput: "),
-        ("superni", "", "Now complete the following example -\nInput: x\nOutput: "),
-        ("long_sequence", "What? ", "What?\nx\nOutput: "),
-        ("long_sequence", "", "x\nOutput: "),
-        ("plain", "What?", "What?\n\nx\nOutput: "),
-        ("plain", "", "x\nOutput: "),
-    ],
-)
-def test_a_definition_stands_in_place_of_the_instruction(prompt: str, definition: str | None, expected: str) -> None:
-    task = TaskSpec(name="t", metric="accuracy", instruction="Name it.")
-    spec = BenchmarkSpec.model_validate({"name": "b", "prompt": prompt, "tasks": [task]})
-    assert "".join(prompt_parts(spec, task, "x", definition)) == expected
 
 
 def test_test_rows_cycle_through_paraphrases_and_training_rows_do_not() -> None:
