@@ -203,7 +203,7 @@ def _has_answers(path: Path, mapping: Mapping[str, str]) -> bool:
 
 
 def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Guess templates from a record's columns, with remarks; no templates if its shape is known."""
+    """Guess templates from a record's columns, with remarks; none if it has a shape that needs none."""
     shape = shape_of(record)
     if shape is None and read_chat(record.get(MESSAGES)) is not None:
         return {}, _not_read(_texts(record, (MESSAGES,)))

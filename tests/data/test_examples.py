@@ -1,4 +1,4 @@
-"""Records of known shapes need no templates; a task's own cue, stop strings and limits apply."""
+"""Records of some shapes need no templates; a task's own cue, stop strings and limits apply."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ class Killed:
         self._reset()
 
     def _reset(self) -> None:
-        self.members: set[psutil.Process] = set()
+        self.processes: set[psutil.Process] = set()
         self.process: subprocess.Popen[str] | None = None
         self.landed: list[Landed] = []
 
@@ -288,7 +288,7 @@ class Killed:
                 return False
             process = self.launch()  # it may have ended with a good reason
             if time.monotonic() - looked > 1.0:
-                self.members |= set(family(process))
+                self.processes |= set(family(process))
                 looked = time.monotonic()
             assert looked < deadline, f"{kill} did not land, and the sweep did not end"
             time.sleep(0.02)
@@ -298,7 +298,7 @@ class Killed:
     def _strike(self, kill: Kill, process: subprocess.Popen[str], stopped: psutil.Process, what: str) -> None:
         of_driver = stopped.pid == process.pid
         target = "driver" if kill.target == "worker" and of_driver else kill.target
-        self.members |= set(family(process))
+        self.processes |= set(family(process))
         self.landed.append(
             Landed(Kill(kill.mode, target, kill.kind, kill.share), moment(what), self.events.count("steps"))
         )
@@ -327,10 +327,10 @@ class Killed:
     def finish(self) -> None:
         self.events.forget()
         process = self.launch()
-        self.members |= set(family(process))
+        self.processes |= set(family(process))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=5)
-        self.members |= set(family(process))
+        self.processes |= set(family(process))
         printed, _ = process.communicate(timeout=LONGEST_SECONDS)
         self.process = None
         assert process.returncode == 0, f"ended with {process.returncode}:\n{printed}"
@@ -338,9 +338,9 @@ class Killed:
     def close(self) -> None:
         if self.process is not None:
             end(self.process)
-        for member in self.members:
+        for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+                process.kill()
 
     def sweep(self) -> SweepFolder:
         if self.mode != "objects":
@@ -362,7 +362,7 @@ class Killed:
         for number, kill in enumerate(self.landed, start=1):
             if max(kill.twice.values(), default=0) > CHECKPOINT_EVERY:
                 broken.append(f"kill {number}: {dict(kill.twice)} steps were taken twice; promised {CHECKPOINT_EVERY}")
-        return broken + [f"process {each} is still there" for each in still_there(self.members)]
+        return broken + [f"process {each} is still there" for each in still_there(self.processes)]
 
     def _left_over(self, sweep: SweepFolder) -> list[str]:
         files = [path.relative_to(sweep.storage.folder) for path in sweep.storage.folder.rglob("*") if path.is_file()]

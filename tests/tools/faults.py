@@ -132,7 +132,7 @@ class Disturbed:
     steps: StepsTaken
     path: str = ""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
-    members: set[psutil.Process] = field(default_factory=set)
+    processes: set[psutil.Process] = field(default_factory=set)
     committed: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self, tracker: str = "none") -> None:
@@ -154,20 +154,20 @@ class Disturbed:
 
     def reach_the_middle(self, process: subprocess.Popen[str]) -> psutil.Process:
         self.steps.strike.wait(process)
-        self.members |= set(family(process))
+        self.processes |= set(family(process))
         self.committed = committed(self.sweep)
         return psutil.Process(self.steps.strike.pid)
 
     def finish(self, process: subprocess.Popen[str], codes: Collection[int] = (0,)) -> str:
         self.steps.strike.release()
-        self.members |= set(family(process))
+        self.processes |= set(family(process))
         printed, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode in codes, f"ended with {process.returncode}, expected {codes}:\n{printed}"
         return printed
 
     def close(self) -> None:
         for process in self.started:
-            end(process, self.members)
+            end(process, self.processes)
         self.steps.close()
 
     def losses(self) -> str:

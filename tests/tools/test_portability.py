@@ -45,11 +45,11 @@ def test_a_file_computes_where_it_imports_what_computes(tmp_path, source, comput
 
 def test_machines_differ_and_inherit_no_imitation(monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    told = [portability.environment(machine) for machine in portability.MACHINES]
+    environments = [portability.environment(machine) for machine in portability.MACHINES]
     names = {name for variables in portability.MACHINES.values() for name in variables}
-    assert len({tuple(each.get(name) for name in sorted(names)) for each in told}) == len(told) >= 6
-    assert [each.get("MKL_CBWR") for each in told].count("COMPATIBLE") == 1
-    assert all(each.get("MKL_CBWR") in (None, "COMPATIBLE") for each in told)
+    assert len({tuple(each.get(name) for name in sorted(names)) for each in environments}) == len(environments) >= 6
+    assert [each.get("MKL_CBWR") for each in environments].count("COMPATIBLE") == 1
+    assert all(each.get("MKL_CBWR") in (None, "COMPATIBLE") for each in environments)
 
 
 def test_counts_are_those_of_the_last_line():
