@@ -90,8 +90,8 @@ class SpecialTokens:
         if wrong := [name for token, name in self.names.items() if copy.token_to_id(MARK + name) != token]:
             raise ConfigError(
                 f"backbone.tokenizer: its special token {wrong[0]!r} occurs in the data as text and cannot be "
-                "distinguished from the token, because the ids of the tokenizer's added tokens are not consecutive; save "
-                "the tokenizer again with transformers' save_pretrained, or remove that text from the data"
+                "distinguished from the token, because the ids of the tokenizer's added tokens are not consecutive; "
+                "save the tokenizer again with transformers' save_pretrained, or remove that text from the data"
             )
         copy.no_truncation()
         copy.no_padding()
