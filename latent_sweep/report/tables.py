@@ -135,7 +135,7 @@ _IMPORTANCE_DETAILS = (
     "importance: how far the values of a setting among the best trials differ from those among all trials (Watanabe et "
     "al. 2023); a column adds up to 100 %. It does not say which value is best",
 )
-_WITHOUT_OPTUNA = "not computed, as Optuna is not installed: pip install 'latent-sweep[optuna]'"
+_WITHOUT_OPTUNA = "not computed, as Optuna 5 is not installed: pip install 'optuna>=5'"
 STUDENT = "intervals from repetitions alone: Student's t, as scores by example are not available"
 BOOTSTRAP = (
     f"intervals from examples: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test examples, the "

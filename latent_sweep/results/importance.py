@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from latent_sweep.labels import format_value
@@ -32,7 +32,11 @@ class Observation(NamedTuple):
 
 
 def is_installed() -> bool:
-    return find_spec("optuna") is not None
+    """Return whether there is an Optuna that takes settings which only some trials read."""
+    try:
+        return int(version("optuna").partition(".")[0]) >= 5
+    except PackageNotFoundError:
+        return False
 
 
 def n_best(n: int) -> int:

@@ -7,7 +7,7 @@ import itertools
 import json
 import shutil
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,11 +50,13 @@ def write_sweep(
     tuning_of: str | None = None,
     answering: Collection[str] = (),
     settings: Mapping[str, Mapping[str, Any]] | None = None,
+    params: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda values: {},
 ) -> SweepFolder:
     """Write a planned sweep over the grid of `axes`; trials that differ only in `answering` share one training.
 
     Args:
         settings: more settings of every trial, by group.
+        params: other settings of the trial with these values, by path; None leaves it out.
     """
     given = {f"{group}.{name}": value for group, own in (settings or {}).items() for name, value in own.items()}
     trials: list[dict[str, Any]] = []
@@ -62,10 +64,12 @@ def write_sweep(
     trainings: dict[str, str] = {}
     for number, point in enumerate(itertools.product(*axes.values())):
         values = dict(zip(axes, point, strict=True))
+        if (others := params(values)) is None:
+            continue
         learned = tuple(value for axis, value in values.items() if axis not in answering)
         training = trainings.setdefault(str(learned), f"training{len(trainings):04d}")
         resolved: dict[str, dict[str, Any]] = {}
-        for path, value in (CONTEXT | given | values).items():
+        for path, value in (CONTEXT | given | values | others).items():
             group, _, setting = path.partition(".")
             if setting:
                 resolved.setdefault(group, {})[setting] = value
@@ -76,7 +80,7 @@ def write_sweep(
                 "trial_id": f"trial{number:04d}",
                 "training_id": training,
                 "values": values,
-                "groups": dict.fromkeys(resolved, number),
+                "groups": dict.fromkeys(resolved, len(trials)),
                 "seed": values.get("seed", 0),
                 "tasks": values.get("benchmark.tasks") or " ".join(TASKS),
                 "n_tasks": len(TASKS),

@@ -111,9 +111,8 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
 
 def test_sweeps_with_other_benchmarks_and_backbones_have_columns_for_them(sweep, tmp_path):
     """Rows of one benchmark are together; an axis of one sweep has a column for both."""
-    own, identity = {"benchmark": {"name": "own"}}, {"name": "other", "sweep_id": "0ther0ther0ther0"}
-    other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, **identity, settings=own)
-    run_to_end(next(iter(other)), 0.48, 0.0)
+    named = {"name": "other", "sweep_id": "0ther0ther0ther0", "params": lambda values: {"benchmark.name": "own"}}
+    other = finished_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, [0.48], **named)
     found = summaries.summarize_all([sweep, other])
     table = together(found).table
     assert table.header[:5] == ["sweep", "lambda", "backbone", "benchmark", "n"]
@@ -299,14 +298,10 @@ def test_ambiguous_labels_have_no_rank(tmp_path):
 
 def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
     """Defaults may depend on the backbone."""
-    sweep = write_sweep(tmp_path, {"backbone.name": ["t5-large", "llama-2-7b"], "seed": [0]})
-    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
-    for training, epochs in zip(content["groups"]["training"], (30, 15), strict=True):
-        training["epochs"] = epochs
-    (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
-    sweep = open_sweep(sweep.path)
-    for trial in sweep:
-        run_to_end(trial, 0.5, 0.0)
+    epochs = {"t5-large": 30, "llama-2-7b": 15}
+    axes = {"backbone.name": list(epochs), "seed": [0]}
+    read = {"params": lambda values: {"training.epochs": epochs[values["backbone.name"]]}}
+    sweep = finished_sweep(tmp_path, axes, repeat(0.5), **read)
     facts = dict(_facts(sweep, summaries.summarize(sweep)))
     assert "training.epochs" not in facts["the same for all"]
     assert facts["varies with these"] == "training.epochs: 30, 15"

@@ -9,19 +9,8 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.report.tables import joint_sections, sections
 from latent_sweep.results.columns import differing
 from latent_sweep.results.summaries import summarize_all
-from latent_sweep.storage import folders
-from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
 
 METHODS = {"seq_lora": 0.4, "o_lora": 0.6}
-
-
-def with_params(sweep, **params):
-    """Return the sweep with these settings in all of its trials."""
-    content = read_checksummed_json(sweep.path / "sweep.json")
-    for trial in content["trials"]:
-        trial["params"] |= params
-    write_checksummed_json(sweep.path / "sweep.json", content)
-    return folders.open_sweep(sweep.path)
 
 
 @pytest.fixture
@@ -29,7 +18,8 @@ def one_each(tmp_path):
     """One sweep per method; only seeds vary in each."""
     found = []
     for name, average in METHODS.items():
-        sweep = with_params(write_sweep(tmp_path, {"seed": [0, 1]}, name=f"cmp_{name}"), **{"method.name": name})
+        params = {"method.name": name}
+        sweep = write_sweep(tmp_path, {"seed": [0, 1]}, name=f"cmp_{name}", params=lambda _, params=params: params)
         for trial in sweep:
             rows = [1.0] * round(10 * average) + [0.0] * round(10 - 10 * average)
             run_with_answers(trial, [dict.fromkeys(TASKS[:seen], rows) for seen in (1, 2, 3)])
@@ -139,7 +129,7 @@ def test_which_settings_differ(first, second, axes, expected):
 
 def test_settings_with_the_same_short_name_keep_their_paths(tmp_path):
     """They do so in all sweeps, so that columns agree."""
-    first = write_sweep(tmp_path, {"method.steps": [1, 2], "seed": [0]}, name="first")
-    second = with_params(write_sweep(tmp_path, {"seed": [0]}, name="second"), **{"training.steps": 9})
-    first = with_params(first, **{"training.steps": 8})
+    axes = {"method.steps": [1, 2], "seed": [0]}
+    first = write_sweep(tmp_path, axes, name="first", params=lambda values: {"training.steps": 8})
+    second = write_sweep(tmp_path, {"seed": [0]}, name="second", params=lambda values: {"training.steps": 9})
     assert [summary.axes for summary in summarize_all([first, second])] == [("method.steps", "training.steps")] * 2

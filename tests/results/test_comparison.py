@@ -2,13 +2,13 @@
 
 import csv
 import io
-import json
 import random
 import statistics
-from itertools import count
+from itertools import count, repeat
 
 import numpy as np
 import pytest
+from helpers.snapshots import check
 from helpers.sweep_folders import (
     TASKS,
     finished_sweep,
@@ -28,7 +28,6 @@ from latent_sweep.report.tables import ALL_EQUAL, BOOTSTRAP, FEW_PAIRS, ONE_PAIR
 from latent_sweep.results import summaries
 from latent_sweep.results.comparison import Difference
 from latent_sweep.results.frames import SweepFrames
-from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.tracking.contents import trial_content
 
@@ -141,24 +140,18 @@ def test_other_test_examples_are_not_paired(tmp_path):
     assert compared(sweep, "method=seq_lora")["method=o_lora"].differences["AP"].resampled == "repetitions"
 
 
-def test_one_repetition_resamples_only_examples(tmp_path):
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_one_repetition_resamples_only_examples(tmp_path, with_rows):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
-        run_with_rows(trial, rows_of(0.2 + 0.6 * number, 0), 0.1)
+        run_with_rows(trial, rows_of(0.2 + 0.6 * number, 0), 0.1) if with_rows else run_to_end(trial, 0.1 * number, 0)
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
-    comparison = summary.configurations[1].comparison
-    assert comparison.differences["AP"].resampled == "rows"
-    assert comparison.differences["AP"].significant
-    assert comparison.differences["FM"].interval is None
-    assert ONE_PAIR in section(summary, "compared").notes
-
-
-def test_one_repetition_without_scores_by_example_has_no_interval(tmp_path):
-    sweep = finished_sweep(tmp_path, AXES | {"seed": [0]}, (0.5 + 0.1 * number for number in count()))
-    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
-    comparison = summary.configurations[1].comparison
-    assert (comparison.differences["AP"].resampled, comparison.differences["AP"].interval) == ("nothing", None)
-    assert "o_lora  1  +10.00  +10.00  +0.00  +0.00\n" in report.render(summary)
+    differences = summary.configurations[1].comparison.differences
+    assert differences["AP"].resampled == ("rows" if with_rows else "nothing")
+    assert differences["AP"].significant == with_rows
+    assert differences["FM"].interval is None
+    assert (ONE_PAIR in section(summary, "compared").notes) == with_rows
+    assert with_rows or "o_lora  1  +10.00  +10.00  +0.00  +0.00\n" in report.render(summary)
 
 
 def test_unfinished_trials_are_not_compared(tmp_path):
@@ -297,28 +290,21 @@ def test_the_first_of_equally_good_stages_counts(tmp_path):
     assert found.interval[0] < 0 < found.interval[1]
 
 
-@pytest.mark.parametrize("damage", ["gone", "other"])
-def test_without_answers_of_a_stage_forgetting_resamples_repetitions(answered, damage):
-    path = next(iter(answered)).path / "answers" / "2.jsonl"
-    path.unlink() if damage == "gone" else path.write_text(path.read_text().replace("1.0", "0.0"))
+@pytest.mark.parametrize("damage", ["gone", "other", "not kept"])
+def test_without_answers_of_a_stage_forgetting_resamples_repetitions(tmp_path, answered, damage):
+    """Not kept as in a trial resumed with `run.keep_answers: last`."""
+    if damage == "not kept":
+        answered = write_sweep(tmp_path / "other", AXES)
+        for trial in answered:
+            seed = trial.values["seed"]
+            keeps = 0.9 if trial.values["method.name"] == "o_lora" else 0.5
+            run_with_answers(trial, stages_of(seed, keeps), kept=(1, 2) if seed else (1, 2, 3))
+    else:
+        path = next(iter(answered)).path / "answers" / "2.jsonl"
+        path.unlink() if damage == "gone" else path.write_text(path.read_text().replace("1.0", "0.0"))
     found = compared(answered, "method=seq_lora")["method=o_lora"].differences
-    assert {measure: each.resampled for measure, each in found.items()} == {
-        "AP": "repetitions and rows",
-        "LA": "repetitions",
-        "BWT": "repetitions",
-        "FM": "repetitions",
-    }
-
-
-def test_answers_of_some_stages_do_not_suffice_for_forgetting(tmp_path):
-    """As in a trial resumed with `run.keep_answers: last`."""
-    sweep = write_sweep(tmp_path, AXES)
-    for trial in sweep:
-        run_with_answers(
-            trial, stages_of(trial.values["seed"], 0.5), kept=(1, 2) if trial.values["seed"] else (1, 2, 3)
-        )
-    found = compared(sweep, "method=seq_lora")["method=o_lora"].differences
-    assert (found["AP"].resampled, found["FM"].resampled) == ("repetitions and rows", "repetitions")
+    by_measure = {measure: each.resampled for measure, each in found.items()}
+    assert by_measure == {"AP": "repetitions and rows", **dict.fromkeys(("LA", "BWT", "FM"), "repetitions")}
 
 
 MIXED = {
@@ -378,26 +364,16 @@ def test_orders_that_repeat_are_pairs(tmp_path):
     assert comparison.differences["AP"].mean == pytest.approx(0.2)
 
 
-def resolved(sweep, settings, kept):
-    """Return the sweep with only the kept trials, whose settings resolve to `settings(values)`."""
-    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
-    content["trials"] = [
-        entry | {"params": entry["params"] | settings(entry["values"])}
-        for entry in content["trials"]
-        if kept(entry["values"])
-    ]
-    (sweep.path / "sweep.json").write_bytes(checksummed_json(content))
-    return open_sweep(sweep.path)
-
-
 def routed_beside_oracle(tmp_path, **more):
     """Oracle routing with two seeds, which does not read K, and routers with K = 1 and K = 5 for each seed."""
-    axes = {"router.combine": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
-    return resolved(
-        write_sweep(tmp_path, axes | more),
-        lambda values: {"router.components": values["router.components"] or 5},
-        lambda values: (values["router.combine"] == "oracle") == (values["router.components"] is None),
-    )
+    axes = {"router.combine": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]} | more
+
+    def params(values):
+        components = values["router.components"]
+        alike = (values["router.combine"] == "oracle") == (components is None)
+        return {"router.components": components or 5} if alike else None
+
+    return write_sweep(tmp_path, axes, params=params)
 
 
 def test_a_setting_that_one_side_does_not_read_is_averaged_over(tmp_path):
@@ -446,11 +422,13 @@ def test_an_omitted_setting_is_not_null(tmp_path):
     """Its default differs by method: the other's modes are averaged, and none is silently left out."""
     axes = {"method.name": ["seq_lora", "latent_lora"], "router.combine": [None, "oracle"], "seed": [0, 1]}
     of_method = {"seq_lora": "last", "latent_lora": "soft"}
-    sweep = resolved(
-        write_sweep(tmp_path, axes),
-        lambda values: {"router.combine": values["router.combine"] or of_method[values["method.name"]]},
-        lambda values: values["method.name"] == "latent_lora" or values["router.combine"] is None,
-    )
+
+    def params(values):
+        method, combine = values["method.name"], values["router.combine"]
+        alike = method == "latent_lora" or combine is None
+        return {"router.combine": combine or of_method[method]} if alike else None
+
+    sweep = write_sweep(tmp_path, axes, params=params)
     scores = {"seq_lora": 0.4, "latent_lora": 0.5}
     for trial in sweep:
         run_to_end(trial, scores[trial.values["method.name"]] + 0.2 * (trial.values["router.combine"] is not None), 0.0)
@@ -466,17 +444,13 @@ def test_an_omitted_setting_shows_its_default(tmp_path):
         "benchmark.tasks": [None],
         "seed": [0],
     }
-    sweep = resolved(
-        write_sweep(tmp_path, axes),
-        lambda values: {
-            "router.combine": values["router.combine"] or "soft",
-            "router.scope": values["router.scope"] or "input_only",
-            "benchmark.tasks": "sentiment summary intent",
-        },
-        lambda values: values["router.combine"] is None or values["router.scope"] is None,
-    )
-    for trial in sweep:
-        run_to_end(trial, 0.5, 0.0)
+
+    def params(values):
+        combine, scope = values["router.combine"], values["router.scope"]
+        read = {"router.combine": combine or "soft", "router.scope": scope or "input_only"}
+        return read | {"benchmark.tasks": "sentiment summary intent"} if None in (combine, scope) else None
+
+    sweep = finished_sweep(tmp_path, axes, repeat(0.5), params=params)
     told = [("soft", "input_only", None), ("soft", "prompt", None), ("oracle", None, None)]
     summary = summaries.summarize(sweep, baseline=["combine=soft", "router.scope=prompt"])
     records = report.records(summary)
@@ -544,36 +518,23 @@ def test_an_unclear_baseline_lists_the_candidates(tmp_path, wanted, expected):
         compared(write_sweep(tmp_path, MIXED), wanted)
 
 
-def test_the_tables_of_all_formats(sweep):
+@pytest.mark.parametrize("format", report.FORMATS)
+def test_the_tables_of_all_formats(sweep, format):
+    assert "ifference" not in report.render(summaries.summarize(sweep), format), "there is no baseline"
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
+    check(f"compared.{format}", report.render(summary, format, verbose=True))
+
+
+def test_the_difference_in_csv_and_text(sweep):
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     difference = summary.configurations[1].comparison.differences["AP"]
     low, high = (round(100 * bound, 2) for bound in difference.interval)
-    cell = f"{100 * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
-    text, markdown, latex = (report.render(summary, format) for format in ("text", "markdown", "latex"))
-    assert "Differences from the baseline (percentage points)\n\nmethod  n  AP" in text
-    assert "baseline: method=seq_lora\n" in text
-    assert f"\no_lora  3  {cell}  +8.61 [" in text
-    assert "  -19.00 [" in text
-    escaped = cell.replace("[", r"\[").replace("]", r"\]")
-    assert rf"| o_lora | 3 | {escaped} | +8.61 \[" in markdown
-    assert "AP: repetitions and examples; LA, BWT, FM: repetitions" in " ".join(section(summary, "compared").details)
-    assert f"O-LoRA & $3$ & ${cell.replace(' [', chr(92) + ' [')}$ & $+8.61" in latex
-    assert "baseline: SeqLoRA." in latex.partition(r"\label{tab:lambda-compared}")[2].partition(r"\end{table}")[0]
+    assert f"\no_lora  3  {100 * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}]  +8.61 [" in report.render(summary)
     baseline, ours = csv.DictReader(io.StringIO(report.render(summary, "csv")))
     assert (baseline["AP_difference"], baseline["baseline"], baseline["n_pairs"]) == ("", "", "0")
     assert [ours[f"AP_difference{part}"] for part in ("", "_low", "_high")] == [
         f"{100 * value:.4f}" for value in (difference.mean, *difference.interval)
     ]
-    assert (ours["baseline"], ours["n_pairs"], ours["FM_difference"]) == ("method=seq_lora", "3", "-19.0000")
-    assert (ours["AP_resampled"], ours["FM_resampled"]) == ("repetitions and rows", "repetitions")
-    for measure, found in summary.configurations[1].comparison.differences.items():
-        assert float(ours[f"{measure}_difference"]) == round(100 * found.mean, 4)
-    assert FEW_PAIRS in text
-
-
-def test_without_a_baseline_there_are_no_differences(sweep):
-    summary = summaries.summarize(sweep)
-    assert not any("ifference" in report.render(summary, format) for format in report.FORMATS)
 
 
 def test_the_command_compares(sweep, capsys):
