@@ -82,7 +82,7 @@ def mixed(home):
 
 def rows_of(model, task):
     trial = model.trial
-    spec = next(known for known in trial.tasks if known.name == task)
+    spec = next(each for each in trial.tasks if each.name == task)
     return load_examples(trial.spec, spec, "test", trial.settings.benchmark)
 
 
@@ -233,7 +233,7 @@ def test_novelty_is_the_distance_from_everything_learned(mixed):
     settings = model.trial.settings.benchmark
 
     def embedded(task, split):
-        spec = next(known for known in model.trial.tasks if known.name == task)
+        spec = next(each for each in model.trial.tasks if each.name == task)
         texts = [
             f"{spec.instruction}\n\n{r.input}\nOutput: " for r in load_examples(model.trial.spec, spec, split, settings)
         ]

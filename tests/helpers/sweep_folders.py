@@ -80,7 +80,7 @@ def write_sweep(
                 "trial_id": f"trial{number:04d}",
                 "training_id": training,
                 "values": values,
-                "groups": dict.fromkeys(resolved, len(trials)),
+                "groups": {group: len(groups[group]) - 1 for group in resolved},
                 "seed": values.get("seed", 0),
                 "tasks": values.get("benchmark.tasks") or " ".join(TASKS),
                 "n_tasks": len(TASKS),

@@ -113,19 +113,19 @@ def test_sweeps_with_other_benchmarks_and_backbones_have_columns_for_them(sweep,
     """Rows of one benchmark are together; an axis of one sweep has a column for both."""
     named = {"name": "other", "sweep_id": "0ther0ther0ther0", "params": lambda values: {"benchmark.name": "own"}}
     other = finished_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, [0.48], **named)
-    found = summaries.summarize_all([sweep, other])
-    table = together(found).table
+    result = summaries.summarize_all([sweep, other])
+    table = together(result).table
     assert table.header[:5] == ["sweep", "lambda", "backbone", "benchmark", "n"]
     assert [[cell.text for cell in row[:4]] for row in table.rows] == [
         ["lambda", "0.1", "t5-large", "superni"],
         ["lambda", "0.0", "t5-large", "superni"],
         ["other", "0.0", "tiny-llama", "own"],
     ]
-    rows = list(csv.DictReader(io.StringIO(report.render_all(found, "csv"))))
+    rows = list(csv.DictReader(io.StringIO(report.render_all(result, "csv"))))
     assert [(row["benchmark"], row["backbone"]) for row in rows] == [("superni", "t5-large")] * 2 + [
         ("own", "tiny-llama")
     ]
-    assert "t5-large & superni &" in report.render_all(found, "latex")
+    assert "t5-large & superni &" in report.render_all(result, "latex")
     first, second = (summaries.summarize(one) for one in (sweep, other))
     assert "benchmark" not in together([first, first]).table.header
     assert "backbone" not in together([second, second]).table.header
@@ -156,22 +156,22 @@ def test_a_report_of_tuning_trials_notes_what_they_are_scored_on(tmp_path):
     content["axes"] = content["trials"][0]["values"] = {}
     write_checksummed_json(sweep.path / "sweep.json", content)
     sweep = open_sweep(sweep.path)
-    found = summaries.summarize(sweep)
+    result = summaries.summarize(sweep)
     for format in ("text", "markdown", "latex"):
-        assert HELD_OUT.replace("_", r"\_" if format == "latex" else "_") in report.render(found, format)
-    assert [row["score_on"] for row in report.records(found)] == ["validation"]
-    same = dict(_facts(sweep, found))["the same for all"]
+        assert HELD_OUT.replace("_", r"\_" if format == "latex" else "_") in report.render(result, format)
+    assert [row["score_on"] for row in report.records(result)] == ["validation"]
+    same = dict(_facts(sweep, result))["the same for all"]
     assert "benchmark.score_on validation" in same and "test_per_task" not in same
 
 
 def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
     """The rate selected by tuning does not tell configurations apart; those of one sweep only are left out."""
-    found = {
+    result = {
         "here": (0.001, {"ewc": 0.1, "lwf": 0.2, "o_lora": 0.3, "gain_lora": 0.4}),
         "elsewhere": (0.003, {"ewc": 0.2, "lwf": 0.1, "o_lora": 0.3, "gain_lora": 0.4, "tasl": 0.0}),
         "few": (0.003, {"ewc": 0.2, "lwf": 0.1}),
     }
-    for name, (rate, averages) in found.items():
+    for name, (rate, averages) in result.items():
         axes = {"method.name": list(averages), "training.learning_rate": [rate], "seed": [0]}
         sweep = write_sweep(tmp_path, axes, name=name)
         tried = {"values": {"training.learning_rate": rate}, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8}
@@ -179,7 +179,7 @@ def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
         (sweep.path / "tuning.json").write_bytes(checksummed_json({"chosen": [choice]}))
         for trial, average in zip(sweep, averages.values(), strict=True):
             run_to_end(trial, average, 0.1)
-    assert main(["report", *(str(tmp_path / name) for name in found)]) == 0
+    assert main(["report", *(str(tmp_path / name) for name in result)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "here and elsewhere rank their 4 common configurations by AP with Kendall's tau 0.67" in text
     assert "1 of 6 pairs swap" in text
@@ -188,11 +188,11 @@ def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
 
 def rankings(tmp_path, axes, *averages):
     """Return the notes on rankings of sweeps with these APs; None is a trial that has not run."""
-    found = []
+    result = []
     for number, each in enumerate(averages):
         sweep = finished_sweep(tmp_path, axes, each, name=f"sweep{number}")
-        found.append(summaries.summarize(sweep))
-    return [note for note in together(found).notes if "Kendall" in note]
+        result.append(summaries.summarize(sweep))
+    return [note for note in together(result).notes if "Kendall" in note]
 
 
 def test_rankings_are_compared_on_the_same_tasks(tmp_path):
@@ -233,12 +233,12 @@ def test_a_configuration_with_stopped_trials_is_never_the_best(tmp_path):
     assert [row[1].text for row in table.table.rows[-2:]] == ["lambda=0.1"] * 2
     assert STOPPED in table.notes
     assert [row["n_stopped"] for row in report.records(summary)] == [0, 1, 0]
-    found = {picture.name: picture for picture in sweep_pictures(summary)[0]}
-    assert [len(line.get_xdata()) for line in found["against_lambda"].figure.axes[0].lines] == [2]
-    assert found["against_lambda"].caption.endswith(": 1"), "configurations left out"
+    result = {picture.name: picture for picture in sweep_pictures(summary)[0]}
+    assert [len(line.get_xdata()) for line in result["against_lambda"].figure.axes[0].lines] == [2]
+    assert result["against_lambda"].caption.endswith(": 1"), "configurations left out"
     for name in ("over_tasks", "forgetting", "matrices"):
-        assert found[name].caption.endswith(": lambda=0.1"), "the configurations put last"
-    rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
+        assert result[name].caption.endswith(": lambda=0.1"), "the configurations put last"
+    rows = [text.get_text() for text in result["forgetting"].figure.axes[0].get_yticklabels()]
     assert rows == ["lambda=0.0", "lambda=1.0", "lambda=0.1"]
 
 

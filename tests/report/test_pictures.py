@@ -50,18 +50,18 @@ def line_of(axes, label):
 
 
 def test_pictures_have_their_data(sweep):
-    found = pictures_of(sweep)
-    assert list(found) == ["against_lambda", "against_K", "lambda_and_K", "over_tasks", "forgetting", "matrices"]
-    interaction = found["lambda_and_K"].figure.axes[0].images[0].get_array()
+    result = pictures_of(sweep)
+    assert list(result) == ["against_lambda", "against_K", "lambda_and_K", "over_tasks", "forgetting", "matrices"]
+    interaction = result["lambda_and_K"].figure.axes[0].images[0].get_array()
     last = 0.3 + 0.02 * np.arange(12).reshape(2, 3, 2).mean(2)  # (lambda, K), a mean over seeds
     np.testing.assert_allclose(interaction, (100 * (1.2 + last) / 3).T)
-    left, right = found["over_tasks"].figure.axes[:2]
+    left, right = result["over_tasks"].figure.axes[:2]
     for axes, values in ((left, [80, 75, 100 * (1.2 + 0.51) / 3]), (right, [80, 85, 100 * (1.7 + 0.51) / 3])):
         np.testing.assert_allclose(line_of(axes, "lambda=0.1 K=10").get_ydata(), values)
-    line = line_of(found["against_K"].figure.axes[0], "lambda=0.0")
+    line = line_of(result["against_K"].figure.axes[0], "lambda=0.0")
     np.testing.assert_allclose(line.get_xdata(), [1, 5, 10])
     np.testing.assert_allclose(line.get_ydata(), [100 * (1.2 + 0.3 + 0.02 * (2 * k + 0.5)) / 3 for k in range(3)])
-    for picture in found.values():
+    for picture in result.values():
         assert_legible(picture)
 
 
@@ -84,12 +84,12 @@ def test_the_x_axis_is_symlog_for_decades_and_zero(tmp_path, x_values, scale):
 def test_bands_stay_between_0_and_100_per_cent(tmp_path):
     """Means of 95 and 5 with deviations of 7."""
     sweep = finished_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}, (0.9, 1.0, 0.0, 0.1))
-    found = pictures_of(sweep)
+    result = pictures_of(sweep)
     heights = np.concatenate(
         [
             path.vertices[:, 1]
             for name in ("against_lambda", "over_tasks")
-            for axes in found[name].figure.axes
+            for axes in result[name].figure.axes
             for band in axes.collections
             for path in band.get_paths()
         ]
@@ -108,10 +108,10 @@ def test_methods_that_do_not_learn_in_turn_have_no_forgetting(tmp_path):
     configurations = tuple(
         dataclasses.replace(one, learns_in_turn=one.values["method"] == "seq_lora") for one in summary.configurations
     )
-    found = {p.name: p for p in sweep_pictures(dataclasses.replace(summary, configurations=configurations))[0]}
-    rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
+    result = {p.name: p for p in sweep_pictures(dataclasses.replace(summary, configurations=configurations))[0]}
+    rows = [text.get_text() for text in result["forgetting"].figure.axes[0].get_yticklabels()]
     assert rows and all("seq_lora" in row for row in rows)
-    forgetting = found["against_lambda"].figure.axes[1]
+    forgetting = result["against_lambda"].figure.axes[1]
     drawn = {line.get_label(): np.isfinite(line.get_ydata()).all() for line in forgetting.lines}
     assert drawn == {"method=seq_lora": True, "method=joint_lora": False}
 
@@ -121,9 +121,9 @@ def test_the_mean_of_forgetting_by_task_is_fm():
     matrices = [
         ScoreMatrix(tuple("abcd"), tuple(tuple(map(float, rng.random(i + 1))) for i in range(4))) for _ in range(3)
     ]
-    found = forgetting_by_task(matrices)
-    assert found.shape == (3,)
-    assert found.mean() == pytest.approx(np.mean([matrix.forgetting() for matrix in matrices]))
+    result = forgetting_by_task(matrices)
+    assert result.shape == (3,)
+    assert result.mean() == pytest.approx(np.mean([matrix.forgetting() for matrix in matrices]))
     one = ScoreMatrix(("a", "b"), ((0.9,), (0.4, 0.5)))
     assert forgetting_by_task([one]) == pytest.approx([0.5])
 
@@ -144,17 +144,17 @@ def assert_legible(picture):
 def test_108_configurations_are_legible(tmp_path):
     grid = {"method.ortho_lambda": [10.0**-k for k in range(9)], "method.rank": list(range(4, 16)), "seed": [0]}
     sweep = finished_sweep(tmp_path, grid, (0.3 + number / 1000 for number in count()), forgetting=0.1)
-    found = pictures_of(sweep)
-    for picture in found.values():
+    result = pictures_of(sweep)
+    for picture in result.values():
         assert_legible(picture)
-    lines = found["over_tasks"].figure.axes[0].lines
+    lines = result["over_tasks"].figure.axes[0].lines
     assert len(lines) == 108
     assert len([line for line in lines if not line.get_label().startswith("_")]) == NAMED
-    assert "101 are gray" in found["over_tasks"].caption
-    assert len(found["forgetting"].figure.axes[0].get_yticks()) == ROWS
-    maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
+    assert "101 are gray" in result["over_tasks"].caption
+    assert len(result["forgetting"].figure.axes[0].get_yticks()) == ROWS
+    maps = [axes for axes in result["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
     assert len(maps) == MATRICES
-    assert "the 6 with the highest AP of 108" in found["matrices"].caption
+    assert "the 6 with the highest AP of 108" in result["matrices"].caption
 
 
 def test_fifteen_tasks_with_long_names_are_legible(tmp_path, monkeypatch):
@@ -200,10 +200,10 @@ def test_equal_configurations_are_drawn_once(tmp_path):
     sweep = finished_sweep(
         tmp_path, {"router.combine": ["soft", "hard", "oracle"], "seed": [0, 1]}, (0.5, 0.6, 0.5, 0.6, 0.5, 0.7)
     )
-    found = pictures_of(sweep)
+    result = pictures_of(sweep)
     for name in ("over_tasks", "forgetting", "matrices"):
-        assert found[name].caption.endswith(": combine=soft, combine=hard")
-    maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
+        assert result[name].caption.endswith(": combine=soft, combine=hard")
+    maps = [axes for axes in result["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
     assert [axes.get_title() for axes in maps] == ["combine=oracle", "combine=soft"], "the highest AP first"
 
 
@@ -217,19 +217,19 @@ def test_differences_from_a_baseline_have_their_intervals(tmp_path):
     picture = next(picture for picture in sweep_pictures(summary)[0] if picture.name == "differences")
     assert_legible(picture)
     assert "; baseline: method=seq_lora; " in picture.caption
-    found = {one.values["method"]: one.comparison for one in summary.configurations}
+    result = {one.values["method"]: one.comparison for one in summary.configurations}
     for axes, measure in zip(picture.figure.axes, ("AP", "LA", "BWT", "FM"), strict=True):
         assert axes.get_title() == measure
         _, *drawn = axes.lines
         for name, interval, mean in zip(("inc_lora", "o_lora"), drawn[::2], drawn[1::2], strict=True):
-            difference = found[name].differences[measure]
+            difference = result[name].differences[measure]
             bounds = difference.interval or (difference.mean, difference.mean)
             assert list(interval.get_xdata()) == pytest.approx([100 * bound for bound in bounds])
             assert list(mean.get_xdata()) == pytest.approx([100 * difference.mean])
             assert (mean.get_markerfacecolor() == "white") == (not difference.significant)
     performance = picture.figure.axes[0]
     assert [text.get_text() for text in performance.get_yticklabels()] == ["inc_lora", "o_lora"]
-    assert [found[name].differences["AP"].significant for name in ("inc_lora", "o_lora")] == [False, True]
+    assert [result[name].differences["AP"].significant for name in ("inc_lora", "o_lora")] == [False, True]
     assert "differences" not in pictures_of(sweep)
 
 
@@ -241,11 +241,13 @@ def test_only_trials_of_one_stream_have_a_mean_by_task(streams, tmp_path, monkey
     for trial, tasks in zip(sweep, streams, strict=True):
         monkeypatch.setattr("helpers.sweep_folders.TASKS", tasks)
         learned(trial, [[scores[task] for task in tasks[:seen]] for seen in range(1, len(tasks) + 1)])
-    found = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, over=["benchmark.order"]))[0]}
-    (matrix, *_) = found["matrices"].figure.axes
+    result = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, over=["benchmark.order"]))[0]}
+    (matrix, *_) = result["matrices"].figure.axes
     np.testing.assert_allclose(matrix.images[0].get_array()[-1], [90, 50, 10])
-    assert found["matrices"].caption.endswith(": 1") and found["forgetting"].caption.endswith(": 1"), "trials left out"
-    (line,) = found["over_tasks"].figure.axes[0].lines
+    assert result["matrices"].caption.endswith(": 1") and result["forgetting"].caption.endswith(": 1"), (
+        "trials left out"
+    )
+    (line,) = result["over_tasks"].figure.axes[0].lines
     orders = [[90, 70, 50], [10, 30, 50]] if len(streams[1]) == 3 else [[90, 70, 50]]  # of one length
     np.testing.assert_allclose(line.get_ydata(), np.mean(orders, axis=0))
 
@@ -266,8 +268,8 @@ def test_differences_of_many_configurations_are_legible(tmp_path):
     sweep = finished_sweep(
         tmp_path, {"method.rank": list(range(1, 101)), "seed": [0]}, (0.3 + 0.1 * (number % 2) for number in count())
     )
-    found = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, baseline=["rank=1"]))[0]}
-    assert_legible(found["differences"])
-    assert len(found["differences"].figure.axes[0].get_yticks()) == ROWS
-    assert f"the {ROWS} with the highest AP of 99" in found["differences"].caption
-    assert found["matrices"].caption.count(" and 46 more") == 2
+    result = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, baseline=["rank=1"]))[0]}
+    assert_legible(result["differences"])
+    assert len(result["differences"].figure.axes[0].get_yticks()) == ROWS
+    assert f"the {ROWS} with the highest AP of 99" in result["differences"].caption
+    assert result["matrices"].caption.count(" and 46 more") == 2

@@ -125,9 +125,9 @@ def test_latex_floats_have_caption_label_and_notes(summary):
     text = report.render(summary, "latex")
     floats = re.findall(r"\\begin\{table\}(.*?)\\end\{table\}", text, re.DOTALL)
     assert len(floats) == 2
-    for found in floats:
+    for result in floats:
         order = [r"\caption{", r"\label{tab:lambda-", r"\toprule", r"\midrule", r"\bottomrule", r"\footnotesize"]
-        assert [found.index(part) for part in order] == sorted(found.index(part) for part in order)
+        assert [result.index(part) for part in order] == sorted(result.index(part) for part in order)
     assert len(set(re.findall(r"\\label\{(.*?)\}", text))) == 2
     assert r"\begin{tabular}{rrrrr}" in floats[0]
 
@@ -244,8 +244,8 @@ def test_the_generated_share_counts_examples(tmp_path):
     start(trial)
     for seen, asked, share in ((1, 1000.0, 1.0), (2, 1010.0, 10 / 1010)):
         metrics = {"AP": 0.5, "generated_share": share, "answers_asked": asked}
-        told = {"task": TASKS[seen - 1], "lineage": "a", "reused": False, "files": {}, "scores": {"sentiment": 0.5}}
-        journal_of(trial).append("stage", tasks_seen=seen, metrics=metrics, **told)
+        recorded = {"task": TASKS[seen - 1], "lineage": "a", "reused": False, "files": {}, "scores": {"sentiment": 0.5}}
+        journal_of(trial).append("stage", tasks_seen=seen, metrics=metrics, **recorded)
     assert summaries.summarize(sweep).cost.generated_share == pytest.approx(1010 / 2010)
 
 
@@ -261,8 +261,8 @@ def test_an_axis_that_some_trials_lack_may_repeat_configurations(tmp_path):
     sweep = open_sweep(sweep.path)
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
-    found = summaries.summarize(sweep, over=["method.gpm.energy"], baseline=["method=joint_lora"])
-    assert [one.comparison is None for one in found.configurations] == [True, False]
+    result = summaries.summarize(sweep, over=["method.gpm.energy"], baseline=["method=joint_lora"])
+    assert [one.comparison is None for one in result.configurations] == [True, False]
 
 
 def test_learning_accuracy_is_the_mean_score_of_tasks_when_new(tmp_path):
@@ -302,8 +302,8 @@ def test_the_rate_has_no_second_column_beside_its_axis(tmp_path):
         learn(trial, 1, 0.5, steps=0 if none else 24, trained=0 if none else 147_456)
     summary = summaries.summarize(sweep)
     no_rate, _, _, _, low, high = summary.configurations
-    for found in ((no_rate, low, high), (no_rate, low)):
-        lines = report.render(replace(summary, configurations=found), verbose=True).splitlines()
+    for result in ((no_rate, low, high), (no_rate, low)):
+        lines = report.render(replace(summary, configurations=result), verbose=True).splitlines()
         assert lines[2].split()[-3:] == ["(%)", "trained", "steps"]
         assert not [line for line in lines if line.startswith("the same in all rows")]
     rows = list(csv.DictReader(io.StringIO(report.render(summary, "csv"))))
@@ -343,8 +343,8 @@ def test_orders_may_repeat_a_configuration(tmp_path, order):
     assert len(summaries.summarize(sweep).configurations) == 4
     summary = summaries.summarize(sweep, over=[order])
     assert summary.axes == ("rank",)
-    assert [found.average_performance.mean for found in summary.configurations] == pytest.approx([0.25, 0.65])
-    assert [found.n_finished for found in summary.configurations] == [4, 4]
+    assert [result.average_performance.mean for result in summary.configurations] == pytest.approx([0.25, 0.65])
+    assert [result.n_finished for result in summary.configurations] == [4, 4]
     assert "each seed and order" in main_notes(summary)[0]
 
 

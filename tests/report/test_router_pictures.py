@@ -82,23 +82,23 @@ def test_confusion_by_hand():
 def test_reliability_counts_every_example_in_its_bin():
     source = np.random.default_rng(1)
     rows = tuple(source.dirichlet(np.full(3, 0.4), size=n) for n in (50, 7, 31))
-    found = reliability(rows)
+    result = reliability(rows)
     bins = {m: [] for m in range(CALIBRATION_BINS)}
     for task, of_task in enumerate(rows):
         for row in of_task:
             (place,) = (m for m in bins if m / CALIBRATION_BINS < max(row) <= (m + 1) / CALIBRATION_BINS)
             bins[place].append((max(row), float(row.argmax() == task)))
-    assert found.counts.tolist() == [len(members) for members in bins.values()]
-    assert found.counts.sum() == 88
+    assert result.counts.tolist() == [len(members) for members in bins.values()]
+    assert result.counts.sum() == 88
     error = 0.0
     for place, members in bins.items():
         if not members:
-            assert np.isnan(found.accuracy[place])
+            assert np.isnan(result.accuracy[place])
             continue
         sure, right = np.mean(members, axis=0)
-        assert (found.confidence[place], found.accuracy[place]) == pytest.approx((sure, right))
+        assert (result.confidence[place], result.accuracy[place]) == pytest.approx((sure, right))
         error += len(members) / 88 * abs(right - sure)
-    assert found.calibration_error == pytest.approx(error)
+    assert result.calibration_error == pytest.approx(error)
 
 
 def test_flips_are_chosen_by_change_and_then_by_index():
@@ -111,13 +111,13 @@ def test_flips_are_chosen_by_change_and_then_by_index():
 def test_layout_keeps_groups_together_and_is_repeatable():
     source = np.random.default_rng(2)
     rows = [source.normal(size=(12, 5)) + 40 * task for task in range(3)]
-    found = layout(rows)
-    assert [part.shape for part in found] == [(12, 2)] * 3
-    middles = [np.median(part, axis=0) for part in found]
-    for task, part in enumerate(found):
+    result = layout(rows)
+    assert [part.shape for part in result] == [(12, 2)] * 3
+    middles = [np.median(part, axis=0) for part in result]
+    for task, part in enumerate(result):
         nearest = np.linalg.norm(part[:, None] - np.array(middles), axis=2).argmin(axis=1)
         assert (nearest == task).all()
-    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(layout(rows)))
+    np.testing.assert_array_equal(np.concatenate(result), np.concatenate(layout(rows)))
 
 
 def test_posteriors_have_the_journals_routing_metrics(folder):
@@ -149,8 +149,8 @@ def test_without_router_records_the_stored_weights_are_drawn(folder, copied):
     assert soft.has_posterior
     assert not hard.has_posterior  # its weights are 0 and 1
     threshold = soft.settings.prune_below
-    for found, rows in zip(soft.probabilities, exact.probabilities, strict=True):
-        np.testing.assert_allclose(found, prune(rows, threshold), atol=1e-9)
+    for result, rows in zip(soft.probabilities, exact.probabilities, strict=True):
+        np.testing.assert_allclose(result, prune(rows, threshold), atol=1e-9)
     pictures, gaps = router_pictures(copied)
     assert [picture.name for picture in pictures] == [
         "router_posterior_1",
@@ -234,15 +234,15 @@ def test_the_data_of_router_pictures(folder):
     np.testing.assert_allclose(shown, 100 * confusion(hard.probabilities))
 
     above, *_ = pictures["router_reliability"].figure.axes
-    found = reliability(soft.probabilities)
+    result = reliability(soft.probabilities)
     heights = [bar.get_height() for bar in above.patches]
-    assert heights == pytest.approx(found.accuracy[found.counts > 0].tolist())
-    assert above.texts[0].get_text() == f"ECE {100 * found.calibration_error:.1f} %"
+    assert heights == pytest.approx(result.accuracy[result.counts > 0].tolist())
+    assert above.texts[0].get_text() == f"ECE {100 * result.calibration_error:.1f} %"
 
     line = pictures["router_novelty"].figure.axes[0].lines[0]
-    told = {e.tasks_seen: e.metrics.get("router_novelty_auroc") for e in stages(soft.trial.events)}
-    assert told[3] is None
-    assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == {1: told[1], 2: told[2]}
+    recorded = {e.tasks_seen: e.metrics.get("router_novelty_auroc") for e in stages(soft.trial.events)}
+    assert recorded[3] is None
+    assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == {1: recorded[1], 2: recorded[2]}
 
 
 def test_trials_with_the_same_router_count_once(tmp_path):
@@ -274,7 +274,7 @@ def forgetful(folder, tmp_path):
     ids = [row.id for row in load_examples(spec, spec.tasks[0], "test", settings)]
     start(trial)
     files = TrialFiles(sweep, trial.trial_id, ORDER, ["a", "b", "c"])
-    for found in scores.values():
+    for result in scores.values():
         lines = {
             task: [
                 {
@@ -286,10 +286,10 @@ def forgetful(folder, tmp_path):
                 }
                 for i, score in enumerate(of_task)
             ]
-            for task, of_task in found.items()
+            for task, of_task in result.items()
         }
         row = files.new_row()
-        for task, of_task in found.items():
+        for task, of_task in result.items():
             row.add(task, float(np.mean(of_task)), lines[task])
         files.record(row)
         files.record_stage("lineage", False, {"AP": 0.5, "FM": 0.0}, {})
@@ -299,21 +299,21 @@ def forgetful(folder, tmp_path):
 
 def test_the_largest_flips_come_first(forgetful):
     sweep, trial = forgetful
-    found = flips(sweep, trial)
-    assert [(flip.task, flip.row, flip.kind) for flip in found] == [
+    result = flips(sweep, trial)
+    assert [(flip.task, flip.row, flip.kind) for flip in result] == [
         ("mood", 0, "lost"),
         ("mood", 2, "lost"),
         ("mood", 1, "gained"),
     ]
-    assert [flip.answers[3].score - flip.answers[1].score for flip in found] == pytest.approx([-1, -0.4, 0.6])
-    assert {stage: tuple(answer) for stage, answer in found[1].answers.items()} == {
+    assert [flip.answers[3].score - flip.answers[1].score for flip in result] == pytest.approx([-1, -0.4, 0.6])
+    assert {stage: tuple(answer) for stage, answer in result[1].answers.items()} == {
         1: ("mood 0.8", 0.8),
         2: ("mood 0.8", 0.8),
         3: ("mood 0.4", 0.4),
     }
-    assert found[0].weights == {"mood": 0.75, "past": 0.25}
-    assert found[0].references == ("right",)
-    assert found[0].prompt.startswith(load_benchmark("builtin").tasks[0].instruction.strip()[:20])
+    assert result[0].weights == {"mood": 0.75, "past": 0.25}
+    assert result[0].references == ("right",)
+    assert result[0].prompt.startswith(load_benchmark("builtin").tasks[0].instruction.strip()[:20])
     assert [flip.row for flip in flips(sweep, trial, per_task=1)] == [0, 1]
 
 
@@ -403,8 +403,8 @@ def test_corrupt_predictions_are_not_drawn(copied):
     trial = of_mode(copied, "soft")
     path = trial.path / "predictions" / "mood.jsonl"
     path.write_text(path.read_text().replace('"weights"', '"wei"', 1))
-    found, (gap,) = routings(copied)
-    assert [one.name for one in found] == ["combine=hard", "combine=ngram"]
+    result, (gap,) = routings(copied)
+    assert [one.name for one in result] == ["combine=hard", "combine=ngram"]
     assert gap == "combine=soft seed=0: its predictions do not match its journal"
 
 
@@ -478,9 +478,9 @@ def test_texts_are_legible_and_do_not_overlap(n_tasks):
 
 def test_short_names_stay_apart():
     assert short_task_names(["mood", "date"]) == ["mood", "date"]
-    found = short_task_names(MANY)
-    assert len(set(found)) == 15
-    assert max(map(len, found)) <= 24
+    result = short_task_names(MANY)
+    assert len(set(result)) == 15
+    assert max(map(len, result)) <= 24
     same = short_task_names(["a" * 20 + letter + "b" * 20 for letter in "xyz"])
     assert len(set(same)) == 3
 

@@ -13,8 +13,8 @@ from latent_sweep.results.bootstrap import bootstrap_means, percentile_interval,
 
 
 def means_of(repetitions, **options):
-    (found,) = bootstrap_means([repetitions], **options)
-    return found
+    (result,) = bootstrap_means([repetitions], **options)
+    return result
 
 
 def every_resample(repetitions):
@@ -22,15 +22,15 @@ def every_resample(repetitions):
     n = len(repetitions)
     sizes = {task: len(rows) for repetition in repetitions for task, rows in repetition.items()}
     draws = [itertools.product(range(size), repeat=size) for size in sizes.values()]
-    found = Counter()
+    result = Counter()
     for *rows, chosen in itertools.product(*draws, itertools.product(range(n), repeat=n)):
         drawn = dict(zip(sizes, rows, strict=True))
         values = []
         for r in chosen:
             tasks = [statistics.fmean(scores[i] for i in drawn[task]) for task, scores in repetitions[r].items()]
             values.append(statistics.fmean(tasks))
-        found[round(statistics.fmean(values), 9)] += 1
-    return {value: count / found.total() for value, count in found.items()}
+        result[round(statistics.fmean(values), 9)] += 1
+    return {value: count / result.total() for value, count in result.items()}
 
 
 def test_resamples_have_the_exact_probabilities():
@@ -38,8 +38,8 @@ def test_resamples_have_the_exact_probabilities():
     first = {"a": np.array([0.0, 1.0]), "b": np.array([0.5, -1.0, 0.25])}
     second = {"a": np.array([4.0, 3.0])}
     exact = every_resample([first, second])
-    found = np.round(means_of([first, second], resamples=40_000, seed=3), 9)
-    values, counts = np.unique(found, return_counts=True)
+    result = np.round(means_of([first, second], resamples=40_000, seed=3), 9)
+    values, counts = np.unique(result, return_counts=True)
     assert set(values) == set(exact)
     for value, count in zip(values, counts, strict=True):
         share = exact[value]
@@ -130,15 +130,15 @@ def test_effects_of_examples_do_not_average_out():
 def test_joint_comparisons_equal_single_ones():
     source = np.random.default_rng(6)
     comparisons = [[{"a": source.normal(size=20), n: source.normal(size=n)} for _ in range(n)] for n in (1, 2, 5)]
-    for found, alone in zip(bootstrap_means(comparisons), map(means_of, comparisons), strict=True):
-        assert percentile_interval(found) == pytest.approx(percentile_interval(alone), abs=0.03)
+    for result, alone in zip(bootstrap_means(comparisons), map(means_of, comparisons), strict=True):
+        assert percentile_interval(result) == pytest.approx(percentile_interval(alone), abs=0.03)
 
 
 def test_students_interval_equals_scipys():
     ours, theirs = [0.5, 0.52, 0.61, 0.4], [0.45, 0.5, 0.5, 0.41]
     expected = ttest_rel(ours, theirs).confidence_interval(0.95)
-    found = student_interval([x - y for x, y in zip(ours, theirs, strict=True)])
-    assert found == pytest.approx((expected.low, expected.high))
+    result = student_interval([x - y for x, y in zip(ours, theirs, strict=True)])
+    assert result == pytest.approx((expected.low, expected.high))
     assert student_interval([0.1]) is None
     assert student_interval([0.0, 0.0]) == student_interval([0.1 + 0.2 - 0.3, 0.0]) == (0.0, 0.0)
     assert student_interval([0.005, 0.005]) is None, "two equal differences do not show their spread"

@@ -16,15 +16,15 @@ METHODS = {"seq_lora": 0.4, "o_lora": 0.6}
 @pytest.fixture
 def one_each(tmp_path):
     """One sweep per method; only seeds vary in each."""
-    found = []
+    result = []
     for name, average in METHODS.items():
         params = {"method.name": name}
         sweep = write_sweep(tmp_path, {"seed": [0, 1]}, name=f"cmp_{name}", params=lambda _, params=params: params)
         for trial in sweep:
             rows = [1.0] * round(10 * average) + [0.0] * round(10 - 10 * average)
             run_with_answers(trial, [dict.fromkeys(TASKS[:seen], rows) for seen in (1, 2, 3)])
-        found.append(sweep)
-    return found
+        result.append(sweep)
+    return result
 
 
 def cells(table, column):
@@ -66,19 +66,19 @@ def test_a_baseline_in_the_same_sweep_is_preferred(tmp_path):
 
 
 def test_frames_have_the_column(one_each):
-    found = open_sweep(*(sweep.path for sweep in one_each))
-    trials = found.trials()
+    result = open_sweep(*(sweep.path for sweep in one_each))
+    trials = result.trials()
     assert trials[["sweep", "method", "seed"]].values.tolist() == [
         [f"cmp_{name}", name, seed] for name in METHODS for seed in (0, 1)
     ]
-    means = trials.groupby(found.configuration, dropna=False)["AP"].mean()
+    means = trials.groupby(result.configuration, dropna=False)["AP"].mean()
     assert means.to_dict() == {(f"cmp_{name}", name): pytest.approx(average) for name, average in METHODS.items()}
-    assert set(found.scores()["method"]) == set(found.stages()["method"]) == set(METHODS)
-    assert found.matrix({"sweep": "cmp_o_lora", "seed": 1}).loc["intent", "intent"] == pytest.approx(0.6)
-    assert found.matrix({"method": "o_lora", "seed": 1}).equals(found.matrix({"sweep": "cmp_o_lora", "seed": 1}))
-    assert set(found.answers(trial={"method": "seq_lora", "seed": 0})["sweep"]) == {"cmp_seq_lora"}
+    assert set(result.scores()["method"]) == set(result.stages()["method"]) == set(METHODS)
+    assert result.matrix({"sweep": "cmp_o_lora", "seed": 1}).loc["intent", "intent"] == pytest.approx(0.6)
+    assert result.matrix({"method": "o_lora", "seed": 1}).equals(result.matrix({"sweep": "cmp_o_lora", "seed": 1}))
+    assert set(result.answers(trial={"method": "seq_lora", "seed": 0})["sweep"]) == {"cmp_seq_lora"}
     with pytest.raises(ConfigError):
-        found.matrix("trial0000")  # both sweeps have one
+        result.matrix("trial0000")  # both sweeps have one
 
 
 @pytest.mark.parametrize("count", [0, 2])

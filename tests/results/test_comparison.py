@@ -40,14 +40,14 @@ def rows_of(average, seed, n=40):
 
 
 def section(summary, name):
-    (found,) = (one for one in sections(summary) if one.name == name)
-    return found
+    (result,) = (one for one in sections(summary) if one.name == name)
+    return result
 
 
 def compared(sweep, *baseline, over=()):
     """Return the comparison of each configuration, by its label."""
     summary = summaries.summarize(sweep, over, baseline)
-    return {label(found.values): found.comparison for found in summary.configurations}
+    return {label(result.values): result.comparison for result in summary.configurations}
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ def sweep(tmp_path):
 
 
 def test_differences_are_of_pairs(sweep):
-    found = compared(sweep, "method=seq_lora")
-    assert found["method=seq_lora"] is None
-    comparison = found["method=o_lora"]
+    result = compared(sweep, "method=seq_lora")
+    assert result["method=seq_lora"] is None
+    comparison = result["method=o_lora"]
     assert (comparison.baseline, comparison.n) == ("method=seq_lora", 3)
     assert comparison.differences["AP"].resampled == "repetitions and rows"
     first, second = (
@@ -131,8 +131,8 @@ def test_other_test_examples_are_not_paired(tmp_path):
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, 0, n=30 if trial.values["method.name"] == "o_lora" else 40))
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
-    found = summary.configurations[1].comparison.differences["AP"]
-    assert (found.resampled, found.interval) == ("nothing", None), "equal differences do not show their spread"
+    result = summary.configurations[1].comparison.differences["AP"]
+    assert (result.resampled, result.interval) == ("nothing", None), "equal differences do not show their spread"
     assert ALL_EQUAL in section(summary, "compared").notes
     sweep = write_sweep(tmp_path / "as_many", AXES)
     for trial in sweep:
@@ -178,9 +178,9 @@ def test_equal_configurations_have_equal_intervals(tmp_path):
     for trial in sweep:
         rank, seed = trial.values["method.rank"], trial.values["seed"]
         run_with_rows(trial, rows_of(0.5 if rank == 4 else 0.7, seed if rank < 16 else 7 * seed))
-    found = compared(sweep, "rank=4")
-    same, other = (found[f"rank={rank}"].differences["AP"] for rank in (16, 32))
-    assert same.interval == other.interval != found["rank=8"].differences["AP"].interval
+    result = compared(sweep, "rank=4")
+    same, other = (result[f"rank={rank}"].differences["AP"] for rank in (16, 32))
+    assert same.interval == other.interval != result["rank=8"].differences["AP"].interval
 
 
 def test_few_pairs_are_noted(tmp_path):
@@ -208,7 +208,7 @@ def stages_of(seed, keeps, n=40):
     better = np.maximum(new[first], np.arange(n) % 4 == 0) if keeps > 0.7 else new[first]
     learned = np.maximum(new[third], np.arange(n) % 5 == 0) if keeps > 0.7 else new[third]
     rows = [{first: new[first]}, {first: better, second: new[second]}, kept | {third: learned}]
-    return [{task: found.tolist() for task, found in stage.items()} for stage in rows]
+    return [{task: result.tolist() for task, result in stage.items()} for stage in rows]
 
 
 @pytest.fixture
@@ -252,12 +252,12 @@ def loops(measure, seed=3, resamples=3_000):
 
 @pytest.mark.parametrize("measure", ["AP", "LA", "BWT", "FM"])
 def test_every_measure_has_its_interval(answered, measure):
-    found = compared(answered, "method=seq_lora")["method=o_lora"].differences[measure]
+    result = compared(answered, "method=seq_lora")["method=o_lora"].differences[measure]
     mean, interval = loops(measure)
-    assert found.resampled == "repetitions and rows"
-    assert found.mean == pytest.approx(mean)
-    assert found.interval == pytest.approx(interval, abs=0.02)
-    assert found.mean != 0
+    assert result.resampled == "repetitions and rows"
+    assert result.mean == pytest.approx(mean)
+    assert result.interval == pytest.approx(interval, abs=0.02)
+    assert result.mean != 0
 
 
 def test_a_single_task_has_no_forgetting(tmp_path, monkeypatch):
@@ -265,9 +265,9 @@ def test_a_single_task_has_no_forgetting(tmp_path, monkeypatch):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_answers(trial, [{TASKS[0]: rows_of(0.5, trial.values["seed"])[TASKS[0]]}])
-    found = compared(sweep, "method=seq_lora")["method=o_lora"].differences
-    assert set(found) == {"AP", "LA"}
-    assert found["LA"].resampled == "repetitions and rows"
+    result = compared(sweep, "method=seq_lora")["method=o_lora"].differences
+    assert set(result) == {"AP", "LA"}
+    assert result["LA"].resampled == "repetitions and rows"
     summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[0].forgetting is None
     (row,) = section(summary, "compared").table.rows
@@ -285,9 +285,9 @@ def test_the_first_of_equally_good_stages_counts(tmp_path):
         new, later = [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0] if changes else [1.0, 1.0, 0.0, 0.0]
         stages = [{first: new}, {first: later, second: new}, {first: later, second: new, third: new}]
         run_with_answers(trial, stages)
-    found = compared(sweep, "method=seq_lora")["method=o_lora"].differences["FM"]
-    assert found.mean == 0
-    assert found.interval[0] < 0 < found.interval[1]
+    result = compared(sweep, "method=seq_lora")["method=o_lora"].differences["FM"]
+    assert result.mean == 0
+    assert result.interval[0] < 0 < result.interval[1]
 
 
 @pytest.mark.parametrize("damage", ["gone", "other", "not kept"])
@@ -302,8 +302,8 @@ def test_without_answers_of_a_stage_forgetting_resamples_repetitions(tmp_path, a
     else:
         path = next(iter(answered)).path / "answers" / "2.jsonl"
         path.unlink() if damage == "gone" else path.write_text(path.read_text().replace("1.0", "0.0"))
-    found = compared(answered, "method=seq_lora")["method=o_lora"].differences
-    by_measure = {measure: each.resampled for measure, each in found.items()}
+    result = compared(answered, "method=seq_lora")["method=o_lora"].differences
+    by_measure = {measure: each.resampled for measure, each in result.items()}
     assert by_measure == {"AP": "repetitions and rows", **dict.fromkeys(("LA", "BWT", "FM"), "repetitions")}
 
 
@@ -325,9 +325,9 @@ MIXED = {
 )
 def test_a_baseline_is_named_by_settings_or_by_its_label(tmp_path, wanted):
     axes = MIXED | {"benchmark.order": [1]}
-    found = compared(write_sweep(tmp_path, axes), *wanted)
-    assert found.pop("method=seq_lora combine=soft order=1") is None
-    assert {comparison.baseline for comparison in found.values()} == {"method=seq_lora combine=soft order=1"}
+    result = compared(write_sweep(tmp_path, axes), *wanted)
+    assert result.pop("method=seq_lora combine=soft order=1") is None
+    assert {comparison.baseline for comparison in result.values()} == {"method=seq_lora combine=soft order=1"}
 
 
 @pytest.mark.parametrize("wanted", ["lambda=1e-5", "lambda=1e-05", "method.ortho_lambda=0.00001", "lambda=1.0E-5"])
@@ -339,18 +339,18 @@ def test_a_baseline_may_write_numbers_differently(tmp_path, wanted):
 
 
 def test_each_configuration_is_compared_on_its_own_tasks(tmp_path):
-    found = compared(write_sweep(tmp_path, MIXED), "method=seq_lora", "combine=soft")
-    assert found["method=o_lora combine=sum order=2"].baseline == "method=seq_lora combine=soft order=2"
-    assert found["method=o_lora combine=sum order=1"].baseline == "method=seq_lora combine=soft order=1"
+    result = compared(write_sweep(tmp_path, MIXED), "method=seq_lora", "combine=soft")
+    assert result["method=o_lora combine=sum order=2"].baseline == "method=seq_lora combine=soft order=2"
+    assert result["method=o_lora combine=sum order=1"].baseline == "method=seq_lora combine=soft order=1"
 
 
 def test_a_baseline_with_the_same_backbone_is_preferred(tmp_path):
     axes = {"backbone.name": ["t5-large", "t5-3b"], "method.name": ["seq_lora", "o_lora"], "seed": [0]}
     sweep = write_sweep(tmp_path, axes)
-    found = compared(sweep, "method=seq_lora")
-    assert found["backbone=t5-3b method=o_lora"].baseline == "backbone=t5-3b method=seq_lora"
-    found = compared(sweep, "method=seq_lora", "backbone=t5-large")
-    assert found["backbone=t5-3b method=o_lora"].baseline == "backbone=t5-large method=seq_lora"
+    result = compared(sweep, "method=seq_lora")
+    assert result["backbone=t5-3b method=o_lora"].baseline == "backbone=t5-3b method=seq_lora"
+    result = compared(sweep, "method=seq_lora", "backbone=t5-large")
+    assert result["backbone=t5-3b method=o_lora"].baseline == "backbone=t5-large method=seq_lora"
 
 
 def test_orders_that_repeat_are_pairs(tmp_path):
@@ -380,10 +380,10 @@ def test_a_setting_that_one_side_does_not_read_is_averaged_over(tmp_path):
     sweep = routed_beside_oracle(tmp_path)
     for trial, average in zip(sweep, (0.3, 0.4, 0.4, 0.42, 0.5, 0.5), strict=True):
         run_with_rows(trial, {task: [average] * 5 for task in TASKS}, 0.0)
-    found = compared(sweep, "combine=oracle", over=["K"])["combine=soft"]
-    assert found.n == 2
-    assert found.differences["AP"].mean == pytest.approx((0.15 + 0.06) / 2)
-    assert found.differences["AP"].resampled == "repetitions and rows"
+    result = compared(sweep, "combine=oracle", over=["K"])["combine=soft"]
+    assert result.n == 2
+    assert result.differences["AP"].mean == pytest.approx((0.15 + 0.06) / 2)
+    assert result.differences["AP"].resampled == "repetitions and rows"
     notes = section(summaries.summarize(sweep, ["K"], ["combine=oracle"]), "compared").notes
     assert any("reads K" in note and "averaged" in note for note in notes)
     assert compared(sweep, "combine=oracle")["combine=soft K=5"].n == 2
@@ -403,8 +403,8 @@ def test_such_an_average_waits_for_unfinished_values(tmp_path):
     assert compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"].n == 0
     for trial in routed[2:]:
         run_to_end(trial, 0.7, 0.0)
-    found = compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"]
-    assert (found.n, found.differences["AP"].mean) == (2, 0.0)
+    result = compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"]
+    assert (result.n, result.differences["AP"].mean) == (2, 0.0)
 
 
 def test_both_sides_may_be_averaged(tmp_path):
@@ -414,8 +414,8 @@ def test_both_sides_may_be_averaged(tmp_path):
             trial, trial.values["training.learning_rate"] * (2 + (trial.values["router.combine"] == "soft")), 0.0
         )
     sweep = open_sweep(tmp_path / "lambda")
-    found = compared(sweep, "learning_rate=0.1", over=["combine", "K"])["learning_rate=0.2"]
-    assert (found.n, found.differences["AP"].mean) == (4, pytest.approx(0.25))
+    result = compared(sweep, "learning_rate=0.1", over=["combine", "K"])["learning_rate=0.2"]
+    assert (result.n, result.differences["AP"].mean) == (4, pytest.approx(0.25))
 
 
 def test_an_omitted_setting_is_not_null(tmp_path):
@@ -432,8 +432,8 @@ def test_an_omitted_setting_is_not_null(tmp_path):
     scores = {"seq_lora": 0.4, "latent_lora": 0.5}
     for trial in sweep:
         run_to_end(trial, scores[trial.values["method.name"]] + 0.2 * (trial.values["router.combine"] is not None), 0.0)
-    found = compared(open_sweep(sweep.path), "method=seq_lora", over=["combine"])["method=latent_lora"]
-    assert (found.n, found.differences["AP"].mean) == (2, pytest.approx(0.2))
+    result = compared(open_sweep(sweep.path), "method=seq_lora", over=["combine"])["method=latent_lora"]
+    assert (result.n, result.differences["AP"].mean) == (2, pytest.approx(0.2))
 
 
 def test_an_omitted_setting_shows_its_default(tmp_path):
@@ -451,18 +451,19 @@ def test_an_omitted_setting_shows_its_default(tmp_path):
         return read | {"benchmark.tasks": "sentiment summary intent"} if None in (combine, scope) else None
 
     sweep = finished_sweep(tmp_path, axes, repeat(0.5), params=params)
-    told = [("soft", "input_only", None), ("soft", "prompt", None), ("oracle", None, None)]
+    recorded = [("soft", "input_only", None), ("soft", "prompt", None), ("oracle", None, None)]
     summary = summaries.summarize(sweep, baseline=["combine=soft", "router.scope=prompt"])
     records = report.records(summary)
-    assert [(row["combine"], row["scope"], row["tasks"]) for row in records] == told
+    assert [(row["combine"], row["scope"], row["tasks"]) for row in records] == recorded
     assert [row["baseline"] for row in records] == ["scope=prompt", None, "scope=prompt"]
     assert report.render(summary).splitlines()[4].split()[:2] == ["combine=soft", "scope=input_only"]
     frame = SweepFrames(sweep).trials()
     assert (
-        list(zip(*(frame[name].replace({np.nan: None}) for name in ("combine", "scope", "tasks")), strict=True)) == told
+        list(zip(*(frame[name].replace({np.nan: None}) for name in ("combine", "scope", "tasks")), strict=True))
+        == recorded
     )
     params = [trial_content(sweep, trial, trial.events()).params for trial in sweep]
-    assert [(each["combine"], each["scope"]) for each in params] == [told[0][:2], told[1][:2], ("oracle", "-")]
+    assert [(each["combine"], each["scope"]) for each in params] == [recorded[0][:2], recorded[1][:2], ("oracle", "-")]
 
 
 @pytest.mark.parametrize("null", ["max_steps=null", "max_steps=-", "method=seq_lora max_steps=-"])
@@ -481,16 +482,16 @@ def test_null_repeats_like_any_other_value(tmp_path):
     for trial in sweep:
         if trial.values["method.name"] == "o_lora" or trial.values["training.max_steps"] is None:
             run_to_end(trial, 0.8 if trial.values["training.max_steps"] is None else 0.2, 0.0)
-    found = compared(sweep, "method=seq_lora", over=["max_steps"])["method=o_lora"]
-    assert (found.n, found.differences["AP"].mean) == (2, 0.0)
-    assert found.averaged == ()
+    result = compared(sweep, "method=seq_lora", over=["max_steps"])["method=o_lora"]
+    assert (result.n, result.differences["AP"].mean) == (2, 0.0)
+    assert result.averaged == ()
 
 
 def test_a_baseline_named_by_method_has_the_same_tasks(tmp_path):
     """If one subset of tasks is null, the method alone is that configuration's label."""
     axes = {"benchmark.tasks": [None, ["sentiment"]], "method.name": ["seq_lora", "o_lora"], "seed": [0]}
-    found = compared(write_sweep(tmp_path, axes), "method=seq_lora")
-    assert {name: one.baseline for name, one in found.items() if "o_lora" in name} == {
+    result = compared(write_sweep(tmp_path, axes), "method=seq_lora")
+    assert {name: one.baseline for name, one in result.items() if "o_lora" in name} == {
         "method=o_lora": "method=seq_lora",
         'tasks=["sentiment"] method=o_lora': 'tasks=["sentiment"] method=seq_lora',
     }

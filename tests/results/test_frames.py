@@ -107,11 +107,11 @@ def test_scores_are_tidy(sweep):
 
 
 def test_stages_have_every_metric_of_the_journal(sweep, tmp_path):
-    found = sweep.stages()
-    assert found[["trial_id", "tasks_seen"]].values.tolist()[-2:] == [["trial0004", 1], ["trial0004", 2]]
-    assert found["AP"].tolist()[-2:] == [0.75, 0.75]
-    assert set(found["steps"]) == {24}
-    assert found["router_nll"].isna().all()
+    actual = sweep.stages()
+    assert actual[["trial_id", "tasks_seen"]].values.tolist()[-2:] == [["trial0004", 1], ["trial0004", 2]]
+    assert actual["AP"].tolist()[-2:] == [0.75, 0.75]
+    assert set(actual["steps"]) == {24}
+    assert actual["router_nll"].isna().all()
     folder = write_sweep(tmp_path, {"seed": [0]}, name="more")
     (trial,) = folder
     start(trial)
@@ -165,9 +165,9 @@ def test_columns_and_types_follow_the_docstring(sweep, finished, tmp_path, kind)
     ],
 )
 def test_an_axis_has_the_type_of_its_values(tmp_path, values, dtype):
-    found = SweepFrames(write_sweep(tmp_path, {"method.choice": values})).trials()["choice"]
-    assert str(found.dtype) == dtype
-    assert [None if value is pd.NA else value for value in found] == values
+    actual = SweepFrames(write_sweep(tmp_path, {"method.choice": values})).trials()["choice"]
+    assert str(actual.dtype) == dtype
+    assert [None if value is pd.NA else value for value in actual] == values
 
 
 def test_trials_by_id_prefix_or_settings(sweep):
@@ -218,12 +218,12 @@ def test_undefined_measures_are_missing(tmp_path):
     (trial,) = folder = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
     metrics = {"AP": 0.5, "FM": 0.0, "BWT": 0.0, "FM_scorer": 0.0}
     for seen in (1, 2, 3):
-        told = {"tasks_seen": seen, "task": TASKS[seen - 1], "lineage": "first", "reused": False}
-        journal_of(trial).append("stage", **told, scores=dict.fromkeys(TASKS[:seen], 0.5), metrics=metrics)
-    found = SweepFrames(folder)
-    assert found.trials()[["FM", "LA", "BWT"]].isna().all(axis=None)
-    assert found.stages()[["FM", "BWT", "FM_scorer"]].iloc[-1].isna().all()
-    assert found.trials()["AP"].tolist() == [0.5]
+        expected = {"tasks_seen": seen, "task": TASKS[seen - 1], "lineage": "first", "reused": False}
+        journal_of(trial).append("stage", **expected, scores=dict.fromkeys(TASKS[:seen], 0.5), metrics=metrics)
+    actual = SweepFrames(folder)
+    assert actual.trials()[["FM", "LA", "BWT"]].isna().all(axis=None)
+    assert actual.stages()[["FM", "BWT", "FM_scorer"]].iloc[-1].isna().all()
+    assert actual.trials()["AP"].tolist() == [0.5]
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def ran(finished):
 
 
 def test_answers_have_the_inputs_of_the_data(finished, ran, tmp_path):
-    found = ran.answers("mood", inputs=True)
+    actual = ran.answers("mood", inputs=True)
     assert ran.answers("mood")["input"].isna().all()
     spec = load_benchmark(next(iter(sweep_folder(finished))).params["benchmark.name"])
     task = next(task for task in spec.tasks if task.name == "mood")
@@ -240,7 +240,7 @@ def test_answers_have_the_inputs_of_the_data(finished, ran, tmp_path):
     settings = BenchmarkSettings.model_validate(trial.settings["benchmark"])
     texts = {row.id: row.input for row in load_examples(spec, task, "test", settings)}
     assert len(texts) > 1
-    assert found["input"].tolist() == [texts[row] for row in found["row_id"]]
+    assert actual["input"].tolist() == [texts[row] for row in actual["row_id"]]
 
 
 def test_answers_refuse_inputs_of_other_data(finished, monkeypatch):
@@ -268,15 +268,15 @@ def test_frames_have_the_numbers_of_files_and_tables(finished, ran, capsys):
         timings = {name: pytest.approx(seconds) for name, seconds in result["timings"].items()}
         assert {name: row[name] for name in ("seconds_train", "seconds_eval")} == timings
     assert main(["report", str(sweep_folder(finished).path), "--format", "csv"]) == 0
-    for told in csv.DictReader(io.StringIO(capsys.readouterr().out)):
-        mine = trials[trials["K"] == int(told["K"])]
+    for expected in csv.DictReader(io.StringIO(capsys.readouterr().out)):
+        mine = trials[trials["K"] == int(expected["K"])]
         for name in ("AP", "LA", "FM"):
-            assert 100 * mine[name].mean() == pytest.approx(float(told[f"{name}_mean"]), abs=0.00501)
+            assert 100 * mine[name].mean() == pytest.approx(float(expected[f"{name}_mean"]), abs=0.00501)
 
 
 def test_answers_by_stage(finished, ran):
-    found = ran.answers()
-    assert found["score"].groupby([found["trial_id"], found["tasks_seen"], found["task"]]).mean().tolist() == (
+    actual = ran.answers()
+    assert actual["score"].groupby([actual["trial_id"], actual["tasks_seen"], actual["task"]]).mean().tolist() == (
         pytest.approx(ran.scores().sort_values(["trial_id", "tasks_seen", "task"])["score"].tolist())
     )
     for trial in sweep_folder(finished):
@@ -329,12 +329,12 @@ def test_answers_of_a_running_trial_follow_its_journal(copy):
     assert results.answers(trial=trial.trial_id)["row_id"].notna().all()
     rewrite_line(trial.path / "predictions" / "mood.jsonl", 0, prediction="of the second stage", weights={"1": 1.0})
     assert results.answers(trial=trial.trial_id)[["row_id", "references", "weights"]].isna().all(axis=None)
-    found = results.answers(trial=trial.trial_id)
-    assert found["prediction"].tolist() == whole[whole["tasks_seen"] == 1]["prediction"].tolist()
+    actual = results.answers(trial=trial.trial_id)
+    assert actual["prediction"].tolist() == whole[whole["tasks_seen"] == 1]["prediction"].tolist()
     assert results.answers("ticket", trial.trial_id).empty  # its stage is next
-    assert changes({"mood": [Answer(p, s) for p, s in zip(found["prediction"], found["score"], strict=True)]}, {}) == (
-        (trial.path / "answers" / "1.jsonl").read_bytes()
-    )
+    assert changes(
+        {"mood": [Answer(p, s) for p, s in zip(actual["prediction"], actual["score"], strict=True)]}, {}
+    ) == ((trial.path / "answers" / "1.jsonl").read_bytes())
 
 
 def test_a_sweep_that_keeps_its_last_answers(finished, tmp_path):
@@ -396,14 +396,14 @@ def test_importing_the_package_is_light():
 
 
 def test_reading_results_needs_no_torch(ran, finished):
-    found = loaded(
+    actual = loaded(
         "from latent_sweep import open_sweep\n"
         "sweep = open_sweep(sys.argv[1])\n"
         "assert len(sweep.trials()) == 2 and len(sweep.answers()) == 72 and sweep.matrix({'K': 1}).size == 4",
         sweep_folder(finished).path,
     )
-    assert "pandas" in found
-    assert not {"torch", "ray", "mlflow", "transformers", "deepspeed"} & set(found)
+    assert "pandas" in actual
+    assert not {"torch", "ray", "mlflow", "transformers", "deepspeed"} & set(actual)
 
 
 PROBE = """
@@ -416,7 +416,7 @@ print("PROBE" + json.dumps([bars, errors, axes.get_ylabel()]))
 """
 
 
-def told(folder, axes, name):
+def expected(folder, axes, name):
     """Write a sweep with different numbers in each trial, one of them pending."""
     for number, trial in enumerate(list(write_sweep(folder / "runs", axes, name=name))[:-1]):
         run_to_end(trial, 0.3 + 0.01 * number**2, 0.02 * number)
@@ -427,7 +427,7 @@ def run(folder, axes, name):
     assert main(["run", write(folder, tiny(name=name, search=axes)), "--local"]) == 0
 
 
-@pytest.mark.parametrize("make", [told, pytest.param(run, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [expected, pytest.param(run, marks=pytest.mark.slow)])
 def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
     """The script prints and draws the numbers of the table, for a small sweep with the quickstart's axes."""
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

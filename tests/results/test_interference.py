@@ -36,11 +36,11 @@ S = np.sort(source.uniform(0.5, 3, size=(M, r)))[:, ::-1].copy()
 
 @pytest.mark.parametrize("side", ["out", "in", "none"])
 def test_overlaps_equal_the_penalty(side):
-    found = overlaps(weighted(R, S, side))
+    result = overlaps(weighted(R, S, side))
     space = SimpleNamespace(singular_values=torch.from_numpy(S), sigma_side=side)
     for i, j in combinations(range(T), 2):
         penalty = OrthoPenalty(space, [torch.from_numpy(R[i])])(torch.from_numpy(R[j]))
-        assert found[i, j] == found[j, i] == pytest.approx(float(penalty), rel=1e-10)
+        assert result[i, j] == result[j, i] == pytest.approx(float(penalty), rel=1e-10)
 
 
 def test_overlaps_by_hand():
@@ -56,17 +56,17 @@ def test_shares_of_equal_and_orthogonal_directions():
     other -= column * (column * other).sum(1, keepdims=True) / np.square(column).sum(1, keepdims=True)
     row = source.normal(size=(3, M, 1, r))
     W = np.stack([column * row[0], 7 * column * row[1], other * row[2]])
-    found = overlap_shares(W)
-    assert found[0, 1] == pytest.approx(1)
-    assert found[0, 2] == pytest.approx(0, abs=1e-7)
+    result = overlap_shares(W)
+    assert result[0, 1] == pytest.approx(1)
+    assert result[0, 2] == pytest.approx(0, abs=1e-7)
     anything = overlap_shares(weighted(R, S, "out"))
     assert ((anything > 0) & (anything <= 1)).all()
 
 
 def test_a_zero_snapshot_has_no_share():
-    found = overlap_shares(np.stack([R[0], np.zeros_like(R[0])]))
-    assert np.isnan(found[0, 1])
-    assert np.isfinite(found[0, 0])
+    result = overlap_shares(np.stack([R[0], np.zeros_like(R[0])]))
+    assert np.isnan(result[0, 1])
+    assert np.isfinite(result[0, 0])
 
 
 @pytest.mark.parametrize("side", ["out", "in", "none"])
@@ -80,17 +80,17 @@ def test_the_share_of_independent_matrices(side):
 
 def test_directions_reach_the_largest_and_never_the_bound():
     W, scale = weighted(R, S, "out"), 0.5
-    found = interference_bounds(W, scale)
+    result = interference_bounds(W, scale)
     psi = source.normal(size=(20_000, r))
     psi /= np.linalg.norm(psi, axis=1, keepdims=True)
     for pair, (i, j) in enumerate(combinations(range(T), 2)):
         # delta_i' delta_j of every direction, projection by projection, from the outputs themselves
         products = scale**2 * np.einsum("mab,nb,mac,nc->mn", W[i], psi, W[j], psi, optimize=True)
         bound = scale**2 * np.mean([np.linalg.svd(W[i, m].T @ W[j, m], compute_uv=False)[0] for m in range(M)])
-        assert found.bound[pair] == pytest.approx(bound)
+        assert result.bound[pair] == pytest.approx(bound)
         reached = np.abs(products).max(1).mean()
-        assert 0.9 * found.largest[pair] <= reached <= found.largest[pair] <= found.bound[pair] * (1 + 1e-12)
-        assert found.typical[pair] == pytest.approx(np.sqrt(np.square(products).mean(1)).mean(), rel=0.05)
+        assert 0.9 * result.largest[pair] <= reached <= result.largest[pair] <= result.bound[pair] * (1 + 1e-12)
+        assert result.typical[pair] == pytest.approx(np.sqrt(np.square(products).mean(1)).mean(), rel=0.05)
 
 
 LATENT = tiny(search={"method.ortho_lambda": [1e-5, 0.0], "router.combine": ["soft", "sum"], "seed": [0]})
@@ -108,15 +108,15 @@ def folder(tmp_path_factory):
 
 def test_overlaps_of_a_sweep_equal_those_of_its_weight_changes(folder):
     sweep = sweep_folder(folder)
-    found, gaps = interference(sweep)
+    result, gaps = interference(sweep)
     assert gaps == []
-    assert [one.penalty for one in found] == [0.0, 1e-5]  # without the penalty first, and each training once
+    assert [one.penalty for one in result] == [0.0, 1e-5]  # without the penalty first, and each training once
     (path,) = (folder / "runs" / "factors").glob("*.safetensors")
     factors = load_file(path)
     names = [name[:-2] for name in factors if name.endswith(".U")]
     order = list(target_shapes("llama", REGISTRY["tiny-llama"].config))
     assert sorted(order) == sorted(names)
-    for one in found:
+    for one in result:
         lineages = [event.lineage for event in stages(one.trial.events)]
         changes = []
         for lineage in lineages:
@@ -136,8 +136,8 @@ def test_overlaps_of_a_sweep_equal_those_of_its_weight_changes(folder):
 def test_pictures_of_a_sweep(folder):
     pictures, _ = interference_pictures(sweep_folder(folder))
     assert [picture.name for picture in pictures] == ["interference_1", "interference_2", "interference_bound"]
-    found, _ = interference(sweep_folder(folder))
-    for picture, one in zip(pictures, found, strict=False):
+    result, _ = interference(sweep_folder(folder))
+    for picture, one in zip(pictures, result, strict=False):
         left, right, *_ = picture.figure.axes
         assert [text.get_text() for text in right.texts] == [f"{one.shares[1, 0]:.2f}"]
         assert f"{one.chance:.3f}" in picture.caption
@@ -145,26 +145,26 @@ def test_pictures_of_a_sweep(folder):
         power = np.floor(np.log10(one.overlaps[1, 0]))
         assert float(left.texts[0].get_text()) == pytest.approx(one.overlaps[1, 0] / 10**power, rel=0.05)
     labels = [label.get_text() for label in pictures[-1].figure.axes[0].get_xticklabels()]
-    told = {
+    expected = {
         (t.params["method.ortho_lambda"], t.params["router.combine"]): t.events()[-1].metrics["FM"]
         for t in sweep_folder(folder)
     }
     assert labels == [
-        f"λ = {text}\nFM soft {100 * told[weight, 'soft']:.2f} %\nFM sum {100 * told[weight, 'sum']:.2f} %"
+        f"λ = {text}\nFM soft {100 * expected[weight, 'soft']:.2f} %\nFM sum {100 * expected[weight, 'sum']:.2f} %"
         for text, weight in (("0", 0.0), ("1e-05", 1e-5))
     ]
 
 
 def test_pairs_overlap_in_their_down_projections(folder):
     sweep = sweep_folder(folder, "pairs")
-    (found,), gaps = interference(sweep)
+    (result,), gaps = interference(sweep)
     assert gaps == []
-    A = [load_tensors(sweep.snapshots.path(event.lineage))["A"] for event in stages(found.trial.events)]
-    assert found.overlaps[0, 1] == pytest.approx(float(overlap(A[0], A[1], "squared")), rel=1e-4)
-    assert 0 < found.shares[0, 1] < 1
-    assert found.chance == A[0].shape[-1] ** -0.5
-    assert found.bounds is None
-    assert found.penalty is None
+    A = [load_tensors(sweep.snapshots.path(event.lineage))["A"] for event in stages(result.trial.events)]
+    assert result.overlaps[0, 1] == pytest.approx(float(overlap(A[0], A[1], "squared")), rel=1e-4)
+    assert 0 < result.shares[0, 1] < 1
+    assert result.chance == A[0].shape[-1] ** -0.5
+    assert result.bounds is None
+    assert result.penalty is None
     assert [picture.name for picture in interference_pictures(sweep)[0]] == ["interference_1"]
 
 

@@ -35,8 +35,8 @@ T5 = {"backbone.name": "t5-large", "method.name": "latent_lora", "benchmark.orde
 )
 def test_configurations_and_their_cells(changes, expected):
     order = str((T5 | changes)["benchmark.order"])
-    found = find_published(T5 | {"benchmark.name": STREAMS[order]} | changes, 15)
-    numbers = None if found is None else (found.table, 100 * found.average_performance, 100 * found.forgetting)
+    result = find_published(T5 | {"benchmark.name": STREAMS[order]} | changes, 15)
+    numbers = None if result is None else (result.table, 100 * result.average_performance, 100 * result.forgetting)
     assert numbers == (None if expected is None else pytest.approx(expected))
     assert find_published(T5 | {"benchmark.name": STREAMS[order]} | changes, 5) is None
 

@@ -15,21 +15,21 @@ from latent_sweep.results.rescore import rescore
 from latent_sweep.storage.journal import stages
 
 
-def tell(trial, *names):
+def record_digests(trial, *names):
     """Record the current digests of files, as a forger would."""
     *_, last = trial.events()
-    found = {name: hashlib.sha256((trial.path / name).read_bytes()).hexdigest() for name in names}
-    journal_at(trial.path / "journal.jsonl").append("finished", metrics=last.metrics, files=last.files | found)
+    result = {name: hashlib.sha256((trial.path / name).read_bytes()).hexdigest() for name in names}
+    journal_at(trial.path / "journal.jsonl").append("finished", metrics=last.metrics, files=last.files | result)
 
 
 def answers_by_hand(trial, stage):
     """Return the predictions of a stage by task and example: the newest lines up to it."""
-    found = {}
+    result = {}
     for seen in range(1, stage + 1):
         for line in (trial.path / "answers" / f"{seen}.jsonl").read_text().splitlines():
             line = json.loads(line)
-            found.setdefault(line["task"], {})[line["row"]] = line["prediction"]
-    return found
+            result.setdefault(line["task"], {})[line["row"]] = line["prediction"]
+    return result
 
 
 def test_scores_of_the_kept_answers_by_hand(finished):
@@ -38,10 +38,10 @@ def test_scores_of_the_kept_answers_by_hand(finished):
         for stage in (1, 2):
             answers = answers_by_hand(trial, stage)
             assert list(answers) == ["mood", "ticket"][:stage]
-            for position, (task, found) in enumerate(answers.items()):
+            for position, (task, result) in enumerate(answers.items()):
                 lines = (trial.path / "predictions" / f"{task}.jsonl").read_text().splitlines()
                 references = [json.loads(line)["references"][0] for line in lines]
-                hits = [found[row].strip().lower() == reference.lower() for row, reference in enumerate(references)]
+                hits = [result[row].strip().lower() == reference.lower() for row, reference in enumerate(references)]
                 assert len(hits) == 12
                 assert scores[stage - 1][position] == pytest.approx(sum(hits) / 12)
 
@@ -53,12 +53,12 @@ def test_a_whole_sweep_is_equal(finished, capsys):
     assert [line.partition(", AP")[0] for line in lines] == [
         f"K={k}: equal; 3 scores of 36 answers recomputed" for k in (1, 2)
     ]
-    for trial, found in zip(folder, rescore(folder), strict=True):
+    for trial, result in zip(folder, rescore(folder), strict=True):
         metrics = stages(trial.events())[-1].metrics
-        assert {name: (m.stored, m.recomputed) for name, m in found.measures.items()} == {
+        assert {name: (m.stored, m.recomputed) for name, m in result.measures.items()} == {
             name: (metrics[name], pytest.approx(metrics[name])) for name in ("AP", "FM")
         }
-        assert not found.notes
+        assert not result.notes
     assert main(["rescore", str(folder.path), "--json"]) == 0
     first, _ = json.loads(capsys.readouterr().out)
     assert (first["equal"], first["scored_again"], first["differences"]) == (True, 3, [])
@@ -68,26 +68,26 @@ def test_a_wrong_score_is_reported(copy, capsys):
     first, _ = copy
     lines = [json.loads(line) for line in (first.path / "answers" / "1.jsonl").read_text().splitlines()]
     before = rewrite_line(first.path / "answers" / "1.jsonl", 0, prediction="no such label", score=0.0)
-    tell(first, "answers/1.jsonl")
+    record_digests(first, "answers/1.jsonl")
     stored = first.read_json("scores.json")["scores"]
     hits = sum(line["score"] for line in lines) - before["score"]
-    found, other = rescore(copy)
+    result, other = rescore(copy)
     assert other.equal
-    cells = {(cell.stage, cell.task): cell for cell in found.cells}
+    cells = {(cell.stage, cell.task): cell for cell in result.cells}
     assert cells[1, "mood"].recomputed == pytest.approx(hits / 12)
     assert cells[1, "mood"].agrees == (before["score"] == 0.0)
     # a stored score that no answers have
     scores = first.read_json("scores.json")
     scores["scores"][0] = [stored[0][0] + 0.25]
     (first.path / "scores.json").write_text(json.dumps(scores))
-    tell(first, "scores.json", "answers/1.jsonl")
+    record_digests(first, "scores.json", "answers/1.jsonl")
     assert main(["rescore", str(copy.path)]) == 1
     printed = capsys.readouterr().out
     assert f"  stage 1, task mood, 12 examples: stored {stored[0][0] + 0.25!r}, recomputed {hits / 12!r}" in printed
     assert printed.startswith("K=1: NOT EQUAL")
     assert main(["rescore", str(copy.path), "--json"]) == 1
-    (told,) = json.loads(capsys.readouterr().out)[0]["differences"]
-    assert told == {
+    (expected,) = json.loads(capsys.readouterr().out)[0]["differences"]
+    assert expected == {
         "stage": 1,
         "task": "mood",
         "rows": 12,
@@ -103,16 +103,16 @@ def test_a_prediction_may_have_unicode_line_ends(copy):
         lines[0]["prediction"] += "\u2028\x85\n"
         content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (first.path / name).write_bytes(content.encode())
-    tell(first, "predictions/mood.jsonl", "answers/1.jsonl")
-    assert all(found.equal for found in rescore(copy)), "white space is not part of an answer"
+    record_digests(first, "predictions/mood.jsonl", "answers/1.jsonl")
+    assert all(result.equal for result in rescore(copy)), "white space is not part of an answer"
 
 
 def test_references_and_measures_are_compared(copy, capsys):
     first, second = copy
     rewrite_line(first.path / "predictions" / "mood.jsonl", 3, references=["everything"])
     rewrite_line(second.path / "predictions" / "ticket.jsonl", 0, id="another")
-    tell(first, "predictions/mood.jsonl")
-    tell(second, "predictions/ticket.jsonl")
+    record_digests(first, "predictions/mood.jsonl")
+    record_digests(second, "predictions/ticket.jsonl")
     *_, last = second.events()
     metrics = last.metrics | {"AP": last.metrics["AP"] + 1e-9}
     journal_at(second.path / "journal.jsonl").append("finished", metrics=metrics, files=last.files)
@@ -145,7 +145,7 @@ def test_damaged_files_are_not_scored(copy, capsys, name):
 def test_malformed_files_are_reported(copy, capsys, name, content):
     first, _ = copy
     (first.path / name).write_text(content)
-    tell(first, name)
+    record_digests(first, name)
     assert main(["rescore", str(copy.path)]) == 1
     assert f"{first.path}: a file has an unexpected content: " in capsys.readouterr().out
 
@@ -209,10 +209,10 @@ def test_metrics_that_need_inputs_and_plugin_metrics(tmp_path, monkeypatch, caps
     spec.write_text(f"{left}metric: sari{right.replace('accuracy', f'{module}:longer')}")
     assert main(["run", write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={})), "--local"]) == 0
     folder = sweep_folder(tmp_path)
-    (found,) = rescore(folder)
-    assert found.equal and not found.notes
-    assert {cell.task for cell in found.cells} == {"left", "right"}
-    assert any(0 < cell.recomputed < 1 for cell in found.cells)
+    (result,) = rescore(folder)
+    assert result.equal and not result.notes
+    assert {cell.task for cell in result.cells} == {"left", "right"}
+    assert any(0 < cell.recomputed < 1 for cell in result.cells)
 
     def look_again():
         read_test_examples.cache_clear()
@@ -240,9 +240,9 @@ def test_rouge_over_several_references_without_the_data(tmp_path, capsys):
     group = {"name": str(own), "references": "max_over_refs"}
     assert main(["run", write(tmp_path, tiny(trial__benchmark=group, search={})), "--local"]) == 0
     folder = sweep_folder(tmp_path)
-    (found,) = rescore(folder)
-    assert found.equal
-    assert any(0 < cell.recomputed < 1 for cell in found.cells), "not only scores of zero and one"
+    (result,) = rescore(folder)
+    assert result.equal
+    assert any(0 < cell.recomputed < 1 for cell in result.cells), "not only scores of zero and one"
     shutil.rmtree(own)
     from latent_sweep.results.inputs import read_test_examples
 
