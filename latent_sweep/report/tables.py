@@ -247,7 +247,7 @@ def _words(source: str) -> str:
 def _agreements(pair: tuple[Summary, Summary]) -> Iterator[str]:
     """Yield how far two sweeps rank their common configurations alike, for each set of tasks that they are tested on.
 
-    Settings selected by tuning do not tell configurations apart here. Nothing is said if all have the same AP.
+    Settings selected by tuning do not distinguish configurations here. Nothing is yielded if all have the same AP.
     """
     from scipy.stats import kendalltau  # takes half a second
 
@@ -588,11 +588,11 @@ def _importance(summary: Summary) -> list[Section]:
         for name in sorted(varying, key=lambda name: -first.get(name, 0.0))
     ]
     notes = [
-        f"share in telling the best {importance.n_best(n)} of {n} finished trials from the others, by Optuna's "
+        f"share in separating the best {importance.n_best(n)} of {n} finished trials from the others, by Optuna's "
         f"PED-ANOVA (at least {importance.FEWEST} trials)"
     ]
     if any(name in summary.repeats for name in varying):
-        notes.append("repetition: what chance explains; settings with a share as small are not told apart from it")
+        notes.append("repetition: what chance explains; a share no larger than this may be chance, too")
     return [Section("importance", title, Table(["setting", *columns], rows, 1), notes, _IMPORTANCE_DETAILS)]
 
 

@@ -67,7 +67,7 @@ def test_few_trials_and_single_settings_have_none(tmp_path, axes, n):
     assert importance_of(finished_sweep(tmp_path, axes, [0.1 + 0.01 * i for i in range(n)])) is None
 
 
-def test_without_optuna_only_a_detailed_report_tells(sweep, monkeypatch):
+def test_without_optuna_only_a_detailed_report_names_it(sweep, monkeypatch):
     monkeypatch.setattr(importance, "version", lambda package: "4.6.0")
     summary = summaries.summarize(sweep)
     assert "Parameter importance" not in report.render(summary) + render_page([sweep])
