@@ -151,8 +151,6 @@ class ContinualModel:
         """Remove the adapters from the backbone."""
         self._context.close()
 
-    # --- answering ---
-
     def answer(self, texts: Sequence[str], task: str | None = None) -> list[Answer]:
         """Answer texts, each with the snapshots that the model's combination chooses.
 
@@ -263,8 +261,6 @@ class ContinualModel:
     def _evaluator(self) -> Evaluator:
         return self.context.evaluator(self.trial, self.method, cache=None)  # users' texts are private
 
-    # --- learning ---
-
     def learn(
         self,
         task: str | TaskSpec,
@@ -326,8 +322,6 @@ class ContinualModel:
         self._context = Context(content.trial, self._storage, self._context.engine, keeps_features=False)
         for name in ("method", "_router", "_evaluator"):
             self.__dict__.pop(name, None)
-
-    # --- saving ---
 
     def save(self, folder: str | Path) -> Path:
         """Write the model into a new or empty folder for `from_folder`; return the folder.

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import split_prompts
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
+from latent_sweep.results.inputs import read_test_examples
 from latent_sweep.results.selection import UNREADABLE, finished_trial
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
@@ -87,12 +87,11 @@ def choose_flips(new: Sequence[float], last: Sequence[float], most: int) -> list
 def _prompts(settings: BenchmarkSettings, task: str, ids: Sequence[str]) -> list[str] | None:
     """Return the prompts of a task's test examples; None if the data is not available, or has other examples."""
     try:
-        spec = load_benchmark(settings.name)
-        task_spec = next(one for one in spec.tasks if one.name == task)
-        examples = load_examples(spec, task_spec, "test", settings)
-        if [example.id for example in examples] != list(ids):
+        examples, spec = read_test_examples(settings, task), load_benchmark(settings.name)
+        if examples.ids != list(ids):
             return None
-        parts = split_prompts(spec, task_spec, "test", settings, (example.input for example in examples))
-    except (*UNREADABLE, StopIteration):
+        (task_spec,) = (one for one in spec.tasks if one.name == task)
+        parts = split_prompts(spec, task_spec, "test", settings, examples.inputs)
+    except UNREADABLE:
         return None
     return ["".join(part) for part in parts]

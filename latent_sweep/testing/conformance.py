@@ -99,8 +99,6 @@ class MethodConformance:
     settings: ClassVar[Mapping[str, Any]] = {}
     untried: ClassVar[Set[str]] = frozenset()
 
-    # --- fixtures ---
-
     @pytest.fixture(scope="class", params=FAMILIES)
     @classmethod
     def family(cls, request: pytest.FixtureRequest) -> str:
@@ -208,8 +206,6 @@ class MethodConformance:
     def learned_positions(cls, family: str) -> set[int]:
         """Return the positions, of three, at which anything is trained."""
         return {position for position in range(3) if cls.planned(family).learns_from(position, 3)}
-
-    # --- the tests ---
 
     def test_planning_needs_no_backbone(self, family: str) -> None:
         first, second = self.trial(family), self.trial(family)

@@ -38,9 +38,6 @@ Change = tuple[str, Settings, Trial]
 """Path of a changed setting, the method's settings with the change as written, and the trial with it."""
 
 
-# --- one stage -------------------------------------------------------------------------------------------------------
-
-
 def random_rows(count: int, seed: int = 0, shortest: int = 3, longest: int = 12, targets: int = 4) -> list[Example]:
     """Return tokenized examples of random bytes with varying lengths; targets end with EOS."""
     source = torch.Generator().manual_seed(seed)
@@ -135,9 +132,6 @@ class Stages:
         return save(dict(snapshot)) != save(dict(self.remembered(base, position)))
 
 
-# --- other values ----------------------------------------------------------------------------------------------------
-
-
 def candidates(annotation: Any, value: Any) -> list[Any]:
     """Return values to try for a field of this type: all literals; for numbers zero and another number."""
     kind, arguments = get_origin(annotation), get_args(annotation)
@@ -180,9 +174,6 @@ def leaves(group: Settings) -> set[str]:
 def with_group(trial: Trial, name: str, group: Settings) -> Trial:
     settings = trial.settings.model_copy(update={name: group})
     return dataclasses.replace(trial, settings=settings, backbone=backbone_identity(settings.backbone))
-
-
-# --- declared settings -----------------------------------------------------------------------------------------------
 
 
 def undeclared(stages: Stages, trial: Trial, written: Mapping[str, Any], position: int) -> set[str]:

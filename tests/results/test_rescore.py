@@ -22,30 +22,6 @@ def record_digests(trial, *names):
     journal_at(trial.path / "journal.jsonl").append("finished", metrics=last.metrics, files=last.files | result)
 
 
-def answers_by_hand(trial, stage):
-    """Return the predictions of a stage by task and example: the newest lines up to it."""
-    result = {}
-    for seen in range(1, stage + 1):
-        for line in (trial.path / "answers" / f"{seen}.jsonl").read_text().splitlines():
-            line = json.loads(line)
-            result.setdefault(line["task"], {})[line["row"]] = line["prediction"]
-    return result
-
-
-def test_scores_of_the_kept_answers_by_hand(finished):
-    for trial in sweep_folder(finished):
-        scores = trial.read_json("scores.json")["scores"]
-        for stage in (1, 2):
-            answers = answers_by_hand(trial, stage)
-            assert list(answers) == ["mood", "ticket"][:stage]
-            for position, (task, result) in enumerate(answers.items()):
-                lines = (trial.path / "predictions" / f"{task}.jsonl").read_text().splitlines()
-                references = [json.loads(line)["references"][0] for line in lines]
-                hits = [result[row].strip().lower() == reference.lower() for row, reference in enumerate(references)]
-                assert len(hits) == 12
-                assert scores[stage - 1][position] == pytest.approx(sum(hits) / 12)
-
-
 def test_a_whole_sweep_is_equal(finished, capsys):
     folder = sweep_folder(finished)
     assert main(["rescore", str(folder.path)]) == 0
