@@ -3,21 +3,17 @@
 import csv
 import io
 import json
-import math
-import os
 import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
 from helpers.buckets import WholeFiles
 from helpers.patience import PATIENCE
-from helpers.sweep_folders import TASKS, finished_sweep, journal_of, learn, run_to_end, start, write_sweep
+from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write
-from matplotlib import image
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep import open_sweep
@@ -30,9 +26,6 @@ from latent_sweep.results.inputs import TaskExamples
 from latent_sweep.storage import objects
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.predictions import Answer, changes
-from latent_sweep.sweep.config import load_sweep
-
-README = Path(__file__).parents[2] / "README.md"
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
 
@@ -404,67 +397,3 @@ def test_reading_results_needs_no_torch(ran, finished):
     )
     assert "pandas" in actual
     assert not {"torch", "ray", "mlflow", "transformers", "deepspeed"} & set(actual)
-
-
-PROBE = """
-import json
-axes = plt.gca()
-bars = [bar.get_height() for bar in axes.patches]
-(errors,) = [line.get_segments() for line in axes.collections]
-errors = [(high - low) / 2 for (_, low), (_, high) in filter(len, errors)]
-print("PROBE" + json.dumps([bars, errors, axes.get_ylabel()]))
-"""
-
-
-def expected(folder, axes, name):
-    """Write a sweep with different numbers in each trial, one of them pending."""
-    for number, trial in enumerate(list(write_sweep(folder / "runs", axes, name=name))[:-1]):
-        run_to_end(trial, 0.3 + 0.01 * number**2, 0.02 * number)
-
-
-def run(folder, axes, name):
-    """Run a sweep to its end."""
-    assert main(["run", write(folder, tiny(name=name, search=axes)), "--local"]) == 0
-
-
-@pytest.mark.parametrize("make", [expected, pytest.param(run, marks=pytest.mark.slow)])
-def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
-    """The script prints and draws the numbers of the table, for a small sweep with the quickstart's axes."""
-    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(script.splitlines()) <= 10
-    quickstart = load_sweep(README.parent / "sweeps" / "quickstart.yaml")
-    axes = {"method.ortho_lambda": [0.0, 1e-5], "router.combine": ["soft", "sum"], "seed": [0, 1]}
-    assert set(axes) == set(quickstart.axes)
-    make(tmp_path, axes, quickstart.name)
-    environment = os.environ | {"MPLBACKEND": "agg"}
-    printed, _, probed = in_a_fresh_process(script + PROBE, cwd=tmp_path, env=environment).partition("PROBE")
-    bars, errors, unit = json.loads(probed)
-    assert unit == "AP (%)"
-    assert image.imread(tmp_path / "quickstart.png").std() > 0
-    capsys.readouterr()
-    assert main(["report", str(tmp_path / "runs" / quickstart.name), "--format", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert len(bars) == len(rows) == 4
-    of_table = [[number(row[f"{name}_{part}"]) for name in MEASURES for part in ("mean", "std")] for row in rows]
-    assert bars == pytest.approx([row[0] for row in of_table], abs=0.00501)
-    spreads = [row[1] for row in of_table if not math.isnan(row[1])]  # one value has none
-    assert errors == pytest.approx(spreads, abs=0.00501)
-    lines = [[number(cell) for cell in line.split()[-6:]] for line in printed.strip().splitlines()[-4:]]
-    assert lines == [pytest.approx(row, abs=0.0101, nan_ok=True) for row in of_table]
-
-
-@pytest.mark.parametrize("seeds", [[0], [0, 1, 2]])
-def test_the_readmes_script_takes_a_sweep_of_seeds_alone(tmp_path, seeds):
-    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    folder = finished_sweep(tmp_path / "runs", {"seed": seeds}, (0.4, 0.5, 0.6), forgetting=0.1, name="quickstart")
-    assert SweepFrames(folder).configuration == ["sweep"]
-    printed = in_a_fresh_process(script, cwd=tmp_path, env=os.environ | {"MPLBACKEND": "agg"})
-    row = printed.strip().splitlines()[-1].split()
-    assert (row[0], float(row[1])) == ("quickstart", 40.0 + 5.0 * (len(seeds) - 1))
-
-
-MEASURES = ("AP", "LA", "FM")
-
-
-def number(cell):
-    return float(cell or "nan")
