@@ -82,18 +82,12 @@ def _build(family: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)  # a large model would not fit in float32 first
     try:
         model = model_class(full_config)(full_config)
-        if config.get("tie_word_embeddings") is False:
-            _untie_random_head(model)
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()
+        if config.get("tie_word_embeddings") is False and head.weight is table.weight:  # transformers always ties T5's
+            head.weight = torch.nn.Parameter(torch.empty_like(table.weight, requires_grad=False).normal_())
         return model
     finally:
         torch.set_default_dtype(default_dtype)
-
-
-def _untie_random_head(model: Any) -> None:
-    """Give the head its own random weight; transformers always ties T5's, whatever the configuration says."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight is table.weight:
-        head.weight = torch.nn.Parameter(torch.empty_like(table.weight, requires_grad=False).normal_())
 
 
 def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:

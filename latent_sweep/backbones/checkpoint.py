@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -51,17 +52,12 @@ class CheckpointWeights:
     @cached_property
     def weights_digest(self) -> str:
         """`Backbone.weights_digest`, computed from one weight at a time."""
-        return digest_of_weights(self._weights())
+        return digest_of_weights(chain([self.embedding_table], (p.weight for p in self.projections.values())))
 
     @property
     def embedding_table(self) -> torch.Tensor:
         """(vocabulary, d), mapped from its file."""
         return read_weight(self.embedding_file, self.embedding_name).to(self.dtype)
-
-    def _weights(self) -> Iterator[torch.Tensor]:
-        yield self.embedding_table
-        for projection in self.projections.values():
-            yield projection.weight
 
 
 def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:

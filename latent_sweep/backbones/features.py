@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +100,17 @@ def features(
         raise ConfigError(f"features: row {empty[0]:,} (0-based) has no token; expected one or more in every row")
     if not rows:
         return np.zeros((0, backbone.embedding_width), np.float32)
+    compute = partial(mean_embeddings, backbone, rows)
+    if layer is not None:
+        compute = partial(mean_states, backbone, bank, rows, layer)
     if folder is None:
-        return _features(backbone, bank, rows, layer)
+        return compute()
     key = {"features": [versions.POOLING, layer], "weights": backbone.weights_digest, "rows": [list(r) for r in rows]}
     if layer is not None:
         key["computed"] = [device_name(backbone.device), str(backbone.model.dtype), versions.library("transformers")]
     path = folder / "embeddings" / f"{content_hash(key, length=32)}.safetensors"
     if verified(path):
         return load_file(path)["features"]
-    computed = _features(backbone, bank, rows, layer)
+    computed = compute()
     write_checksummed(path, {"features": computed})
     return computed
-
-
-def _features(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int | None) -> Features:
-    return mean_embeddings(backbone, rows) if layer is None else mean_states(backbone, bank, rows, layer)

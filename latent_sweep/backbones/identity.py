@@ -94,14 +94,10 @@ def _source_identity(name: str, revision: str | None) -> Any:
 
 def _folder_digest(folder: Path) -> str:
     """Hash names, sizes and samples of files; cached until one changes. Hidden files are the hub's bookkeeping."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
-    stats = [path.stat() for path in paths]
-    files = tuple((str(p), s.st_size, s.st_mtime_ns) for p, s in zip(paths, stats, strict=True))
-    return _files_digest(str(folder), files)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    visible = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    stats = ((path, path.stat()) for path in visible)
+    return _files_digest(str(folder), tuple((str(path), s.st_size, s.st_mtime_ns) for path, s in stats))
 
 
 @lru_cache(maxsize=64)

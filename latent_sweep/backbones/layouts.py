@@ -115,14 +115,14 @@ class Shared:
         self.rest: Indices = np.where(real, self.starts[:, None] + steps, self.starts[:, None])
         """Index of each token of each rest, (B, S); padding repeats the rest's first token."""
         self._masks: dict[torch.dtype, Tensor] = {}
-        self._steps, self._real = steps, real
+        self._steps, self._real, self._real_rest = steps, real, self.rest[real]
         self._owner, self._device = owner, device
 
     def _by_token(self, of_prefix: Any, of_rests: Any) -> Indices:
         """Return values (P, T) from those of the prefix, (P, n), and the rests, (B, S); 0 for padding."""
         result = np.zeros((self.runs, self.tokens), np.int64)
         result[:, : self.shared] = of_prefix
-        result.reshape(-1)[self.rest[self._real]] = np.broadcast_to(of_rests, self._real.shape)[self._real]
+        result.reshape(-1)[self._real_rest] = np.broadcast_to(of_rests, self._real.shape)[self._real]
         return result
 
     @property

@@ -33,13 +33,9 @@ def fuse_norms(model: Any) -> None:
     """
     for module in model.modules():
         kind: Any = type(module)
-        if _is_fusible(kind):
+        package, _, family = kind.__module__.rpartition(".modeling_")
+        if package == f"transformers.models.{family}" and FUSIBLE.get(family) == kind.__name__:
             module.__class__ = _fused(kind)
-
-
-def _is_fusible(kind: type) -> bool:
-    package, _, home = kind.__module__.rpartition(".modeling_")
-    return package == f"transformers.models.{home}" and FUSIBLE.get(home) == kind.__name__
 
 
 @cache

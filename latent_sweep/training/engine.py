@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _OURS = __name__.partition(".")[0] + "."
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _condition(model: Any) -> dict[str, tuple[int, ...]]:
@@ -30,12 +31,7 @@ def _condition(model: Any) -> dict[str, tuple[int, ...]]:
         name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()
     }
     for name, module in model.named_modules():
-        hooks = (
-            *module._forward_hooks.values(),
-            *module._forward_pre_hooks.values(),
-            *module._backward_hooks.values(),
-            *module._backward_pre_hooks.values(),
-        )
+        hooks = [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
         theirs = [id(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_OURS)]
         if theirs or "forward" in vars(module):
             condition[f"{name or 'the model'} ({type(module).__name__})"] = (*theirs, id(vars(module).get("forward")))
