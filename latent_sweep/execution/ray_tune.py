@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -376,6 +378,7 @@ def _pause_stopper(limit: TimeLimit, asking: AskedToStop) -> Any:
 
     class PauseStopper(Callback, Stopper):
         def __init__(self) -> None:
+            self.on_sigusr1 = signal.getsignal(signal.SIGUSR1) or signal.SIG_DFL
             self.running: list[Any] | None = None
             """The packs that ran when the time was up; those that Tune starts later return at once."""
             self.stopped = False
@@ -385,6 +388,10 @@ def _pause_stopper(limit: TimeLimit, asking: AskedToStop) -> Any:
 
         def stop_all(self) -> bool:
             return self.stopped
+
+        def on_step_begin(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGUSR1, self.on_sigusr1)  # Tune's own handler ends the run at once
 
         def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
             if self.running is None and limit.is_over:
