@@ -18,6 +18,7 @@ from latent_sweep.adapters.bank import AdapterBank, side_by_side
 from latent_sweep.backbones.batches import Batch, collate, label_logits
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
+from latent_sweep.backbones.transformers_compat import recompute_activations
 from latent_sweep.errors import ConfigError, Paused
 from latent_sweep.methods import checked
 from latent_sweep.sweep.schema import TrainingSettings
@@ -161,12 +162,12 @@ def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None
             "write false, and lower training.micro_batch_size where memory is short"
         )
     model.train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    recompute_activations(model, True)
     model.disable_input_require_grads()  # only the re-entrant mode needs it, and disabling would not undo it
     try:
         yield
     finally:
-        model.activation_checkpointing_disable()
+        recompute_activations(model, False)
         model.train(was_training)
 
 

@@ -18,6 +18,7 @@ from latent_sweep.adapters.lora import DeltaSum, LoraDeltas, outputs_of
 from latent_sweep.backbones import batches
 from latent_sweep.backbones.batches import collate, forward, label_logits, read
 from latent_sweep.backbones.layouts import Padded, Shared
+from latent_sweep.backbones.transformers_compat import recompute_activations
 
 SAME = 64 * torch.finfo(torch.float32).eps
 """Share of the largest entry: products are in float64, but transformers' norms and the latent adapter in float32."""
@@ -109,11 +110,11 @@ def assert_same_step(double, runs, kind, checkpointing=False):
     losses, gradients, padded = step(double, runs, adapters, alike=False)
     if checkpointing:
         backbone.model.train()
-        backbone.model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(backbone.model, True)
     try:
         actual, actual_gradients, shared = step(double, runs, adapters, alike=True)
     finally:
-        backbone.model.activation_checkpointing_disable()
+        recompute_activations(backbone.model, False)
         backbone.model.eval()
     assert isinstance(padded.inputs["layout"], Padded)
     assert isinstance(shared.inputs["layout"], Shared)
