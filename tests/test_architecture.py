@@ -39,7 +39,7 @@ ORDER = (
     ("storage",),
     ("memo", "metrics", "settings"),
     ("security", "plugins"),
-    ("errors", "labels"),
+    ("compatibility", "errors", "labels"),
 )
 """Chapters and root files from top to bottom: each imports only from lower lines, and no files import in a circle."""
 
@@ -49,7 +49,19 @@ WITHOUT_TORCH = [
         for folder in ("cli", "monitor", "report", "results", "storage", "sweep", "tracking")
         for path in (PACKAGE / folder).glob("[a-z]*.py")
     ),
-    *("api", "errors", "labels", "memo", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
+    *(
+        "api",
+        "compatibility",
+        "errors",
+        "labels",
+        "memo",
+        "metrics",
+        "plugins",
+        "routing.gaussian",
+        "run",
+        "security",
+        "settings",
+    ),
     *("backbones.identity", "backbones.registry", "methods", "methods.protocol"),
     *(
         f"execution.{name}"

@@ -1,6 +1,6 @@
 """Optional hooks into private parts of Ray. Sweeps run without them; each docstring says what its hook improves.
 
-Only Ray releases in `TESTED` get the hooks. LATENT_SWEEP_PRIVATE_HOOKS=0 turns them off.
+Only tested versions of Ray (`latent_sweep.compatibility`) get the hooks. LATENT_SWEEP_PRIVATE_HOOKS=0 turns them off.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-TESTED = ("2.60", "2.61")
-"""Ray releases that the hooks were written for."""
+from latent_sweep.compatibility import is_tested
 
 
 def enabled() -> bool:
-    import ray
-
-    return ray.__version__.rpartition(".")[0] in TESTED and os.environ.get("LATENT_SWEEP_PRIVATE_HOOKS") != "0"
+    return is_tested("ray") and os.environ.get("LATENT_SWEEP_PRIVATE_HOOKS") != "0"
 
 
 def treat_killed_workers_as_lost() -> None:

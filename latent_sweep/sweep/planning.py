@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
+from latent_sweep.compatibility import untested
 from latent_sweep.errors import ConfigError, MissingData, StorageError
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope
@@ -107,7 +108,7 @@ def plan_sweep(
             storage.create()
         for each, its_trials in ((sweep, trials), (tuned, tried)):
             marks = storage.folder if storage is not None and to_run else None
-            warnings[each.name] = check_sweep(each, its_trials, marks) if its_trials else []
+            warnings[each.name] = [*untested(), *check_sweep(each, its_trials, marks)] if its_trials else []
 
     def conflict(each: Sweep, its_trials: Sequence[Trial]) -> str | None:
         if storage is None or to_run or not check:

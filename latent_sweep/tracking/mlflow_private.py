@@ -1,21 +1,17 @@
 """Uses of MLflow's private parts. Tracking works without them: each function does nothing if MLflow has changed.
 
-Only MLflow releases in `TESTED` are touched. LATENT_SWEEP_PRIVATE_HOOKS=0 turns the hooks off.
+Only tested versions of MLflow (`latent_sweep.compatibility`) are touched. LATENT_SWEEP_PRIVATE_HOOKS=0 turns them off.
 """
 
 from __future__ import annotations
 
 import os
 
-TESTED = ("3.17",)
-"""MLflow releases that the hooks were written for."""
+from latent_sweep.compatibility import is_tested
 
 
 def enabled() -> bool:
-    """Return whether the hooks may be used with the installed MLflow."""
-    import mlflow
-
-    return mlflow.__version__.rpartition(".")[0] in TESTED and os.environ.get("LATENT_SWEEP_PRIVATE_HOOKS") != "0"
+    return is_tested("mlflow") and os.environ.get("LATENT_SWEEP_PRIVATE_HOOKS") != "0"
 
 
 def skip_databricks_detection() -> None:
