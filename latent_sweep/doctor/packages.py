@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import latent_sweep
+from latent_sweep.compatibility import TESTED, is_tested
 from latent_sweep.doctor.findings import Finding, fault, ok, run_check, warning
 from latent_sweep.storage.versions import OURS, Declared, declared
 
@@ -109,9 +110,11 @@ def _package(name: str, allowed: str, needed: Sequence[str]) -> Iterator[Finding
 def _compare(name: str, version: str, allowed: str, remedy: str, build: str = "") -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    if SpecifierSet(allowed).contains(version, prereleases=True):
-        return ok(name, f"{version}{build}", allowed)
-    return fault(name, f"{version}{build}", allowed, remedy)
+    if not SpecifierSet(allowed).contains(version, prereleases=True):
+        return fault(name, f"{version}{build}", allowed, remedy)
+    if name in TESTED and not is_tested(name):
+        return warning(name, f"{version}{build}, not tested", TESTED[name], "see the tested versions in the documents")
+    return ok(name, f"{version}{build}", allowed)
 
 
 def _torch_build() -> str:
