@@ -13,7 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,17 +192,9 @@ def tokenized(
     with committing(target), locked(target):
         if not complete_or_quarantined(target, "token cache"):
             examples = load_examples(spec, task, split, settings, carve_validation, source)
-            encode = partial(
-                encode_parts,
-                tokenizer=tokenizer,
-                family=family,
-                max_source_length=max_source_length,
-                truncation=settings.truncation,
-                bos=settings.bos,
-                chat=chat,
-            )
             parts = split_prompts(spec, task, split, settings, (example.input for example in examples))
-            prompts = [encode(part) for part in parts]
+            options = settings.truncation, settings.bos, chat
+            prompts = [encode_parts(part, tokenizer, family, max_source_length, *options) for part in parts]
             may_shrink = settings.truncation == "official"  # retokenizing a cut prompt can leave fewer tokens
             cut = sum(
                 (may_shrink or sum(map(len, ids)) == max_source_length)
