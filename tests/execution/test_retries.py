@@ -34,39 +34,41 @@ def after(*ends, max_failures=1):
     return next_attempt([event for end in ends for event in (STARTED, end)], max_failures)
 
 
-def test_a_trial_without_failures_is_tried():
-    assert next_attempt([], 3) == Attempt()
-    assert next_attempt([STARTED, STAGE], 3) == Attempt()
+HALVED, DIED = frozenset({"learning"}), lost("worker_died")
 
 
-@pytest.mark.parametrize("kind", ["preempted", "node_lost"])
-def test_lost_nodes_do_not_count(kind):
-    assert after(*[lost(kind)] * 20, max_failures=0) == Attempt(because=kind)
+@pytest.mark.parametrize(
+    ("ends", "max_failures", "expected"),
+    [
+        ([], 3, Attempt()),
+        ([STAGE], 3, Attempt()),
+        *(([lost(kind)] * 20, 0, Attempt(because=kind)) for kind in ("preempted", "node_lost", "paused")),
+        ([DIED], 1, Attempt(because="worker_died")),
+        ([DIED, DIED], 1, GivenUp),
+        ([DIED, STAGE, DIED], 1, Attempt(because="worker_died")),
+        ([DIED, lost("node_lost"), DIED], 1, GivenUp),
+        ([lost("storage")], 1, Attempt(because="storage")),
+        ([lost("storage"), DIED], 1, GivenUp),
+        *(([failed(kind)], 9, GivenUp(f"it was {kind}")) for kind in ("error", "non_finite")),
+        *(
+            case
+            for end in (lost("out_of_memory"), failed("out_of_memory"))
+            for case in (
+                ([end], 0, Attempt(HALVED, because="out_of_memory")),
+                ([end, lost("node_lost")], 1, Attempt(HALVED, because="node_lost")),  # and stays halved
+                ([end, failed("out_of_memory")], 1, GivenUp),
+            )
+        ),
+    ],
+)
+def test_the_next_attempt_follows_from_the_journal(ends, max_failures, expected):
+    attempt = after(*ends, max_failures=max_failures)
+    assert isinstance(attempt, GivenUp) if expected is GivenUp else attempt == expected
 
 
-def test_deaths_in_a_row_are_limited():
-    assert after(lost("worker_died")) == Attempt(because="worker_died")
-    given_up = after(lost("worker_died"), lost("worker_died"))
-    assert isinstance(given_up, GivenUp)
-    assert "2 times" in given_up.because
-    assert "max_failures" in given_up.because
-
-
-def test_a_finished_task_resets_the_count_of_deaths():
-    events = [STARTED, lost("worker_died"), STARTED, STAGE, lost("worker_died")]
-    assert next_attempt(events, 1) == Attempt(because="worker_died")
-
-
-def test_a_lost_node_does_not_reset_the_count_of_deaths():
-    assert isinstance(after(lost("worker_died"), lost("node_lost"), lost("worker_died")), GivenUp)
-
-
-@pytest.mark.parametrize("end", [lost("out_of_memory"), failed("out_of_memory")])
-def test_out_of_memory_is_retried_once_with_half_the_rows(end):
-    halved = frozenset({"learning"})
-    assert after(end, max_failures=0) == Attempt(halved, because="out_of_memory")
-    assert after(end, lost("node_lost")) == Attempt(halved, because="node_lost"), "and stays halved"
-    assert isinstance(after(end, failed("out_of_memory")), GivenUp)
+def test_a_trial_is_given_up_with_the_count_and_the_last_reason():
+    given_up = after(lost("storage"), lost("worker_died", "the disk is full"))
+    assert all(part in given_up.because for part in ("2 times", "max_failures", "the disk is full"))
 
 
 def test_each_phase_is_halved_once():
@@ -78,18 +80,6 @@ def test_each_phase_is_halved_once():
         given_up = after(*ends, end)
         assert isinstance(given_up, GivenUp) and f"out of memory again {words}" in given_up.because
         assert "micro_batch_size" in given_up.because or "evaluation.batch_size" in given_up.because
-
-
-def test_a_storage_that_stays_unreachable_is_given_up_with_its_reason():
-    assert after(lost("storage")) == Attempt(because="storage")
-    given_up = after(lost("storage"), lost("worker_died", "the disk is full"))
-    assert isinstance(given_up, GivenUp)
-    assert "2 times" in given_up.because and "the disk is full" in given_up.because
-
-
-@pytest.mark.parametrize("kind", ["error", "non_finite"])
-def test_an_error_of_the_trial_is_not_retried(kind):
-    assert after(failed(kind), max_failures=9) == GivenUp(f"it was {kind}")
 
 
 def test_retries_have_reasons():
