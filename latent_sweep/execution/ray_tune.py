@@ -157,7 +157,9 @@ def run_on_ray(
         for pack_id, error in ends.errors.items():
             if error is not None:
                 _record_end(by_id[pack_id], sweep, error)
-        if limit.is_over:
+        # a worker ends before a piece of work that would not fit, so the driver's clock need not have reached the end
+        is_left = limit.deadline is not None and any(unfinished(pack, sweep) for pack in by_id.values())
+        if limit.is_over or is_left:
             raise Paused
     finally:
         exits.close()
