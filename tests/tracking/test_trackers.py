@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 from helpers.patience import PATIENCE
@@ -20,6 +21,10 @@ from latent_sweep.tracking.contents import history
 from latent_sweep.tracking.tensorboard import TensorboardTracker
 from latent_sweep.tracking.wandb import WandbTracker
 from latent_sweep.training.trainer import History
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("tensorboard", "wandb"))), reason="the extras tensorboard and wandb are not installed"
+)
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0]}
 LOSSES = {"task": [2.0, 1.0], "ortho": [0.5, 0.25]}
