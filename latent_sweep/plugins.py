@@ -15,9 +15,7 @@ from latent_sweep.errors import ConfigError
 
 
 def imported(name: str, expected: str) -> Any:
-    """Import the object named `package.module:Name`; None if the module has no such attribute.
-
-    The module is on Python's path or in the working directory.
+    """Import the object named `package.module:Name`, from Python's path or the working directory.
 
     Args:
         expected: what the name may be, for messages.
@@ -42,11 +40,7 @@ def imported(name: str, expected: str) -> Any:
 
 
 def code_digest(name: str) -> str:
-    """Return a content hash of a plugin's module or, if it is in a package, of all Python files of the package.
-
-    Raises:
-        ConfigError: the code is in no file, so changes would go unnoticed.
-    """
+    """Return a content hash of a plugin's module or package; `ConfigError` if it is in no file."""
     module = sys.modules[name.partition(":")[0]]
     files = sorted(path for folder in _package_folders(name) for path in folder.rglob("*.py"))
     if not files and getattr(module, "__file__", None) is None:

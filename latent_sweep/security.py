@@ -231,7 +231,6 @@ class _Field:
     name: str
     strength: _Strength
     separator: str
-    """The group of `_SEPARATOR` between them."""
     value: int
     in_query: bool
     """Whether the name is in an address's query or a connection string."""

@@ -217,11 +217,7 @@ def open_sweep(place: str | Path) -> SweepFolder:
 
     Args:
         place: the folder's path or URI. `NAME` and `runs/NAME` also name a sweep of the default storage,
-            `LATENT_SWEEP_STORAGE`, if the working directory has no such sweep.
-
-    Raises:
-        ConfigError: no folder can have this path, or both the working directory and the default storage have the sweep.
-        StorageError: the object store cannot be reached or refuses.
+            `LATENT_SWEEP_STORAGE`, if the working directory has no such sweep; both is a `ConfigError`.
     """
     text = str(place)
     if "://" not in text:

@@ -1,6 +1,7 @@
 """What a storage contains: its sweeps, what they refer to, and garbage; deletes and copies sweeps.
 
 Shared files are deleted only when no sweep of the storage refers to them; `sweep.json` names a sweep's snapshots.
+`StorageError` is raised if the storage, or what a sweep refers to, cannot be read.
 """
 
 from __future__ import annotations
@@ -51,11 +52,7 @@ def sweeps_in(storage: Storage, files: Iterable[Path]) -> list[SweepFolder]:
 
 
 def lineages_of(sweep: SweepFolder) -> frozenset[str]:
-    """Return the snapshots that a sweep refers to; if its data was missing when it was planned, those in its journals.
-
-    Raises:
-        StorageError: its `sweep.json` or a journal is corrupt.
-    """
+    """Return the snapshots that a sweep refers to; those in its journals if its data was missing when it was planned."""
     lineages: set[str] = set()
     for trial in sweep:
         if trial.lineages is None:
@@ -68,10 +65,9 @@ def lineages_of(sweep: SweepFolder) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes that a sweep takes."""
+    """Bytes that a sweep takes in its folder, and in snapshots."""
 
     own: int
-    """In its folder."""
     snapshots: int
     """In snapshots that only it refers to."""
     shared: int
@@ -88,7 +84,7 @@ class Inventory:
 
     @cached_property
     def references(self) -> Mapping[str, frozenset[str]]:
-        """The snapshots that each sweep refers to, by its name. A corrupt sweep raises `StorageError`."""
+        """The snapshots that each sweep refers to, by its name."""
         return {sweep.name: lineages_of(sweep) for sweep in self.sweeps}
 
     @cached_property
@@ -143,11 +139,7 @@ class Garbage(NamedTuple):
 
 
 def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> list[Garbage]:
-    """Find unreferenced and leftover files that are older than `keep_days`; caches (tokens, answers) only if asked.
-
-    Raises:
-        StorageError: a sweep's references cannot be read.
-    """
+    """Find unreferenced and leftover files that are older than `keep_days`; caches (tokens, answers) only if asked."""
     referred = frozenset().union(*inventory.references.values())
     files, now = [], inventory.storage.now()
     for path, facts in sorted(inventory.files.items()):
@@ -243,7 +235,6 @@ class Deletion:
     sweeps: Sequence[SweepFolder]
     """The sweep, preceded by its tuning sweeps."""
     files: Mapping[Path, FileFacts]
-    """The files of their folders."""
     snapshots: Mapping[Path, FileFacts]
     """Snapshots and checkpoints that only these sweeps refer to."""
     shared: int
@@ -251,12 +242,7 @@ class Deletion:
 
 
 def deletion(inventory: Inventory, name: str) -> Deletion:
-    """Determine what deleting a sweep removes.
-
-    Raises:
-        ConfigError: there is no such sweep, or it is running.
-        StorageError: a sweep's references cannot be read.
-    """
+    """Determine what deleting a sweep removes; `ConfigError` if there is no such sweep, or it is running."""
     sweeps = inventory.with_tuning(name)
     going = {sweep.name for sweep in sweeps}
     mine = frozenset().union(*(inventory.references[one] for one in going))
@@ -279,12 +265,7 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
 
 
 def delete(inventory: Inventory, going: Deletion) -> None:
-    """Delete a sweep, its `sweep.json` first, so that the rest of an interrupted deletion is no sweep.
-
-    Raises:
-        ConfigError: it is running by now.
-        StorageError: the storage cannot be written, or a sweep was written meanwhile.
-    """
+    """Delete a sweep, its `sweep.json` first, so that the rest of an interrupted deletion is no sweep."""
     storage = inventory.storage
     locks = {path for path in going.files if path.parent.name == LOCKS}
     with ExitStack() as stack:
@@ -354,7 +335,6 @@ def copy_sweep(source: Storage, name: str, address: str, with_snapshots: bool = 
     Raises:
         ConfigError: there is no such sweep; the target has a different or more advanced sweep of this name; or the
             target is invalid.
-        StorageError: a storage cannot be read or written.
     """
     _check_target(address)
     inventory = Inventory(source)
@@ -445,11 +425,7 @@ def _copied(source: Storage, sweeps: Sequence[SweepFolder], files: Collection[Pa
 
 @contextmanager
 def unpacked(archive: Path) -> Iterator[tuple[Storage, str]]:
-    """Unpack an archive into a temporary folder; yield its storage and its sweep's name.
-
-    Raises:
-        ConfigError: it is no archive of a sweep.
-    """
+    """Unpack an archive into a temporary folder; yield its storage and its sweep's name."""
     with tempfile.TemporaryDirectory(prefix="latent_sweep-") as folder:
         try:
             with tarfile.open(archive) as tar:

@@ -59,7 +59,6 @@ class Started(_Line):
     status = "running"
 
     attempt: int
-    """From 1."""
     node: str = ""
     micro_batch_size: int | None = None
     halved: Sequence[Phase] = ()
@@ -78,7 +77,6 @@ class Stage(_Line):
     status = "running"
 
     tasks_seen: int
-    """From 1."""
     task: str
     lineage: str
     """Identifies the stage's snapshot."""
@@ -166,12 +164,10 @@ _FIELDS = {name: {field.name for field in dataclasses.fields(event)} for name, e
 
 
 class Position(NamedTuple):
-    """A position in a journal, between two events."""
+    """A position in a journal, between two events: its offset in bytes, and the number of the next event."""
 
     offset: int
-    """In bytes."""
     seq: int
-    """Of the next event."""
 
 
 START = Position(0, 0)
@@ -246,11 +242,7 @@ class Journal:
         return _event(json.loads(line))
 
     def read(self) -> list[Event]:
-        """Return all events in order; empty if there is no journal yet. A last line torn by a kill is ignored.
-
-        Raises:
-            StorageError: another line is corrupt or misplaced; the message names file and line.
-        """
+        """Return all events in order. A last line torn by a kill is ignored; any other fault raises `StorageError`."""
         return self.read_on(START)[0]
 
     def read_on(self, position: Position) -> tuple[list[Event], Position]:

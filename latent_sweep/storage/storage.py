@@ -95,7 +95,7 @@ class Storage:
         self.write(path, content)
 
     def write_together(self, files: Mapping[Path, bytes]) -> None:
-        """Commit files below one folder, in any order; some may have been written after an error."""
+        """Commit files below one folder, in any order."""
         for path, content in files.items():
             self.write(path, content)
 
@@ -341,12 +341,7 @@ class ObjectStorage(Storage):
 
 
 def open_storage(location: str) -> Storage:
-    """Open the storage that `run.storage` names: a path, or the URI of an object store.
-
-    Raises:
-        ConfigError: no folder can have this path.
-        StorageError: pyarrow cannot open the URI.
-    """
+    """Open the storage that `run.storage` names: a path, or the URI of an object store."""
     if "://" not in location:
         return Storage(local_path(location).resolve(), location if location == DEFAULT_LOCATION else None)
     return ObjectStorage(location)

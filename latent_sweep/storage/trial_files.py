@@ -197,11 +197,7 @@ def prediction_lines(folder: Path, stage: Stage, task: str) -> list[dict[str, An
 
 
 def checked_answers(folder: Path, recorded: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
-    """Yield as `saved_answers` does, after checking the files' digests.
-
-    Raises:
-        StorageError: a file is missing or corrupt.
-    """
+    """Yield as `saved_answers` does, after checking the files' digests."""
     for event in filter(saves_answers, recorded):
         name = answers_file(event.tasks_seen)
         if (fault := _fault(folder / name, event.files[name])) is not None:

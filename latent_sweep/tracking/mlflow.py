@@ -108,7 +108,6 @@ class _Run:
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Latest value of each metric. Not kept for trials, whose journals determine what is missing."""
     logged: dict[tuple[str, int], float] = field(default_factory=dict)
     """Latest value by metric and step; not kept for trials, either."""
     unread_metrics: set[str] = field(default_factory=set)
@@ -128,7 +127,6 @@ class StoredRun:
     points: Sequence[Point]
     """Every value of every metric, in order of time."""
     artifacts: Mapping[str, int]
-    """Size in bytes by path."""
     artifact_uri: str
 
 
@@ -157,7 +155,7 @@ class MlflowTracker:
         self._view_key = ""
 
     def open(self) -> None:
-        """Create or update the experiment, the parent run and the saved view; call it once per launch of the sweep."""
+        """Create or update the experiment, the parent run and the saved view."""
         with self._connected():
             parent = self._parent()
             self._set_running(parent)
@@ -221,7 +219,6 @@ class MlflowTracker:
             return Path(_artifact_repository(run.artifact_uri, self.uri).download_artifacts(path, folder)).read_bytes()
 
     def model_uri(self) -> str:
-        """Return the address by which MLflow loads the model in the sweep's run."""
         with self._connected():
             return f"runs:/{self._parent().run_id}/{MODEL_FOLDER}"
 
@@ -555,16 +552,11 @@ class MlflowTracker:
 
 
 def tracking_uri(uri: str | None) -> str:
-    """Resolve a sweep file's `run.tracking.uri`."""
     return uri or os.environ.get(TRACKING_VARIABLE) or DEFAULT_URI
 
 
 def tracker_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False) -> MlflowTracker | None:
-    """Return the tracker that a sweep file's `run.tracking.uri` asks for; None for `none`.
-
-    Raises:
-        ConfigError: MLflow does not accept the address, or it is a remote server without TLS or credentials.
-    """
+    """Return the tracker that `run.tracking.uri` asks for, None for `none`; `ConfigError` for an unusable address."""
     if uri == "none":
         return None
     tracker = MlflowTracker(uri, sweep, allow_insecure)
