@@ -52,7 +52,7 @@ def sweeps_in(storage: Storage, files: Iterable[Path]) -> list[SweepFolder]:
 
 
 def lineages_of(sweep: SweepFolder) -> frozenset[str]:
-    """Return the snapshots that a sweep refers to; those in its journals if its data was missing when it was planned."""
+    """Return the snapshots that a sweep refers to; if its data was missing when planned, those in its journals."""
     lineages: set[str] = set()
     for trial in sweep:
         if trial.lineages is None:

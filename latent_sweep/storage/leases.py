@@ -51,7 +51,7 @@ class Lease(Protocol):
         """Describe the holder for messages: host, process id and since when."""
 
     def held_since(self) -> float | None:
-        """Return when the current holder took it, in Unix seconds; None if it is free. Changes nothing."""
+        """Return when the current holder took it, in Unix seconds; None if it is free."""
 
     def held_until(self) -> float | None:
         """Return when it expires without renewal, in Unix seconds; None if it ends with its holder's process."""
@@ -126,9 +126,7 @@ class FileLease:
 
 
 class Presence:
-    """Shows that this process is alive: its heartbeat object, renewed while it holds leases.
-
-    There is one per process and object store, for all its leases there.
+    """Shows that this process is alive: a heartbeat object per object store, renewed while it holds leases.
 
     Args:
         heartbeat: returns this process's heartbeat for the sweep with this folder name.

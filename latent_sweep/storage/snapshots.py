@@ -142,8 +142,8 @@ class SnapshotStorage:
     ) -> Iterator[list[str]]:
         """Take the leases to learn these snapshots; yield the lineages that this process may learn.
 
-        If other processes hold all of them, it waits for the first and yields that; its snapshot may exist by then. No
-        process waits while it holds a lease, so two processes cannot deadlock.
+        If other processes hold all, it waits for the first, whose snapshot may exist by then. No process waits while it
+        holds a lease, so two processes cannot deadlock.
         """
         leases = {lineage: self._storage.lease(self.folder / f"{lineage}.lock") for lineage in lineages}
         held = []

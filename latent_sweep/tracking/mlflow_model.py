@@ -60,11 +60,7 @@ def write_mlflow_model(model: ContinualModel, sweep: SweepFolder) -> Path:
 
 
 def log_best(sweep: SweepFolder) -> None:
-    """Write the best trial's model into the sweep's folder unless it is up to date.
-
-    Raises:
-        LatentSweepError: no trial has finished, or its files do not suffice for a model.
-    """
+    """Write the best trial's model into the sweep's folder unless it is up to date."""
     from latent_sweep.deploy.extraction import find_trial, origin_of
     from latent_sweep.deploy.folder import opened
     from latent_sweep.deploy.model import ContinualModel
@@ -126,11 +122,7 @@ class FrameModel:
         self.model = model
 
     def predict(self, frame: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """Answer every row of a frame. Without a `task`, a row's text is the whole prompt; MLflow requires `params`.
-
-        Raises:
-            ConfigError: a task was not learned.
-        """
+        """Answer every row of a frame. Without a `task`, a row's text is the whole prompt; MLflow requires `params`."""
         import pandas as pd
 
         texts = frame["text"].tolist()

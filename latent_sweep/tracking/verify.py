@@ -77,10 +77,7 @@ class _Fault:
 
 
 def verify_disk(sweep: SweepFolder) -> Verdict:
-    """Compare journals with their digests, and files and snapshots with the digests in the journals.
-
-    Files of unfinished trials are not checked: a run writes them again.
-    """
+    """Compare journals with their digests, and files and snapshots of ended trials with those in the journals."""
     counts: Counter[str] = Counter()
     faults = [fault.text for fault in _disk_faults(sweep, counts)]
     return Verdict(faults, counts, () if faults else list(mixed_lines(summaries.summarize(sweep))))
@@ -263,10 +260,7 @@ def _faults(
 
 
 def _point_faults(content: RunContent, points: Sequence[Point]) -> Iterator[str]:
-    """Yield missing and surplus values.
-
-    The earlier values of a sweep or configuration are unknown, so only a direct repetition counts as surplus.
-    """
+    """Yield missing and surplus values. For sweeps and configurations, only a direct repetition counts as surplus."""
     newest: dict[tuple[str, int], float] = {}
     excess: Counter[tuple[str, int, float]] = Counter()
     for point in points:
