@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.storage.files import committing
@@ -256,7 +256,7 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
         held = pool.map(lambda lease: lease.held_since(), leases.values())
         for (path, lease), since in zip(leases.items(), held, strict=True):
             if since is not None:
-                raise ConfigError(f"{path.parent.parent}: is being run by {lease.holder()}; stop that first")
+                _refuse(path.parent.parent, lease.holder())
     alone = mine - others
     shared_folders = (inventory.storage.folder / SNAPSHOTS, inventory.storage.folder / CHECKPOINTS)
     snapshots = {p: f for p, f in inventory.files.items() if p.parent in shared_folders and p.stem in alone}
@@ -270,7 +270,7 @@ def delete(inventory: Inventory, going: Deletion) -> None:
     locks = {path for path in going.files if path.parent.name == LOCKS}
     with ExitStack() as stack:
         for sweep in going.sweeps:
-            stack.enter_context(_undriven(sweep))
+            stack.enter_context(driving(sweep, partial(_refuse, sweep.path)))
         _check_unwritten(inventory)
         marks = [sweep.path / SWEEP_FILE for sweep in going.sweeps]
         for path in dict.fromkeys((*marks, *going.snapshots, *going.files)):
@@ -282,15 +282,8 @@ def delete(inventory: Inventory, going: Deletion) -> None:
         shutil.rmtree(sweep.path, ignore_errors=True)
 
 
-@contextmanager
-def _undriven(sweep: SweepFolder) -> Iterator[None]:
-    """Hold a sweep's driver lease; refuse if another process has it."""
-
-    def refuse(driver: str) -> None:
-        raise ConfigError(f"{sweep.path}: is being run by {driver}; stop that first")
-
-    with driving(sweep, refuse):
-        yield
+def _refuse(sweep: Path, driver: str) -> NoReturn:
+    raise ConfigError(f"{sweep}: is being run by {driver}; stop that first")
 
 
 # --- copying a sweep -------------------------------------------------------------------------------------------------
