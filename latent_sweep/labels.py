@@ -56,17 +56,17 @@ def distinct_labels(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     parts: list[list[str]] = [[] for _ in points]
 
-    def split(members: Sequence[int], names: Sequence[str]) -> None:
-        if not names or len(members) < 2:
+    def split(indices: Sequence[int], names: Sequence[str]) -> None:
+        if not names or len(indices) < 2:
             return
         name, *rest = names
         groups: dict[str, list[int]] = {}
-        for member in members:
-            groups.setdefault(format_value(points[member][name]), []).append(member)
-        for value, found in groups.items():
-            for member in found if len(groups) > 1 and points[found[0]][name] is not None else ():
-                parts[member].append(value if name == "method" else f"{name}={value}")
-            split(found, rest)
+        for index in indices:
+            groups.setdefault(format_value(points[index][name]), []).append(index)
+        for value, same in groups.items():
+            for index in same if len(groups) > 1 and points[same[0]][name] is not None else ():
+                parts[index].append(value if name == "method" else f"{name}={value}")
+            split(same, rest)
 
     split(range(len(points)), list(points[0]) if points else [])
     return [" ".join(each) for each in parts]

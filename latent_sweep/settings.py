@@ -345,8 +345,8 @@ class _StrictLoader(yaml.SafeLoader):
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_whole_number)
 _StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag not in (_BOOLEAN, _INTEGER, _FLOAT)]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOLEAN, _INTEGER, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _StrictLoader.add_implicit_resolver(_INTEGER, *_WHOLE)
 _StrictLoader.add_implicit_resolver(_FLOAT, *_FRACTION)
@@ -394,7 +394,7 @@ def parse_yaml(text: str, source: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
-    # besides YAML's own errors: impossible dates and numbers, misplaced tags, endless nesting
+    # in addition to YAML's own errors: impossible dates and numbers, misplaced tags, endless nesting
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
         raise ConfigError(f"{source}: is not valid YAML: {_yaml_problem(error)}") from error
 

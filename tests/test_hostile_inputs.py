@@ -329,7 +329,7 @@ def test_a_storage_in_a_circle_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("lock", ["a folder", "a pipe"])
 @pytest.mark.parametrize("name", ["tiny/locks/driver.lock", "tiny/trials/*/journal.jsonl", "tiny/sweep.yaml"])
-def test_what_lies_where_a_storage_has_its_files_is_named(tmp_path, capsys, lock, name):
+def test_an_obstacle_in_a_storage_is_named(tmp_path, capsys, lock, name):
     path = write(tmp_path, TINY)
     if "*" in name:
         trial = expand(load_sweep(path))[0]
@@ -380,7 +380,7 @@ def test_a_tilde_is_the_home_folder_for_backbones_and_caches(tmp_path, checkpoin
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 @pytest.mark.parametrize("there", [False, True])
-def test_only_the_owner_may_read_what_nobody_has_placed(tmp_path, monkeypatch, umask, there):
+def test_only_the_owner_may_read_a_default_storage(tmp_path, monkeypatch, umask, there):
     """A folder of the default name that is new is its owner's alone; any other keeps to the umask."""
     monkeypatch.chdir(tmp_path)
     before = os.umask(umask)
@@ -569,11 +569,8 @@ def configured(change):
 
 BACKBONES = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "config cut off": (lambda folder: os.truncate(folder / "config.json", 40), "config.json is not JSON"),
-    "config of another family": (
-        configured(lambda c: c | {"model_type": "gpt2"}),
-        "Conv1D",
-    ),
+    "config cut off": (lambda folder: os.truncate(folder / "config.json", 40), "config.json"),
+    "config of another family": (configured(lambda c: c | {"model_type": "gpt2"}), "Conv1D"),
 }
 
 
@@ -591,7 +588,7 @@ MORE_BACKBONES = {
     "config that is a list": (configured(lambda c: [c]), "config.json"),
     "config without sizes": (configured(lambda c: {"model_type": "llama"}), "hidden_size"),
     "config with text for a size": (configured(lambda c: c | {"hidden_size": "32"}), "hidden_size"),
-    "config that is not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b'"\xff"'), "is not JSON"),
+    "config that is not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b'"\xff"'), "JSON"),
 }
 
 
@@ -605,10 +602,7 @@ def test_a_backbone_of_5000_letters_is_refused(tmp_path, capsys):
     assert "backbone.name" in refusal(capsys, "plan", path)
 
 
-WEIGHTS = {
-    "a shard cut off": lambda shard: os.truncate(shard, 100),
-    "a shard missing": lambda shard: shard.unlink(),
-}
+WEIGHTS = {"a shard cut off": lambda shard: os.truncate(shard, 100), "a shard missing": lambda shard: shard.unlink()}
 
 
 @pytest.mark.parametrize("damage", WEIGHTS.values(), ids=list(WEIGHTS))
@@ -732,7 +726,7 @@ def test_what_is_damaged_is_reported_and_made_again_with_the_same_results(undist
 
 
 @pytest.mark.parametrize("other", ["tiny-t5", "tiny-llama"], ids=["another backbone", "another rank"])
-def test_factors_under_another_name_are_told_apart(tmp_path, caplog, other):
+def test_factors_under_another_name_are_distinguished(tmp_path, caplog, other):
     llama = load_tiny("tiny-llama")
     expected = load_factors(llama.targets, "llama", 8, tmp_path / "expected")
     load_factors(load_tiny(other).targets, "t5" if other == "tiny-t5" else "llama", 4, tmp_path)

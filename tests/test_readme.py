@@ -88,8 +88,9 @@ def test_sweep_file_in_the_guide_is_valid():
 def test_sweep_file_in_the_search_chapter_is_accepted_by_plan(tmp_path, capsys):
     (block,) = (b for b in yaml_blocks("docs/tuning.md") if b.startswith("name: "))
     (tmp_path / "sweep.yaml").write_text(block)
-    assert main(["plan", str(tmp_path / "sweep.yaml"), "--set", f"run.storage={tmp_path}"]) == 0
-    assert "optuna tries 40 points" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "sweep.yaml"), "--json", "--set", f"run.storage={tmp_path}"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["search"]["name"], plan["search"]["on"], len(plan["trials"])) == ("optuna", "validation", 2 * 40)
 
 
 RELEASED = {re.search(r"^name: (\w+)$", block, re.M)[1]: block for block in yaml_blocks("docs/released_protocols.md")}

@@ -72,11 +72,11 @@ def test_as_written_keeps_ranges(content):
 
 def test_what_is_written_goes_before_defaults_and_the_first_of_them_before_the_others():
     first, second = {"rate": 0.5, "inner": {"width": 5}}, {"rate": 0.25, "kind": "b", "inner": {"width": 7, "depth": 9}}
-    found = resolved({}, first, second)
-    assert type(found) is Outer and type(found.inner) is Inner
-    assert found == Outer(rate=0.5, kind="b", inner=Inner(width=5, depth=2))
-    found = resolved({"rate": 2.0, "kind": "a", "inner": {"width": 4}}, first, second)
-    assert found == Outer(rate=2.0, kind="a", inner=Inner(width=4, depth=9))
+    group = resolved({}, first, second)
+    assert type(group) is Outer and type(group.inner) is Inner
+    assert group == Outer(rate=0.5, kind="b", inner=Inner(width=5, depth=2))
+    group = resolved({"rate": 2.0, "kind": "a", "inner": {"width": 4}}, first, second)
+    assert group == Outer(rate=2.0, kind="a", inner=Inner(width=4, depth=9))
 
 
 def test_null_is_left_out_where_a_preset_may_speak_and_a_value_elsewhere():

@@ -183,8 +183,10 @@ def _stream(source: PackSource, by_id: dict[str, Pack], sweep: SweepFolder, limi
             pack = source.next_pack()
             if pack is None:
                 return Searcher.FINISHED if source.is_exhausted else None
-            self.running[trial_id] = by_id[pack.pack_id] = pack
-            return {"pack_id": pack.pack_id, "work": ray.put((pack, journal_lengths([pack], sweep)))}
+            # points of a search that share their training have packs with one id
+            pack_id = pack.pack_id if pack.pack_id not in by_id else f"{pack.pack_id}-{len(by_id)}"
+            self.running[trial_id] = by_id[pack_id] = pack
+            return {"pack_id": pack_id, "work": ray.put((pack, journal_lengths([pack], sweep)))}
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             pack = self.running.pop(trial_id, None)

@@ -76,8 +76,8 @@ class PackList:
 class _Point:
     values: Point
     trials: Sequence[Trial]
-    running: set[str] = field(default_factory=set)
-    """Ids of its packs that have not ended."""
+    running: set[tuple[str, ...]] = field(default_factory=set)
+    """Keys of its packs that have not ended."""
     choices: list[str] = field(default_factory=list)
     """Ids by which the searcher awaits its score."""
 
@@ -95,7 +95,7 @@ class SearchedPacks:
         self.n_tasks = n_tasks
         self._sweep, self._folder, self._record = sweep, folder, record
         self._points: dict[tuple[str, ...], _Point] = {}
-        self._of_pack: dict[str, _Point] = {}
+        self._of_pack: dict[tuple[str, ...], _Point] = {}
         self._queue: deque[Pack] = deque()
         self._n_choices = 0
         self._waits = self._ended = False
@@ -121,8 +121,8 @@ class SearchedPacks:
         return self._queue.popleft()
 
     def complete(self, pack: Pack) -> None:
-        point = self._of_pack[pack.pack_id]
-        point.running.discard(pack.pack_id)
+        point = self._of_pack[_key(pack.trials)]
+        point.running.discard(_key(pack.trials))
         if not point.running:
             self._tell(point)
         self._waits = False
@@ -134,7 +134,8 @@ class SearchedPacks:
             self._n_choices += 1
             config = self._searcher.suggest(choice)
             if not isinstance(config, Mapping):
-                self._ended = config is not None  # `Searcher.FINISHED`; None asks to wait
+                # None asks to wait, for which there is a reason only while points run
+                self._ended = config is not None or not any(point.running for point in self._points.values())
                 return False
             values = {axis: self._space[axis].value(config[axis]) for axis in self._sweep.drawn}
             trials = trials_at(self._sweep, values)
@@ -158,9 +159,9 @@ class SearchedPacks:
 
     def _add(self, values: Point, trials: Sequence[Trial]) -> _Point:
         packs = incomplete(pack(trials, self._sweep.run.pack), self._folder)
-        point = _Point(values, trials, {each.pack_id for each in packs})
+        point = _Point(values, trials, {_key(each.trials) for each in packs})
         self._points[_key(trials)] = point
-        self._of_pack |= {each.pack_id: point for each in packs}
+        self._of_pack |= {_key(each.trials): point for each in packs}
         self._queue += packs
         return point
 

@@ -52,12 +52,10 @@ MOST_UNREAD = 0.05
 FEW_ANSWERS = 20
 """Maximum number of answers of a task without `labels` that counts as having labels, with four examples each."""
 SHOWN = 3
-"""Examples in a message."""
 
 _UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")
 _PUNCTUATION = re.compile("[.,;:!?\"'\u2018-\u201d]+(?=\\s|$)|(?<!\\S)[\"'\u2018-\u201d]+")
 _OF_BLANKS = ("token_f1", "bleu", "sari")
-"""Metrics whose words end at blanks."""
 _OF_ROUGE = ("rouge_l", "rouge_1")
 
 
@@ -69,11 +67,9 @@ class TaskAnswers:
     policy: RefsPolicy
     labels: Sequence[str] | None
     train: Sequence[str]
-    """The target of each training example."""
     references: Sequence[Sequence[str]]
     """Of each test example, those that score it."""
     inputs: Sequence[str]
-    """Of each test example."""
     written: Callable[[str, bool], str]
     """Returns the answer of a model that repeats a text, within the limits of an answer or (False) without."""
 
@@ -97,7 +93,6 @@ class Untrained:
     answers: tuple[str, ...] = ()
     """The first ones, with differences that the eye does not see."""
     too_few_trained: bool = False
-    """Whether the training examples are too few to have all answers."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +112,11 @@ class AnswerReport:
     empty: float
     """Of an empty answer, on examples whose references are not."""
     most_frequent: str
-    """The most frequent training answer."""
     constant: float
     """Of this answer to every example."""
     copied: float
-    """Of the input as the answer."""
     confusion: Confusion
     labels_alike: tuple[str, str] | None
-    """Two of the task's `labels` that are equal under the metric."""
     letters_read: float
     """Share of the references' letters and digits that the metric reads."""
     unspaced: float
@@ -148,7 +140,6 @@ class Problem:
     allowances: tuple[Allowance, ...] = ()
     """Each of them turns the fault into a warning; the advice names the first."""
     of_tokenizer: bool = False
-    """Whether it depends on the backbone's tokenizer."""
 
 
 def examine_answers(task: TaskAnswers) -> AnswerReport:
@@ -169,11 +160,11 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
     lost += [(each[0], text) for each, text, a in zip(references, written, attained, strict=True) if not a]
     filled = [row for row in rows if any(text.strip() for text in task.references[row])]
     most_frequent = Counter(task.train).most_common(1)[0][0]
-    known = list(dict.fromkeys(text for each in task.references for text in each))
-    numbers = known if task.metric == "number_match" else []
-    letters = "".join(known)
+    answers = list(dict.fromkeys(text for each in task.references for text in each))
+    numbers = answers if task.metric == "number_match" else []
+    letters = "".join(answers)
     labels = (task.labels or ())[: TRIED if plugin else None]
-    most = TRIED if plugin else FEW_ANSWERS if len(known) <= FEW_ANSWERS else ANSWERS
+    most = TRIED if plugin else FEW_ANSWERS if len(answers) <= FEW_ANSWERS else ANSWERS
     return AnswerReport(
         metric=task.metric,
         tried=len(rows),
@@ -188,7 +179,7 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
         most_frequent=most_frequent,
         constant=_mean(_scores(task, rows, [most_frequent] * len(rows))),
         copied=_mean(_scores(task, rows[::4], [task.inputs[row] for row in rows[::4]])),
-        confusion=_confusion(task, [most_frequent, *spread(known, most)]),
+        confusion=_confusion(task, [most_frequent, *spread(answers, most)]),
         labels_alike=None if takes_input(task.metric) else first_equivalent(labels, task.metric),
         letters_read=rouge_coverage(letters) if task.metric in _OF_ROUGE else 1.0,
         unspaced=len(_UNSPACED.findall(letters)) / max(1, sum(map(str.isalnum, letters))),
@@ -200,13 +191,13 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
 
 def answer_problems(report: AnswerReport) -> Iterator[Problem]:
     metric = report.metric
-    if (found := report.confusion).rows:
+    if (confusion := report.confusion).rows:
         yield Problem(
             f"{metric} gives 1 to an answer that differs from the reference",
-            f"{found.rows:,} of {found.of:,} test examples tried",
-            f"{_short(found.answer)} for {_short(found.reference)}",
+            f"{confusion.rows:,} of {confusion.of:,} test examples tried",
+            f"{_short(confusion.answer)} for {_short(confusion.reference)}",
             "use a metric that distinguishes them, or write the answers differently",
-            found.rows > SPOILED_SHARE * found.of,
+            confusion.rows > SPOILED_SHARE * confusion.of,
             ("alike_answers",),
         )
     if report.labels_alike is not None:

@@ -52,7 +52,6 @@ EXAMPLES: Mapping[str, str] = {
     "search": "e.g. {seed: [0, 1]}",
     "run": "e.g. {storage: runs}",
 }
-"""Examples of the blocks of a sweep file."""
 
 BLOCKS = ("name", "trial", "search", "tune", "run")
 
@@ -71,7 +70,6 @@ class Draw(Settings):
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """The choices, or the bounds."""
         return self.values if self.kind == "choice" else self.values[:2]
 
     def snapped(self, value: Any) -> Any:
@@ -115,7 +113,6 @@ class Sweep(Settings):
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether a searcher chooses the points while trials run."""
         return self.run.search.is_adaptive
 
     @property
@@ -176,7 +173,6 @@ def _plain(value: Any) -> Any:
 
 
 def override(path: str, value: Any) -> str:
-    """Return `path=value` as after `--set`."""
     return f"{path}={yaml_text(_plain(value), one_line=True)}"
 
 
@@ -185,9 +181,9 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     """Return the sweep of YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
-        found = "an empty file" if content is None else shown(content)
+        text = "an empty file" if content is None else shown(content)
         raise ConfigError(
-            f"{source}: found {found}; expected a sweep file, a mapping with {', '.join(BLOCKS)}. "
+            f"{source}: found {text}; expected a sweep file, a mapping with {', '.join(BLOCKS)}. "
             "`latent-sweep init NAME` writes a first one"
         )
     faults = [fault for override in overrides for fault in _apply_override(content, override)]
@@ -289,7 +285,6 @@ def _sample_faults(search: Mapping[str, Any], samples: int) -> list[str]:
 
 
 def _scored_on(rows: str, template: dict[str, Any]) -> list[str]:
-    """Set the examples that a searcher's trials are scored on."""
     benchmark = template.get("benchmark")
     written = benchmark.get("score_on") if isinstance(benchmark, dict) else None
     if written not in (None, rows):
@@ -301,7 +296,6 @@ def _scored_on(rows: str, template: dict[str, Any]) -> list[str]:
 def _searcher_faults(
     run: RunSettings, axes: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw], tuned: bool
 ) -> list[str]:
-    """List why a searcher cannot choose the points."""
     packed = run.pack if isinstance(run.pack, tuple) else ()
     faults = ["tune: a searcher chooses settings, too; leave out tune, or run.search.name"] if tuned else []
     if run.pack == "auto" or (isinstance(run.pack, int) and run.pack > 1):
@@ -366,8 +360,8 @@ def _validated(kind: type[Settings], content: Mapping[str, Any], path: str) -> t
 
 def _trial(template: Mapping[str, Any]) -> tuple[WrittenTrial | None, list[str]]:
     """Return a trial, or the faults of its groups with paths below `trial`."""
-    known = ("method", *GROUPS, "seed")
-    faults = [_unknown_key(str(key), known, "trial") for key in template if key not in known]
+    allowed = ("method", *GROUPS, "seed")
+    faults = [_unknown_key(str(key), allowed, "trial") for key in template if key not in allowed]
     groups: dict[str, Any] = {}
     groups["method"], method_faults = _method(template.get("method"))
     faults += method_faults
@@ -465,10 +459,10 @@ def _lacking(template: Mapping[str, Any], axes: Mapping[str, Sequence[Any]]) -> 
     method = template.get("method")
     own = method.get("name", DEFAULT) if isinstance(method, dict) else DEFAULT
     names = dict.fromkeys(str(flatten(owner, value).get("method.name", own)) for value in axes[owner])
-    known = {}
+    fields_of = {}
     for name in names:
         with contextlib.suppress(ConfigError):  # a fault of the owner
-            known[name] = method_class(name).settings_class.model_fields
+            fields_of[name] = method_class(name).settings_class.model_fields
     advice = f"write it into the entries of `search.{owner}` whose method has it"
     if owner == "method.name":
         advice = "search `method` instead of `method.name`, and write it into the entries whose method has it"
@@ -476,8 +470,8 @@ def _lacking(template: Mapping[str, Any], axes: Mapping[str, Sequence[Any]]) -> 
     for axis in axes:
         group, _, rest = axis.partition(".")
         setting = rest.partition(".")[0]
-        lack = [name for name, fields in known.items() if setting not in fields]
-        if group == "method" and setting and 0 < len(lack) < len(known):
+        lack = [name for name, fields in fields_of.items() if setting not in fields]
+        if group == "method" and setting and 0 < len(lack) < len(fields_of):
             verb = "has" if len(lack) == 1 else "have"
             faults[axis] = [f"search.{axis}: {', '.join(lack)} {verb} no setting {setting}; {advice}"]
     return faults
@@ -650,9 +644,9 @@ def _joined(keys: list[str]) -> list[str]:
     return keys
 
 
-def _unknown_key(key: str, known: Sequence[str], block: str = "") -> str:
-    near = close_name(key, known)
-    hint = f"did you mean {near!r}?" if near else f"allowed: {', '.join(known)}"
+def _unknown_key(key: str, allowed: Sequence[str], block: str = "") -> str:
+    near = close_name(key, allowed)
+    hint = f"did you mean {near!r}?" if near else f"allowed: {', '.join(allowed)}"
     return f"{key}: unknown key; {_elsewhere(key, block) or hint}"
 
 

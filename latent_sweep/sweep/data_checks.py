@@ -381,7 +381,6 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
     """Yield the distinct cases of trials, with `reader` or with the tokenizers on this machine."""
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
     seen: dict[tuple[int, int, int], Trial] = {}
-    """By ids of objects that the trial keeps alive."""
     any_order: dict[str, Any] = {"order": None, "tasks": None}
     for trial in trials:
         s = trial.settings
@@ -391,8 +390,8 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
         if settings.score_on == "test":
             settings = settings.model_copy(update={"validation_fraction": 0.1})
         backbone = s.backbone.model_copy(update={"device": "auto"})
-        known = tasks.setdefault((settings, backbone), {})
-        known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
+        of_settings = tasks.setdefault((settings, backbone), {})
+        of_settings |= {task.name: (task, trial) for task in trial.tasks if task.name not in of_settings}
     # only transformers reads a chat template, so trials count its tokens
     readers = {
         (b, chat): reader or (Reader(family_of(b.name), None) if chat else reader_of(b))
@@ -536,13 +535,12 @@ def _spoiled_targets(
     allowance: Allowance,
     of_tokenizer: bool = False,
 ) -> Iterator[Problem]:
-    """Yield a problem for each split with examples all of whose answers are spoiled."""
     for split in SPLITS:
         answers = [case.answers(example, split) for example in case.examples[split]]
         spoiled = {text: is_spoiled(text, split) for text in dict.fromkeys(itertools.chain.from_iterable(answers))}
-        if found := [texts[0] for texts in answers if all(spoiled[text] for text in texts)]:
-            example = f"{found[0][:60]!r}{' ...' if len(found[0]) > 60 else ''}"
-            yield _by_share(case, len(found), split, topic, example, advice(split), allowance, of_tokenizer)
+        if texts_spoiled := [texts[0] for texts in answers if all(spoiled[text] for text in texts)]:
+            example = f"{texts_spoiled[0][:60]!r}{' ...' if len(texts_spoiled[0]) > 60 else ''}"
+            yield _by_share(case, len(texts_spoiled), split, topic, example, advice(split), allowance, of_tokenizer)
 
 
 def _stopped_targets(case: Case) -> Iterator[Problem]:
@@ -734,11 +732,9 @@ class Check(NamedTuple):
 
     find: Callable[[Case], Iterator[Problem]]
     own: bool = False
-    """Only for a user's own benchmark."""
     tokenizer: bool = False
-    """Only with a tokenizer."""
     in_trial: bool = False
-    """Again in the trial, with the backbone's own tokenizer."""
+    """Also made in the trial, with the backbone's own tokenizer."""
 
 
 CHECKS = (

@@ -27,12 +27,10 @@ from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
 from latent_sweep.sweep.reader import reader_of
 
 SHINGLE = 3
-"""Words in a shingle."""
 ALIKE = 0.8
 """Jaccard similarity from which two inputs are near duplicates."""
 LABELS_SHOWN = 8
 MOST_LABELS = 50
-"""Maximum number of answers of a task without `labels` that are counted one by one."""
 UNEVEN = 0.9
 """Share of a task's examples with one answer from which there is a warning."""
 FEW_CHARACTERS = 2.0
@@ -62,7 +60,6 @@ class SplitReport:
 
     rows: int
     answers: int
-    """Different ones."""
     labels: Mapping[str, int]
     """Examples by answer, the most frequent first; empty if there are many answers."""
     counts: Mapping[str, int]
@@ -84,7 +81,6 @@ PROBLEMS: Mapping[str, str] = {
     "empty": "answers have no letter or digit",
     "beside_labels": "answers are not among `labels`",
 }
-"""Problems of single examples that are counted."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,6 @@ class TaskReport:
     metric: str
     splits: Mapping[str, SplitReport]
     shared: int
-    """Test examples whose input is a training input."""
     alike: int
     """Test examples whose input is nearly a training input."""
     other_form: int
@@ -113,7 +108,6 @@ class BenchmarkReport:
     max_source_length: int
     max_target_length: int
     reads_tokens: bool
-    """Whether the backbone's tokenizer is on this machine."""
     tasks: tuple[TaskReport, ...]
     faults: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -247,7 +241,6 @@ def _split_report(case: Case, split: Split, alike: int) -> SplitReport:
 
 
 def _token_counts(case: Case, split: Split) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the counts and lengths of `SplitReport` that need a tokenizer."""
     settings, tokenizer, alphabet = case.settings, case.reader.tokenizer, case.reader.alphabet
     texts = ["".join(parts) for parts in case.prompts(split)]
     answers = [case.answers(example, split)[0] for example in case.examples[split]]
@@ -263,11 +256,7 @@ def _token_counts(case: Case, split: Split) -> tuple[dict[str, int], dict[str, A
         "spelled": sum(special.spelled(text) is not None for text in both),
     }
     characters = sum(map(len, texts)) / max(1, sum(prompts))
-    return counts, {
-        "prompts": Lengths.of(prompts),
-        "targets": Lengths.of(targets),
-        "characters_per_token": characters,
-    }
+    return counts, {"prompts": Lengths.of(prompts), "targets": Lengths.of(targets), "characters_per_token": characters}
 
 
 def _problems(case: Case, report: TaskReport) -> Iterator[Problem]:

@@ -18,10 +18,9 @@ from latent_sweep.settings import canonical_json, content_hash, flatten
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.plan import Trial
-from latent_sweep.sweep.plan_text import common_values
+from latent_sweep.sweep.plan_text import common_values, count_text
 
 SHOWN = 6
-"""Maximum number of values or fields in a line."""
 
 EARLIER = "the tasks before it"
 """Names a difference in the earlier snapshots alone."""
@@ -44,7 +43,6 @@ class Stage:
 
     lineage: str
     tasks: tuple[str, ...]
-    """Tasks that it learns from."""
     fields: Mapping[str, str]
     """JSON of everything else that it reads, by dotted path, as in a sweep file if possible."""
     parents: tuple[str, ...]
@@ -52,7 +50,6 @@ class Stage:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Stage:
-        """Return the stage with this content; see `Trial.stage_contents`."""
         named = [(_NAMES.get(key, key), part) for key, part in content.items() if key not in ("tasks", "parents")]
         leaves = chain.from_iterable(flatten(name, part).items() for name, part in named)
         fields = {path: canonical_json(value) for path, value in leaves}
@@ -64,7 +61,6 @@ class Comparison:
     """A stage and the stages of other points of one axis that learn the same tasks, or the most similar one stored."""
 
     axis: str
-    """Or `STORE`."""
     stage: Stage
     others: tuple[Stage, ...]
     """One for each other point of the axis, with all else equal."""
@@ -129,7 +125,7 @@ class Stages:
     def _others(self, stage: Stage, axis: str, trial: Trial) -> tuple[Stage, ...]:
         points = [point for point in self._points[axis, self._all_else(axis, trial)] if point is not trial]
         alike = ([o for o in self._histories[point.training_id] if o.tasks == stage.tasks] for point in points)
-        return tuple(found[0] for found in alike if found)
+        return tuple(stages[0] for stages in alike if stages)
 
     def _all_else(self, axis: str, trial: Trial) -> str:
         paths = self.axes[axis]
@@ -169,10 +165,10 @@ def _paths(axis: str, values: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _remembered(store: SnapshotStorage) -> list[Stage]:
-    found = []
+    stages = []
     for path in sorted(store.folder.glob("*.json")):
         try:
-            found.append(Stage.of(json.loads(path.read_text(encoding="utf-8"))["facts"]["stage"]))
+            stages.append(Stage.of(json.loads(path.read_text(encoding="utf-8"))["facts"]["stage"]))
         except (
             OSError,
             ValueError,
@@ -182,7 +178,7 @@ def _remembered(store: SnapshotStorage) -> list[Stage]:
             RecursionError,
         ):  # a run quarantines and reports corrupt ones
             continue
-    return found
+    return stages
 
 
 # --- the text --------------------------------------------------------------------------------------------------------
@@ -217,7 +213,7 @@ def _title(stages: Stages, lineages: Sequence[str], trials: Sequence[Trial]) -> 
     common = {path: value for path, value in common_values(concerned).items() if path not in everywhere}
     where = "".join(f", {path}={format_value(value)}" for path, value in common.items())
     places = _ranges(sorted({position + 1 for _, position in users}))
-    return f"{places}{where}: {_count(len(lineages), 'stage')} for {_count(len(concerned), 'trial')}"
+    return f"{places}{where}: {count_text(len(lineages), 'stage')} for {count_text(len(concerned), 'trial')}"
 
 
 def _state(stages: Stages, lineage: str) -> str:
@@ -263,7 +259,3 @@ def _ranges(numbers: Sequence[int]) -> str:
     ends = [n for n in numbers if n + 1 not in numbers]
     spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return f"task{'s' if len(numbers) > 1 else ''} {', '.join(spans)}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -40,7 +40,7 @@ CHARACTERS_PER_TOKEN = 4.0
 
 
 class Span(NamedTuple):
-    """A number known to lie in a range."""
+    """A number within a range."""
 
     least: int
     most: int
@@ -54,25 +54,20 @@ class Reuse:
     """A sweep's work, with equal work counted once, and the part that is left."""
 
     distinct: int
-    """Distinct snapshots."""
     stored: int
     """Of those, already in the storage."""
     to_learn: int
     """Of the others, those that an unfinished trial needs."""
     steps: int
-    """Optimizer steps of these."""
     adding: tuple[str, ...]
     """Methods among these that may train on more examples than the tasks have; `steps` leaves these out."""
     answers: int
     """Answers if every trial answered every task seen, at every stage."""
     passes: Span
-    """Distinct passes."""
     open_passes: Span
     """Of those, without recorded rows of score matrices and answers in the generation cache."""
     open_answers: Span
-    """Their answers."""
     writing: Writing
-    """What the work that is left writes."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,6 @@ class Estimate:
     reuse: Reuse | None
     """None if the data is not on this machine."""
     missing_data: str | None
-    """Why reuse is unknown."""
 
 
 @memo_scope()
@@ -177,7 +171,6 @@ def _parameter_count(trial: Trial) -> int:
 
 
 def trainings_of(trials: Sequence[Trial]) -> list[Trial]:
-    """Return one trial of each training."""
     return list({trial.training_id: trial for trial in trials}.values())
 
 
@@ -196,7 +189,7 @@ def _missing_stages(
 
 
 Tests = Mapping[str, int]
-"""Numbers of test examples by a key for all that their answers depend on besides the snapshots."""
+"""Numbers of test examples by a key for all that their answers depend on apart from the snapshots."""
 
 
 class _Passes:
@@ -289,16 +282,11 @@ class Work(NamedTuple):
     reader: Reader
     training: float
     evaluation: tuple[float, float]
-    """At least and at most."""
 
 
 @memo_scope()
-def work_of(trials: Sequence[Trial], folder: SweepFolder, found: Estimate) -> dict[tuple[str, str], list[Work]]:
-    """Estimate the time by every profile in the storage.
-
-    Returns:
-        By name and precision of each backbone; empty lists without a profile or data.
-    """
+def work_of(trials: Sequence[Trial], folder: SweepFolder, estimated: Estimate) -> dict[tuple[str, str], list[Work]]:
+    """Estimate the time by every profile in the storage, by name and precision of each backbone."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.settings.backbone.name, trial.settings.backbone.dtype), []).append(trial)
@@ -306,7 +294,7 @@ def work_of(trials: Sequence[Trial], folder: SweepFolder, found: Estimate) -> di
     for (backbone, dtype), group in groups.items():
         paths = (profile_path(folder.storage.folder, backbone, dtype, device) for device in ("cuda", "cpu"))
         profiles = [profile for profile in map(read_profile, paths) if profile is not None]
-        own = found if len(groups) == 1 or not profiles else estimate(group, folder)
+        own = estimated if len(groups) == 1 or not profiles else estimate(group, folder)
         timed = [_work_by(profile, group, folder, own.reuse) for profile in profiles if own.reuse is not None]
         work[backbone, dtype] = timed
     return work
@@ -320,18 +308,18 @@ def _work_by(profile: Profile, trials: Sequence[Trial], folder: SweepFolder, reu
     return Work(profile, reader, training, (least, most))
 
 
-def costs_of(plan: Plan, found: Estimate, work: Mapping[Any, Sequence[Work]], storage: Storage) -> list[Item]:
+def costs_of(plan: Plan, estimated: Estimate, work: Mapping[Any, Sequence[Work]], storage: Storage) -> list[Item]:
     run = plan.sweep.run
     device = "cuda" if run.resources.gpus else "cpu"
     fitting = [next((w for w in timed if w.profile.device == device), None) for timed in work.values()]
-    known = [w for w in fitting if w is not None]
+    fitted = [w for w in fitting if w is not None]
     hours = None
-    if known and len(known) == len(fitting):
-        least, most = (sum(w.training + w.evaluation[end] for w in known) / 3600 for end in (0, 1))
+    if fitted and len(fitted) == len(fitting):
+        least, most = (sum(w.training + w.evaluation[end] for w in fitted) / 3600 for end in (0, 1))
         hours = least, most
     items = [hours_of(*hours, run.resources, run.prices)] if hours else []
-    if storage.is_remote and found.reuse is not None:
-        items += bucket_items(found.reuse.writing, run, hours)
+    if storage.is_remote and estimated.reuse is not None:
+        items += bucket_items(estimated.reuse.writing, run, hours)
     return items
 
 
@@ -365,16 +353,18 @@ def _tokens_per_example(trial: Trial, position: int, reader: Reader) -> float:
 @memo_scope()
 def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
     folder = SweepFolder(storage, plan.sweep.name)
-    found = estimate(plan.trials, folder)
+    estimated = estimate(plan.trials, folder)
     reuse = None
-    if found.reuse is not None:
-        spans = {name: value._asdict() for name, value in vars(found.reuse).items() if isinstance(value, Span)}
-        reuse = {**asdict(found.reuse), **spans}
+    if estimated.reuse is not None:
+        spans = {name: value._asdict() for name, value in vars(estimated.reuse).items() if isinstance(value, Span)}
+        reuse = {**asdict(estimated.reuse), **spans}
     pack_of = {trial.trial_id: number for number, pack in enumerate(plan.packs) for trial in pack.trials}
-    tuning = {}
+    more: dict[str, Any] = {}
+    if plan.sweep.is_adaptive:  # random trials stand in for those that the searcher will choose
+        more["search"] = plan.sweep.run.search.model_dump(mode="json")
     if plan.tuning is not None:
         selected = tuning_lines(plan.results or ()) or None
-        tuning["tuning"] = {"chosen": selected, "candidates": plan_record(plan.tuning, storage)}
+        more["tuning"] = {"chosen": selected, "candidates": plan_record(plan.tuning, storage)}
     return {
         "sweep": folder.name,
         "trials": [
@@ -384,12 +374,14 @@ def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
                 "pack": pack_of[trial.trial_id],
                 "values": dict(trial.values),
                 "tasks": [task.name for task in trial.tasks],
-                "lineages": None if found.reuse is None else trial.lineages(),
+                "lineages": None if estimated.reuse is None else trial.lineages(),
             }
             for trial in plan.trials
         ],
-        "estimate": {**asdict(found), "reuse": reuse},
-        "costs": [item.record() for item in costs_of(plan, found, work_of(plan.trials, folder, found), storage)],
+        "estimate": {**asdict(estimated), "reuse": reuse},
+        "costs": [
+            item.record() for item in costs_of(plan, estimated, work_of(plan.trials, folder, estimated), storage)
+        ],
         "warnings": plan.remarks,
-        **tuning,
+        **more,
     }

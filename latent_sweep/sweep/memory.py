@@ -111,7 +111,6 @@ class Memory:
     moments: int
     fisher: int
     cache: int
-    """Keys and values during generation."""
     reading: int
     """Activations during generation."""
 
@@ -121,13 +120,11 @@ class Memory:
 
     @property
     def learning(self) -> int:
-        """Peak of training."""
         passed = self.activations + self.working + self.logits
         return self._resident + self.gathered + passed + self.adapter + self.optimizer
 
     @property
     def answering(self) -> int:
-        """Peak of evaluation."""
         return self._resident + self.gathered_to_answer + self.cache + self.reading
 
     @property
@@ -212,8 +209,8 @@ def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], flo
 
 def cards(resources: ResourceSettings) -> dict[int, float]:
     """Return a worker's bytes on its accelerator by the card's GB; empty for an unknown accelerator."""
-    known = ACCELERATORS.get(resources.accelerator or "", {}) if resources.gpus else {}
-    return {size: resources.gpus * GIB * visible for size, visible in known.items()}
+    by_size = ACCELERATORS.get(resources.accelerator or "", {}) if resources.gpus else {}
+    return {size: resources.gpus * GIB * visible for size, visible in by_size.items()}
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -333,13 +330,11 @@ class _Stack(NamedTuple):
 
     blocks: int
     kept: int
-    """For the backward pass."""
     working: int
     """In addition, in the backward pass."""
     input: int
     """What gradient checkpointing keeps instead."""
     norm: int
-    """Of the norm after the last block."""
     shared: int
     """The mask of all blocks together."""
 

@@ -30,13 +30,7 @@ from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, canonical_targets, describe, family_of
 from latent_sweep.data.faults import validation_faults
-from latent_sweep.data.loaders import (
-    DATA_VARIABLE,
-    count_examples,
-    data_digest,
-    source_digest,
-    truncation_identity,
-)
+from latent_sweep.data.loaders import DATA_VARIABLE, count_examples, data_digest, source_digest, truncation_identity
 from latent_sweep.data.prompts import CUE, cue_of, template_identity
 from latent_sweep.data.schema import (
     BenchmarkSettings,
@@ -85,7 +79,6 @@ SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, EMBEDDED: 512}
 """Longest prompt in tokens, by backbone family (A27)."""
 
 MOST_CORNERS = 500
-"""Combinations of extremes that are checked before a search."""
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """Splits with data files; validation examples are held out of the training examples."""
@@ -101,7 +94,6 @@ class Trial:
     values: Mapping[str, Any]
     """The settings that vary in the sweep and that this trial reads, by dotted path."""
     tasks: tuple[TaskSpec, ...]
-    """In the order they are learned."""
     spec: BenchmarkSpec
     """The benchmark at planning time, as are all fields below."""
     backbone: Mapping[str, Any]
@@ -276,12 +268,10 @@ class Trial:
         return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
 
     def source(self, task: TaskSpec, split: Split) -> str | None:
-        """Return the `source_digest` of a split at planning time."""
         of_test = split == "test" and self.settings.benchmark.score_on == "test"
         return self.sources[task.name, "test" if of_test else "train"]
 
     def data_digest_of(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
-        """Return the `data_digest` of a split at planning time."""
         s = self.settings.benchmark
         source = self.source(task, split)
         return memoized(
@@ -297,7 +287,7 @@ class Run:
 
     trials: tuple[Trial, ...]
     largest_rank: int
-    """Largest rank of any trial that adapts the same projections; they share factors of this rank."""
+    """Of any trial that adapts the same projections; they share factors of this rank."""
 
     @property
     def training_id(self) -> str:
@@ -437,7 +427,6 @@ def _pack_key(run: Run, together: int | Sequence[str]) -> str:
 
 
 def resolve(written: WrittenTrial) -> TrialSettings:
-    """Fill in missing settings from the method's preset and the paper's protocol."""
     spec, name = load_benchmark(written.benchmark.name), written.backbone.name
     family = name if name in PROTOCOL else family_of(name)
     kind = method_class(written.method.name)
@@ -508,7 +497,6 @@ def points(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def points_at(sweep: Sweep, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the points, by dotted path, with these values of the axes that are drawn."""
     axes = [[(axis, value) for value in values] for axis, values in sweep.crossed.items()]
     combinations = (dict(pairs) | dict(drawn) for pairs in itertools.product(*axes))
     return [
@@ -593,9 +581,7 @@ class _Stream(NamedTuple):
     metric_sources: Mapping[str, str]
     sources: Mapping[tuple[str, str], str | None]
     training: str
-    """JSON of the settings, also of the benchmark's file, that training reads."""
     inference: str
-    """JSON of those that answers and scores depend on."""
 
 
 def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
@@ -665,7 +651,6 @@ def setting(settings: Any, path: str) -> Any:
 
 
 def trial_faults(trial: Trial) -> list[str]:
-    """List the faults of a resolved trial, such as a rank or count that its backbone or data rule out."""
     s = trial.settings
     faults = memoized("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
     faults = faults + memoized("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
@@ -688,20 +673,20 @@ def trial_faults(trial: Trial) -> list[str]:
 
 def _backbone_faults(trial: Trial) -> list[str]:
     s, faults = trial.settings, []
-    known = describe(s.backbone)
-    if known is None and "/" not in s.backbone.name:
+    described = describe(s.backbone)
+    if described is None and "/" not in s.backbone.name:
         near = difflib.get_close_matches(s.backbone.name, REGISTRY, n=1, cutoff=0.8)
         faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
     faults += folder_faults(s.backbone)
-    if known is not None:
-        shapes = known.adapted(s.backbone)
+    if described is not None:
+        shapes = described.adapted(s.backbone)
         name, shape = min(shapes.items(), key=lambda item: min(item[1]))
         if trial.method().rank() > min(shape):
             faults.append(
                 f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
                 f"so at most {min(shape)} is possible"
             )
-        if s.training.backbone_dropout and not known.traits.dropout:
+        if s.training.backbone_dropout and not described.traits.dropout:
             faults.append(
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
                 "dropout; leave it out"

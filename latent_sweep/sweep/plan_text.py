@@ -16,15 +16,7 @@ from latent_sweep.settings import canonical_json
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import Draw, Sweep
-from latent_sweep.sweep.forecast import (
-    CHARACTERS_PER_TOKEN,
-    Estimate,
-    Work,
-    costs_of,
-    estimate,
-    trainings_of,
-    work_of,
-)
+from latent_sweep.sweep.forecast import CHARACTERS_PER_TOKEN, Estimate, Work, costs_of, estimate, trainings_of, work_of
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
 from latent_sweep.sweep.plan import Pack, Run, Trial, count_points
 from latent_sweep.sweep.planning import Plan
@@ -49,16 +41,16 @@ def describe_whole_plan(plan: Plan, storage: Storage, verbose: bool = False) -> 
 def describe_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
     """Write the plan of one sweep, with its warnings at the end."""
     folder = SweepFolder(storage, plan.sweep.name)
-    found = estimate(plan.trials, folder)
-    work = work_of(plan.trials, folder, found)
-    costs = costs_of(plan, found, work, storage)
+    estimated = estimate(plan.trials, folder)
+    work = work_of(plan.trials, folder, estimated)
+    costs = costs_of(plan, estimated, work, storage)
     memory = _memory(plan.packs, plan.sweep.run)
-    lines = _summary(plan, found, work, costs, memory)
+    lines = _summary(plan, estimated, work, costs, memory)
     if verbose:
-        lines += ["", *_details(plan, found, work, costs, memory)]
+        lines += ["", *_details(plan, estimated, work, costs, memory)]
     warnings = [_memory_warning(needed, plan.sweep.run) for needed, _ in memory.values()]
-    if found.missing_data is not None:
-        warnings.append(f"note: stages and passes to share are unknown: {found.missing_data}")
+    if estimated.missing_data is not None:
+        warnings.append(f"note: stages and passes to share are unknown: {estimated.missing_data}")
     return "\n".join([*lines, *filter(None, warnings), *plan.remarks])
 
 
@@ -67,7 +59,7 @@ def describe_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
 
 def _summary(
     plan: Plan,
-    found: Estimate,
+    estimated: Estimate,
     work: Mapping[tuple[str, str], Sequence[Work]],
     costs: Sequence[Item],
     memory: Mapping[str, tuple[Memory, int]],
@@ -75,30 +67,30 @@ def _summary(
     sweep, trials = plan.sweep, plan.trials
     points = count_points(sweep)
     equal = f" ({points:,} points of the search, some of them equal)" if points > len(trials) else ""
-    missing = "" if found.missing_data is None else " (not on this machine)"
-    packs = f"{_count(found.trainings, 'training')} in {_count(len(plan.packs), 'pack')}"
-    streams = [f"{name}, {_count(len(tasks), 'task')}" for name, tasks in _streams(trials).items()]
+    missing = "" if estimated.missing_data is None else " (not on this machine)"
+    packs = f"{count_text(estimated.trainings, 'training')} in {count_text(len(plan.packs), 'pack')}"
+    streams = [f"{name}, {count_text(len(tasks), 'task')}" for name, tasks in _streams(trials).items()]
     lines = [
-        f"sweep {sweep.name}: {_count(len(trials), 'trial')}{equal} -> {packs}",
+        f"sweep {sweep.name}: {count_text(len(trials), 'trial')}{equal} -> {packs}",
         f"  backbone  {', '.join(f'{name} ({dtype})' for name, dtype in work)}",
         f"  data      {'; '.join(streams)}{missing}",
         *([] if sweep.tuning_of else [f"  varies    {_axes_summary(sweep, trials)}"]),
         *([f"  search    {_search_text(sweep.run.search)}"] if sweep.is_adaptive else []),
         *(["            below, random points stand in for them"] if sweep.is_adaptive else []),
         f"  needs     {_resources_text(sweep.run)} per pack{_memory_summary(memory, sweep.run)}",
-        f"  work      {_work_summary(found, trials)}",
+        f"  work      {_work_summary(estimated, trials)}",
     ]
-    if found.reuse is not None and found.reuse.to_learn == found.reuse.open_passes.most == 0:
+    if estimated.reuse is not None and estimated.reuse.to_learn == estimated.reuse.open_passes.most == 0:
         lines.append("  time      nothing is left to run")
-    elif found.reuse is not None:
+    elif estimated.reuse is not None:
         lines.append(f"  time      {_time_summary(plan, work, costs)}")
-        size = bytes_text(stored_bytes(found.reuse.writing, sweep.run.keep_answers))
+        size = bytes_text(stored_bytes(estimated.reuse.writing, sweep.run.keep_answers))
         requests = [item.text() for item in costs if item.name in ("PUTs", "GETs")]
         lines.append(f"  storage   about {', '.join([size, *requests])}")
     return lines
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -162,22 +154,22 @@ def _memory_summary(memory: Mapping[str, tuple[Memory, int]], run: RunSettings) 
     return f"; about {_gib(needed.learning)} GiB to train, {_gib(needed.answering)} to evaluate{process}"
 
 
-def _work_summary(found: Estimate, trials: Sequence[Trial]) -> str:
-    tasks = _count(sum(len(trial.tasks) for trial in trainings_of(trials)), "task")
-    r = found.reuse
+def _work_summary(estimated: Estimate, trials: Sequence[Trial]) -> str:
+    tasks = count_text(sum(len(trial.tasks) for trial in trainings_of(trials)), "task")
+    r = estimated.reuse
     if r is None:
-        return f"{tasks} to train, {found.passes:,} test passes, before sharing"
+        return f"{tasks} to train, {estimated.passes:,} test passes, before sharing"
     left = f"{r.to_learn:,} left, " if r.to_learn < r.distinct else ""
     open_passes = f" ({r.open_passes} left)" if r.open_passes != r.passes else ""
     return (
-        f"{tasks} -> {_count(r.distinct, 'stage')} ({left}{_steps_text(found)}); "
-        f"{found.passes:,} test passes -> {r.passes}{open_passes}"
+        f"{tasks} -> {count_text(r.distinct, 'stage')} ({left}{_steps_text(estimated)}); "
+        f"{estimated.passes:,} test passes -> {r.passes}{open_passes}"
     )
 
 
-def _steps_text(found: Estimate) -> str:
-    assert found.reuse is not None
-    steps, adding = f"{found.reuse.steps:,} optimizer steps", " and ".join(found.reuse.adding)
+def _steps_text(estimated: Estimate) -> str:
+    assert estimated.reuse is not None
+    steps, adding = f"{estimated.reuse.steps:,} optimizer steps", " and ".join(estimated.reuse.adding)
     return f"{steps}, without examples that {adding} may add" if adding else steps
 
 
@@ -207,7 +199,7 @@ def _hours(*seconds: float) -> str:
 
 def _details(
     plan: Plan,
-    found: Estimate,
+    estimated: Estimate,
     work: Mapping[tuple[str, str], Sequence[Work]],
     costs: Sequence[Item],
     memory: Mapping[str, tuple[Memory, int]],
@@ -219,11 +211,11 @@ def _details(
     lines += [
         f"  axis      {axis} {draw.kind} {canonical_json(draw.values)}" for axis, draw in plan.sweep.draws.items()
     ]
-    if (r := found.reuse) is not None:
+    if (r := estimated.reuse) is not None:
         lines += [
-            f"  stages    {found.stages:,} before sharing, {r.distinct:,} distinct, {r.stored:,} stored, "
-            f"{r.to_learn:,} to train: {_steps_text(found)}",
-            f"  passes    {found.passes:,} before sharing ({r.answers:,} answers), {r.passes} distinct, "
+            f"  stages    {estimated.stages:,} before sharing, {r.distinct:,} distinct, {r.stored:,} stored, "
+            f"{r.to_learn:,} to train: {_steps_text(estimated)}",
+            f"  passes    {estimated.passes:,} before sharing ({r.answers:,} answers), {r.passes} distinct, "
             f"{r.open_passes} to answer ({r.open_answers} answers)",
         ]
         if r.passes.least < r.passes.most:
@@ -274,10 +266,10 @@ def _memory(packs: Sequence[Pack], run: RunSettings) -> dict[str, tuple[Memory, 
     """Return the largest memory of a worker on each backbone whose memory can be predicted, and its longest prompt."""
     largest: dict[str, tuple[Memory, int]] = {}
     for pack in packs:
-        members = 1 if run.pack == "auto" else len(pack.runs)  # `auto` measures how many fit
+        runs = 1 if run.pack == "auto" else len(pack.runs)  # `auto` measures how many fit
         for one in pack.runs:
             s = one.trials[0].settings
-            memory, prompt = _predicted(one.trials[0], run, members), s.benchmark.max_source_length
+            memory, prompt = _predicted(one.trials[0], run, runs), s.benchmark.max_source_length
             name = f"{s.backbone.name} ({s.backbone.dtype})"
             if memory is None or prompt is None:
                 continue
@@ -290,25 +282,25 @@ def _memory_unknown(packs: Sequence[Pack]) -> dict[str, str]:
     """Return why memory cannot be predicted, by backbone of a known architecture."""
     unknown = {}
     for settings in {pack.trials[0].settings.backbone.name: pack.trials[0].settings for pack in packs}.values():
-        known = describe(settings.backbone)
-        if known is not None and not known.traits.stacks:
-            unknown[settings.backbone.name] = f"no formula for blocks of the family {known.family}"
+        described = describe(settings.backbone)
+        if described is not None and not described.traits.stacks:
+            unknown[settings.backbone.name] = f"no formula for blocks of the family {described.family}"
     return unknown
 
 
-def _predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:
+def _predicted(trial: Trial, run: RunSettings, runs: int) -> Memory | None:
     """Predict memory, with `gradient_checkpointing: auto` as decided on the smallest card of that name."""
     s = trial.settings
     parts = s.method, s.backbone, s.benchmark, s.training, s.evaluation, trial.tasks, run
 
     def compute() -> Memory | None:
-        memory, room = predict(trial, run, members), min(cards(run.resources).values(), default=math.inf)
+        memory, room = predict(trial, run, runs), min(cards(run.resources).values(), default=math.inf)
         automatic = s.training.gradient_checkpointing == "auto"
         if automatic and memory is not None and memory.learning + RESERVE > room:
-            return predict(with_checkpointing(trial, True), run, members)
+            return predict(with_checkpointing(trial, True), run, runs)
         return memory
 
-    return memoized(("memory", members), parts, compute)
+    return memoized(("memory", runs), parts, compute)
 
 
 def _memory_text(memory: Memory, prompt: int) -> str:

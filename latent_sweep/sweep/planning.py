@@ -35,7 +35,6 @@ from latent_sweep.sweep.tuning import (
 log = logging.getLogger(__name__)
 
 SHOWN = 6
-"""Maximum number of trials that a message lists."""
 
 OUTDATED = "data, backbone or code has changed since"
 
@@ -55,7 +54,6 @@ class Plan:
     results: Sequence[SelectionResult] | None = ()
     """Of the selections; None until the tuning trials have ended."""
     tuning: Plan | None = None
-    """The sweep of the tuning trials, if there are any."""
 
     @property
     def remarks(self) -> list[str]:

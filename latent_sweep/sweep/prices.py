@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,34 +14,31 @@ from latent_sweep.sweep.schema import PriceSettings, ResourceSettings, RunSettin
 GB = 10**9
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
-# Requests per event, as the store and pyarrow make them, in PUTs (with lists) and GETs (with looks at an object). An
-# object is looked at before it is read or deleted, and deleting one PUTs a marker of its folder.
-PUTS_PER_STAGE, GETS_PER_STAGE = 5, 9
-"""Tensors and facts, the lease and its release, looking for these and for a checkpoint, deleting the checkpoint."""
-PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT = 1, 1
-PUTS_PER_ROW, GETS_PER_ROW = 3, 2
-"""The score matrix, a list for the times of its files, a journal event."""
-PUTS_PER_FILE, GETS_PER_FILE = 1, 0
-"""Files of predictions written with a row: one for each task seen, and one with the saved answers."""
-PUTS_PER_TRIAL, GETS_PER_TRIAL = 4, 5
-"""A list of its folder, two journal events, the result."""
-PUTS_PER_TRAINING, GETS_PER_TRAINING = 2, 4
-"""The lease on its trials."""
-PUTS_PER_HOUR, GETS_PER_HOUR = 60 * 4, 60 * 4
-"""A worker's heartbeat every 15 seconds, which the driver reads every 30."""
+REQUESTS: Mapping[str, tuple[int, int]] = {
+    "stages": (5, 9),  # tensors and facts, the lease and its release, looking for these and a checkpoint, deleting it
+    "checkpoints": (1, 1),
+    "rows": (3, 2),  # the score matrix, a list for the times of its files, a journal event
+    "files": (1, 0),  # predictions of each task seen, and the saved answers
+    "trials": (4, 5),  # a list of its folder, two journal events, the result
+    "trainings": (2, 4),  # the lease on its trials
+}
+"""PUTs (with lists) and GETs (with looks at an object), as the storage and pyarrow make them.
 
-BYTES_PER_PARAMETER = 4
-"""Of a snapshot, in float32, without what a method saves besides its trainable parameters."""
-BYTES_PER_SNAPSHOT = 2000
-BYTES_PER_ANSWER = 80
-"""Of a saved answer with its score; published targets have about ten tokens."""
-BYTES_PER_PREDICTION = 200
-"""Of an answer of the newest stage, with references and weights."""
-BYTES_PER_EVENT, BYTES_PER_TASK_SEEN = 1500, 250
-"""Of a stage in the journal, and of each task's score, metric and digest in it."""
+An object is looked at before it is read or deleted, and deleting one PUTs a marker of its folder.
+"""
+REQUESTS_PER_HOUR = 60 * 4
+"""PUTs, and GETs: a worker's heartbeat every 15 seconds, which the driver reads every 30."""
+
+BYTES: Mapping[str, int] = {
+    "numbers": 4,  # in float32; what else a method saves is left out
+    "stages": 2000,
+    "rows": 1500,  # of the journal
+    "files": 250,  # the score, metric and digest of each task in the journal
+    "answers": 80,  # with its score; published targets have about ten tokens
+    "predictions": 200,  # with references and weights
+}
 
 OTHER = "any"
-"""Key of `gpu_hour` for GPUs without a price of their own."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,13 @@ class Writing:
     trainings: int
     trials: int
     stages: int
-    """Snapshots."""
     numbers: int
     """Trainable parameters of all stages, without those of backbones whose shapes are unknown here."""
     checkpoints: int
-    """Within stages."""
     rows: int
-    """Of score matrices."""
     files: int
     """Predictions of these rows, one for each task seen."""
     answers: int
-    """Of these rows."""
     predictions: int
     """Answers of the last row of each trial."""
 
@@ -115,11 +108,7 @@ def gpu_price(prices: PriceSettings, name: str) -> float | None:
 
 
 def hours_of(least: float, most: float, resources: ResourceSettings, prices: PriceSettings) -> Item:
-    """Return GPU-hours, or CPU-hours without GPUs, for the hours of one worker.
-
-    Workers that share a GPU, or a trial, are assumed to take as many GPU-hours together as one with a GPU of its
-    own.
-    """
+    """Return GPU-hours, or CPU-hours without GPUs; workers that share a GPU count as one."""
     if resources.gpus:
         kind = resources.accelerator or ""
         name = f"GPU-hours of {kind}" if kind else "GPU-hours"
@@ -132,31 +121,20 @@ def hours_of(least: float, most: float, resources: ResourceSettings, prices: Pri
 
 def bucket_items(writing: Writing, run: RunSettings, hours: tuple[float, float] | None) -> list[Item]:
     """Return the requests and gigabytes of an object store; without hours heartbeats are left out."""
-    w = writing
-    events = (
-        (w.stages, PUTS_PER_STAGE, GETS_PER_STAGE),
-        (w.checkpoints, PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT),
-        (w.rows, PUTS_PER_ROW, GETS_PER_ROW),
-        (w.files + (w.rows if run.keep_answers == "all" else 0), PUTS_PER_FILE, GETS_PER_FILE),
-        (w.trials, PUTS_PER_TRIAL, GETS_PER_TRIAL),
-        (w.trainings, PUTS_PER_TRAINING, GETS_PER_TRAINING),
-    )
-    puts, gets = (sum(count * each[kind] for count, *each in events) for kind in (0, 1))
-    least, most = hours or (0.0, 0.0)
-    stored = stored_bytes(w, run.keep_answers) / GB
+    counts = {name: getattr(writing, name) for name in REQUESTS}
+    counts["files"] += writing.rows if run.keep_answers == "all" else 0
+    least, most = (worked * REQUESTS_PER_HOUR for worked in hours or (0.0, 0.0))
+    puts, gets = (sum(count * REQUESTS[name][kind] for name, count in counts.items()) for kind in (0, 1))
+    stored = stored_bytes(writing, run.keep_answers) / GB
     return [
-        Item("PUTs", puts + least * PUTS_PER_HOUR, puts + most * PUTS_PER_HOUR),
-        Item("GETs", gets + least * GETS_PER_HOUR, gets + most * GETS_PER_HOUR),
+        Item("PUTs", puts + least, puts + most),
+        Item("GETs", gets + least, gets + most),
         Item("GB", stored, stored),
     ]
 
 
 def stored_bytes(writing: Writing, keep: KeepAnswers) -> int:
-    """Return about how many bytes the work that is left writes."""
-    w = writing
-    size = w.numbers * BYTES_PER_PARAMETER + w.stages * BYTES_PER_SNAPSHOT + w.predictions * BYTES_PER_PREDICTION
-    size += w.answers * BYTES_PER_ANSWER if keep == "all" else 0
-    return size + w.rows * BYTES_PER_EVENT + w.files * BYTES_PER_TASK_SEEN
+    return sum(getattr(writing, name) * size for name, size in BYTES.items() if name != "answers" or keep == "all")
 
 
 def bytes_text(size: float) -> str:

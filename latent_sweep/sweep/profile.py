@@ -25,7 +25,6 @@ class Profile:
     rows_per_second_generate: float
     """Test rows that a trained adapter answers, in the batches of an evaluation."""
     measured_at: str
-    """UTC, ISO 8601."""
     versions: Mapping[str, str]
 
 

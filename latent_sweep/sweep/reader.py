@@ -29,7 +29,6 @@ UNKNOWN = "\ufffd"
 """Replaces a run of unknown characters, as one token does."""
 
 EXAMPLES = 8
-"""Unknown characters that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Reader:
 
     family: Protocol
     tokenizer: Any
-    """Of the package tokenizers, or None. The members below are those that `encode_parts` asks of transformers' own."""
+    """Of the package tokenizers, or None. Below are the attributes that `encode_parts` reads."""
     chat: Chat | None = None
     """The chat template of prompts; only transformers' own tokenizers have one."""
 
@@ -47,7 +46,6 @@ class Reader:
         return self.tokenizer
 
     eos_token_id = 0
-    """Any: ids are only counted."""
 
     @cached_property
     def bos_token_id(self) -> int | None:
@@ -79,7 +77,6 @@ class Reader:
         return len(tokenize(self, text).ids) > tokens
 
     def characters_per_token(self, texts: Sequence[str]) -> float:
-        """Return the mean number of characters per token of a sample of texts."""
         sample = spread(texts, SAMPLE)
         return sum(map(len, sample)) / max(1, sum(len(tokenize(self, text).ids) for text in sample))
 
@@ -115,7 +112,6 @@ def reader_of(backbone: BackboneSettings) -> Reader:
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most this many items, evenly spread."""
     count = min(most, len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
@@ -127,7 +123,6 @@ class UnknownCount(NamedTuple):
     """Unknown characters in some texts."""
 
     texts: int
-    """Texts with an unknown character."""
     share: float
     """Among all characters but white space."""
     example: str
@@ -212,7 +207,7 @@ def equal_prompts(
 
 
 def surely_kept(text: str, tokens: int, both_ends: bool) -> str:
-    """Return the part of a text that lies within its first `tokens` tokens, or within its first and last half."""
+    """Return the part of a text within its first `tokens` tokens, or within its first and last half."""
     characters = max(0, tokens) // CHARACTERS_PER_PIECE
     if not both_ends:
         return text[:characters]

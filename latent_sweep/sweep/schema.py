@@ -93,7 +93,6 @@ class TrainingSettings(Settings):
         return self
 
     def rows_in_a_pass(self, workers: int) -> int:
-        """Return the maximum number of examples in a worker's forward pass."""
         share = math.ceil(self.batch_size / workers)
         return min(share, self.micro_batch_size or share)
 
@@ -196,20 +195,18 @@ POPULATION_BASED = ("PopulationBasedTraining", "PopulationBasedTrainingReplay", 
 
 
 def population_based_fault(name: str) -> str:
-    """Return why a population-based scheduler is refused."""
     return (
         f"found {name}, which continues trials with the weights of others, so a row of the table would not be the "
         "result of one configuration; use asha, or another scheduler that only stops trials"
     )
 
 
-def _check_class(name: str, known: Sequence[str], options: Mapping[str, Any], example: str) -> None:
-    """Check a name that is one of `known`, which have no options, or a class."""
-    if name in known:
+def _check_class(name: str, names: Sequence[str], options: Mapping[str, Any], example: str) -> None:
+    if name in names:
         if options and name != "optuna":
             raise ValueError(f"options: has no effect with name: {name}; leave it out")
     elif not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        raise ValueError(f"found {quoted(name)}; expected {', '.join(known)}, or a class such as {example}")
+        raise ValueError(f"found {quoted(name)}; expected {', '.join(names)}, or a class such as {example}")
 
 
 class SearchSettings(Settings):
@@ -299,15 +296,10 @@ class RunSettings(Settings):
     `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials. LATENT_SWEEP_STORAGE, if set,
     replaces the default and a relative path."""
     resources: ResourceSettings = ResourceSettings()
-    """Resources of each trial."""
     engine: EngineSettings = EngineSettings()
-    """The engine that runs trials."""
     search: SearchSettings = SearchSettings()
-    """Which points of the search space are run."""
     scheduler: SchedulerSettings = SchedulerSettings()
-    """Early stopping."""
     tracking: TrackingSettings = TrackingSettings()
-    """MLflow, TensorBoard and Weights & Biases."""
     allow_insecure: bool = False
     """Allow a Ray cluster on another machine without a token, and an MLflow server there without TLS or credentials:
     for private networks."""
@@ -325,7 +317,6 @@ class RunSettings(Settings):
     """Trainings that run side by side in one worker, in one forward pass of the shared backbone: axes whose values are
     grouped (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
     prices: PriceSettings = PriceSettings()
-    """Prices for cost estimates."""
     max_concurrent: int | None = Field(None, ge=1)
     """Maximum number of trials that run at the same time; None is as many as fit."""
     max_failures: int = Field(3, ge=0)
@@ -351,7 +342,6 @@ class RunSettings(Settings):
 
 
 Values = Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]
-"""Values to try for one setting."""
 
 
 class TuneSettings(Settings):

@@ -102,8 +102,8 @@ PURPOSES: Mapping[str, Purpose] = {
 
 def is_small(backbone: str) -> bool:
     """Return whether a backbone is meant for CPUs: the embedded one, and those of a few thousand parameters."""
-    known = REGISTRY.get(backbone)
-    return backbone == EMBEDDED or (known is not None and known.config.get("vocab_size") == TINY_VOCABULARY)
+    described = REGISTRY.get(backbone)
+    return backbone == EMBEDDED or (described is not None and described.config.get("vocab_size") == TINY_VOCABULARY)
 
 
 def has_random_weights(backbone: str) -> bool:
@@ -160,15 +160,15 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
 def _ranks(backbone: str) -> list[int]:
     """Return the usual ranks that fit a backbone, or the largest possible one; all if its shapes are unknown."""
     settings = BackboneSettings(name=backbone)
-    known = describe(settings)
-    room = max(RANKS) if known is None else min(map(min, known.adapted(settings).values()))
+    described = describe(settings)
+    room = max(RANKS) if described is None else min(map(min, described.adapted(settings).values()))
     return [rank for rank in RANKS if rank <= room] or [room]
 
 
 def _with_rank(text: str, rank: int) -> str:
-    def written(found: re.Match[str]) -> str:
-        fields = method_class(found[1]).settings_class.model_fields
-        return f"{found[0]}, rank: {rank}" if "rank" in fields else found[0]
+    def written(match: re.Match[str]) -> str:
+        fields = method_class(match[1]).settings_class.model_fields
+        return f"{match[0]}, rank: {rank}" if "rank" in fields else match[0]
 
     return re.sub(r"method: \{name: (\w+)", written, text)
 

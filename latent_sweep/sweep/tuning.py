@@ -34,12 +34,12 @@ TUNING = "tuning.json"
 
 
 class NoSelection(LatentSweepError):
-    """Tuning trials ended without a score, so no value can be selected."""
+    """No tuning trial has a score."""
 
 
 @dataclass(frozen=True)
 class TuningTrial:
-    """One combination of values to try, by dotted path, and its trial."""
+    """One combination of values to try, and its trial."""
 
     values: Mapping[str, Any]
     trial: Trial
@@ -50,7 +50,6 @@ class Selection:
     """A selection to make for all trials that have the settings `shared` in common."""
 
     shared: Mapping[str, Any]
-    """Groups and settings of `tune.apply_to`, as plain values."""
     tuning_trials: tuple[TuningTrial, ...]
     """Empty if the method learns nothing."""
 
@@ -109,7 +108,7 @@ def find_selections(sweep: Sweep) -> list[Selection]:
 
 
 def tuning_sweep(sweep: Sweep) -> Sweep:
-    """Return the sweep of the tuning trials, none of which is stopped early, so that all can be compared."""
+    """Return the sweep of the tuning trials; none is stopped early, so that all can be compared."""
     run = sweep.run.model_copy(update={"scheduler": SchedulerSettings()})
     own: dict[str, Any] = {
         "name": tuning_name(sweep.name),
@@ -211,7 +210,6 @@ class TuningResult:
     steps: int
     """Optimizer steps of all tasks, without stages that another tuning trial has learned."""
     seconds: float
-    """Of training and evaluation, without stages that another tuning trial has learned."""
 
 
 @dataclass(frozen=True)

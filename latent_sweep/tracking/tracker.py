@@ -52,6 +52,7 @@ class LocalTracker:
     def sync(self) -> int:
         """Write what is missing; a corrupt journal is raised after all others have been written."""
         changed, errors = 0, list[StorageError]()
+        self.sweep.refresh()
         with held(FileLease(self.sweep.path / LOCKS / f"{type(self).__name__}.lock"), _log_waiting):
             for trial in self.sweep:
                 state = state_of(trial.journal.path)

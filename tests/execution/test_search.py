@@ -2,11 +2,12 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers.searchers import InTurn
-from helpers.sweeps import end, start, sweep_folder, tiny, wait_until, write
+from helpers.sweeps import end, events, start, sweep_folder, tiny, wait_until, write
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.execution import search
@@ -18,6 +19,8 @@ from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import SchedulerSettings
 from latent_sweep.sweep.search import POINTS, recorded_points
+
+WITH_OPTUNA = pytest.mark.skipif(find_spec("optuna") is None, reason="Optuna is not installed")
 
 SPACE = {"method.rank": [4, 8, 16], "training.learning_rate": {"uniform": [0.1, 0.2]}}
 
@@ -32,26 +35,35 @@ def searched(samples=4, name="helpers.searchers:InTurn", **changes):
 
 
 @pytest.fixture(autouse=True)
-def told():
-    InTurn.told.clear()
-    return InTurn.told
+def reports():
+    InTurn.reports.clear()
+    return InTurn.reports
 
 
 def points_of(folder):
     return json.loads((sweep_folder(folder).path / POINTS).read_bytes())["content"]["points"]
 
 
-def test_a_searcher_chooses_trials_that_have_the_identity_of_a_grid(tmp_path, told):
+def test_a_searcher_chooses_trials_that_have_the_identity_of_a_grid(tmp_path, reports):
     assert main([write(tmp_path, searched(5)), "--local"]) == 0
     points, sweep = points_of(tmp_path), sweep_folder(tmp_path)
     assert points == [{"method.rank": r, "training.learning_rate": x} for r in (4, 8, 16) for x in (0.1, 0.2)][:5]
     grid = searched(search={"method.rank": [4, 8, 16], "training.learning_rate": [0.1, 0.2]}, run__search=None)
     grid["trial"]["benchmark"]["score_on"] = "validation"
     assert [trial.trial_id for trial in sweep] == [trial.trial_id for trial in expand(parse_sweep(grid, "grid"))][:5]
-    assert told == [(p, final_metrics(t.events())["AP"]) for p, t in zip(points, sweep, strict=True)]
+    assert reports == [(p, final_metrics(t.events())["AP"]) for p, t in zip(points, sweep, strict=True)]
 
 
-def test_a_resumed_search_repeats_no_point_and_completes_those_it_has_chosen(tmp_path, told):
+def test_points_that_share_a_training_are_judged_apart(tmp_path, reports):
+    content = searched(2, search={"router.combine": ["soft", "sum"]}, trial__training__learning_rate=0.1)
+    assert main([write(tmp_path, content), "--local"]) == 0
+    assert [point for point, _ in reports] == [{"router.combine": "soft"}, {"router.combine": "sum"}]
+    sweep = sweep_folder(tmp_path)
+    assert len({trial.training_id for trial in sweep}) == 1
+    assert [event.reused for event in events(sweep, "stage")] == [False, False, True, True]
+
+
+def test_a_resumed_search_repeats_no_point_and_completes_those_it_has_chosen(tmp_path, reports):
     """Also without `add_evaluated_point`: the searcher chooses old points again, and gets their scores at once."""
     assert main([write(tmp_path, searched(2)), "--local"]) == 0
     sweep, first = sweep_folder(tmp_path), points_of(tmp_path)
@@ -63,27 +75,28 @@ def test_a_resumed_search_repeats_no_point_and_completes_those_it_has_chosen(tmp
     assert points_of(tmp_path) == [*first, chosen, {"method.rank": 8, "training.learning_rate": 0.1}]
     assert [status(trial.events()) for trial in sweep] == ["finished"] * 4
     assert {t.trial_id: t.journal.path.read_bytes() for t in sweep if t.trial_id in journals} == journals
-    assert [point for point, _ in told[2:]] == [*first, points_of(tmp_path)[3]], "old points are told once more"
+    assert [point for point, _ in reports[2:]] == [*first, points_of(tmp_path)[3]], "old points are reported once more"
 
 
-def test_a_search_ends_when_its_space_or_its_searcher_does(tmp_path, told):
+def test_a_search_ends_when_its_space_or_its_searcher_does(tmp_path, reports):
     content = searched(9, search={"method.rank": [4, 8]}, trial__training__learning_rate=0.1)
     assert main([write(tmp_path, content), "--local"]) == 0
     assert len(points_of(tmp_path)) == 2
-    assert len(told) == 2 + 2 + search.REPEATS, "each repeated choice has its answer"
-    content["run"]["search"]["options"] = {"finish_after": 1}
-    assert main([write(tmp_path / "other", content), "--local"]) == 0
-    assert len(points_of(tmp_path / "other")) == 1
+    assert len(reports) == 2 + 2 + search.REPEATS, "each repeated choice has its answer"
+    for folder, waits in ((tmp_path / "ends", False), (tmp_path / "waits for nothing", True)):
+        content["run"]["search"]["options"] = {"finish_after": 1, "waits": waits}
+        assert main([write(folder, content), "--local"]) == 0
+        assert len(points_of(folder)) == 1
 
 
-def test_a_point_of_a_pack_is_judged_by_the_mean(tmp_path, told):
+def test_a_point_of_a_pack_is_judged_by_the_mean(tmp_path, reports):
     content = searched(2, search=SPACE | {"seed": [0, 1]}, run__pack=["seed"])
     assert main([write(tmp_path, content), "--local"]) == 0
     scores = [final_metrics(trial.events())["AP"] for trial in sweep_folder(tmp_path)]
-    assert [score for _, score in told] == pytest.approx([sum(scores[:2]) / 2, sum(scores[2:]) / 2])
+    assert [score for _, score in reports] == pytest.approx([sum(scores[:2]) / 2, sum(scores[2:]) / 2])
 
 
-def test_a_failed_point_has_no_score_and_a_changed_space_needs_another_name(tmp_path, told, monkeypatch):
+def test_a_failed_point_has_no_score_and_a_changed_space_needs_another_name(tmp_path, reports, monkeypatch):
     from latent_sweep.execution import local
 
     run_pack = local.run_pack
@@ -97,7 +110,7 @@ def test_a_failed_point_has_no_score_and_a_changed_space_needs_another_name(tmp_
     space = {"method.rank": [4, 8]}
     path = write(tmp_path, searched(2, search=space, trial__training__learning_rate=0.1))
     assert main([path, "--local"]) == 1
-    assert [score is None for _, score in told] == [True, False]
+    assert [score is None for _, score in reports] == [True, False]
     other = write(tmp_path, searched(2, search={"method.rank": [4, 16]}, trial__training__learning_rate=0.1))
     assert main([other, "--local"]) == 2
 
@@ -120,7 +133,7 @@ def test_recorded_points_outside_the_space_or_in_a_corrupt_file_do_not_count(tmp
         ({"name": "no_such_module:Class"}, "no_such_module"),
         ({"name": "collections:OrderedDict"}, "Searcher"),
         ({"name": "helpers.searchers:InTurn", "options": {"no_such": 1}}, "run.search.options"),
-        ({"name": "optuna", "options": {"no_such": 1}}, "run.search.options"),
+        pytest.param({"name": "optuna", "options": {"no_such": 1}}, "run.search.options", marks=WITH_OPTUNA),
     ],
 )
 def test_a_searcher_that_cannot_be_made_is_reported_before_anything_runs(changes, part, tmp_path, capsys):
@@ -136,6 +149,7 @@ def test_without_optuna_the_error_has_the_command_that_installs_it(tmp_path, cap
     assert not (tmp_path / "runs" / "tiny").exists()
 
 
+@WITH_OPTUNA
 def test_optuna_learns_from_earlier_points_and_chooses_values_of_the_space():
     content = searched(name="optuna", search=SPACE | {"router": [{"combine": "soft"}, {"combine": "sum"}]})
     content["search"]["training.batch_size"] = {"quniform": [4, 16, 4]}
@@ -168,9 +182,11 @@ def test_schedulers_that_copy_weights_are_refused_and_others_that_stop_are_not()
 # --- on Ray ----------------------------------------------------------------------------------------------------------
 
 
+@WITH_OPTUNA
 @pytest.mark.slow
 def test_optuna_on_ray_survives_its_driver(tmp_path):
-    path = write(tmp_path, searched(6, name="optuna", trial__training__max_steps=12))
+    search = SPACE | {"router.epsilon": [0.01, 0.1]}  # read at inference only
+    path = write(tmp_path, searched(6, name="optuna", search=search, trial__training__max_steps=12))
     process = start(path)
 
     def is_under_way():

@@ -10,13 +10,13 @@ from ray.tune.search import Searcher
 
 
 class InTurn(Searcher):
-    """Goes through the corners of a space again and again, and remembers what it was told."""
+    """Goes through the corners of a space again and again, and remembers the reports that it gets."""
 
-    told: ClassVar[list[tuple[dict[str, Any], float | None]]] = []  # of all instances
+    reports: ClassVar[list[tuple[dict[str, Any], float | None]]] = []  # of all instances
 
-    def __init__(self, finish_after: int = 0):
+    def __init__(self, finish_after: int = 0, waits: bool = False):
         super().__init__()
-        self.finish_after, self.configs = finish_after, {}
+        self.finish_after, self.waits, self.configs = finish_after, waits, {}
 
     def set_search_properties(self, metric: str, mode: str, config: dict[str, Any], **spec: Any) -> bool:
         self._metric, self._mode = metric, mode
@@ -26,12 +26,12 @@ class InTurn(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         if self.finish_after and len(self.configs) >= self.finish_after:
-            return Searcher.FINISHED
+            return None if self.waits else Searcher.FINISHED
         self.configs[trial_id] = next(self.turns)
         return self.configs[trial_id]
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        self.told.append((self.configs[trial_id], None if error else result[self.metric]))
+        self.reports.append((self.configs[trial_id], None if error else result[self.metric]))
 
 
 class Spaceless(InTurn):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.outside import outside_module
@@ -16,8 +13,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.sweep.answer_checks import (
-    AnswerReport,
-    Problem,
     TaskAnswers,
     answer_problems,
     examine_answers,
@@ -29,20 +24,13 @@ from latent_sweep.sweep.data_report import examine_benchmark
 from latent_sweep.sweep.plan import expand
 
 
-def examined(
-    metric: str,
-    train: Sequence[str],
-    test: Sequence[str],
-    labels: Sequence[str] | None = None,
-    written: Callable[[str, bool], str] = lambda text, limited: text,
-    inputs: Sequence[str] | None = None,
-) -> AnswerReport:
+def examined(metric, train, test, labels=None, written=lambda text, limited: text, inputs=None):
     references = [(text,) for text in test]
     asked = inputs or [f"row {i}" for i in range(len(test))]
     return examine_answers(TaskAnswers(metric, "single_first", labels, train, references, asked, written))
 
 
-def found(report: AnswerReport) -> dict[str, Problem]:
+def problems_by_key(report):
     """The problems, by what permits them first, or by their topic."""
     return {
         problem.allowances[0] if problem.allowances else problem.topic: problem for problem in answer_problems(report)
@@ -62,29 +50,29 @@ def found(report: AnswerReport) -> dict[str, Problem]:
         ("token_f1", ["the cat", "a cat"]),
     ],
 )
-def test_references_that_differ_and_score_1_against_each_other_are_a_fault(metric: str, answers: list[str]) -> None:
+def test_references_that_differ_and_score_1_against_each_other_are_a_fault(metric, answers):
     report = examined(metric, answers * 10, answers * 10)
     assert (report.confusion.rows, report.confusion.of) == (10, 20)
-    assert found(report)["alike_answers"].is_fault
+    assert problems_by_key(report)["alike_answers"].is_fault
     few = examined(metric, [answers[0]] * 39 + answers[1:], [answers[0]] * 31 + answers[1:])
     assert few.confusion.rows == 1
-    assert not found(few)["alike_answers"].is_fault  # 1 of 32
+    assert not problems_by_key(few)["alike_answers"].is_fault  # 1 of 32
 
 
 @pytest.mark.parametrize("unit", ["{}e-3", "{} km2", "{}/4", "{}:30", "{},50", "x 10^{}"])
-def test_numbers_in_any_form_are_distinguished(unit: str) -> None:
+def test_numbers_in_any_form_are_distinguished(unit):
     report = examined("number_match", [unit.format(29)] * 40, [unit.format(i + 1) for i in range(24)])
     assert report.confusion.rows == 0
     assert report.constant == 0
 
 
-def test_equal_numbers_behind_other_words_are_no_confusion() -> None:
+def test_equal_numbers_behind_other_words_are_no_confusion():
     answers = [f"{step} apples, so that is {i % 2}." for i, step in enumerate("abcdefgh")]
     assert examined("number_match", answers, answers).confusion.rows == 0
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "rouge_l", "token_f1", "bleu", "chrf", "edit_similarity"])
-def test_a_majority_label_is_no_problem(metric: str) -> None:
+def test_a_majority_label_is_no_problem(metric):
     """Nor is what differs in case, blanks and punctuation between words alone."""
     report = examined(metric, ["positive"] * 9 + ["negative"], ["positive"] * 15 + ["negative"] * 5)
     assert report.most_frequent == "positive"
@@ -95,20 +83,20 @@ def test_a_majority_label_is_no_problem(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", ["rouge_l", "chrf", "token_f1"])
-def test_labels_that_the_metric_takes_for_equal_are_a_fault(metric: str) -> None:
+def test_labels_that_the_metric_takes_for_equal_are_a_fault(metric):
     report = examined(metric, ["US", "UK"] * 10, ["US", "UK"] * 5, labels=["US", "us", "UK"])
     assert report.labels_alike == (None if metric == "chrf" else ("US", "us"))
     assert any(problem.is_fault for problem in answer_problems(report)) == (metric != "chrf")
 
 
-def test_labels_equal_under_accuracy_are_refused_with_the_file(tmp_path: Path) -> None:
+def test_labels_equal_under_accuracy_are_refused_with_the_file(tmp_path):
     own = write_benchmark(tmp_path / "own")
     change_benchmark(own, task_labels=["ax", "AX", "bx"])
     with pytest.raises(ConfigError, match="`labels` of task 'left'"):
         examine_benchmark(str(own), "tiny-llama")
 
 
-def test_a_copy_of_the_input_is_scored() -> None:
+def test_a_copy_of_the_input_is_scored():
     answers = [f"row {i}" for i in range(8)]
     assert examined("edit_similarity", answers, answers, inputs=answers).copied == 1
 
@@ -126,12 +114,12 @@ def tagged(prediction, references):
 
 
 @pytest.fixture
-def scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def scorers(tmp_path, monkeypatch):
     """A module with metrics."""
     yield from outside_module(tmp_path, monkeypatch, SCORERS)
 
 
-def test_a_plugin_metric_defines_the_score_of_an_equal_answer(scorers: str) -> None:
+def test_a_plugin_metric_defines_the_score_of_an_equal_answer(scorers):
     (little,) = answer_problems(examined(f"{scorers}:longer", ["a", "b"] * 4, ["a", "b"] * 4))
     assert (little.is_fault, little.count[:4]) == (False, "0.00")
     (empty, *_) = answer_problems(examined(f"{scorers}:half", ["a", "b"] * 4, ["a", "b"] * 4))
@@ -147,11 +135,13 @@ CHINESE = [f"\u7b2c3\u7c7b:{chr(0x4E00 + i)}{chr(0x5E00 + i)}" for i in range(40
 
 
 @pytest.mark.parametrize("metric", ["rouge_l", "rouge_1"])
-def test_the_share_of_letters_that_rouge_reads_is_counted(metric: str) -> None:
+def test_the_share_of_letters_that_rouge_reads_is_counted(metric):
     report = examined(metric, ["3"] * 40, CHINESE)
     assert report.letters_read == 1 / 5
     assert report.constant == 1
-    assert {"alike_answers", "unreachable_answers"} <= {key for key, each in found(report).items() if each.is_fault}
+    assert {"alike_answers", "unreachable_answers"} <= {
+        key for key, each in problems_by_key(report).items() if each.is_fault
+    }
     sentence = "Die Straße ist lang und schön, sagt Jürgen."
     german = examined(metric, [sentence] * 3, [sentence] * 3)
     assert 0.9 < german.letters_read < 0.95
@@ -160,7 +150,7 @@ def test_the_share_of_letters_that_rouge_reads_is_counted(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", ["rouge_l_char", "token_f1_char", "chrf"])
-def test_metrics_of_characters_read_all(metric: str) -> None:
+def test_metrics_of_characters_read_all(metric):
     report = examined(metric, ["3"] * 40, CHINESE)
     assert report.letters_read == report.attainable == 1
     assert report.constant < 0.6
@@ -168,13 +158,13 @@ def test_metrics_of_characters_read_all(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", ["token_f1", "bleu"])
-def test_words_without_blanks_are_one_word(metric: str) -> None:
+def test_words_without_blanks_are_one_word(metric):
     (problem, *others) = list(answer_problems(examined(metric, CHINESE, CHINESE)))
     assert (problem.is_fault, others) == (False, [])
     assert "spaces" in problem.topic
 
 
-def test_numbers_that_the_rule_reads_otherwise_than_a_person_may() -> None:
+def test_numbers_that_the_rule_reads_otherwise_than_a_person_may():
     report = examined("number_match", ["1"] * 3, ["0,50", "1,234", "2^10", "none", "7"])
     assert (report.numbers_as_written, report.ambiguous_numbers) == (["2^10"], ["1,234"])
     assert report.unattainable == 1  # of `none`
@@ -184,10 +174,10 @@ def test_numbers_that_the_rule_reads_otherwise_than_a_person_may() -> None:
 
 
 @pytest.fixture(scope="session")
-def composing(tmp_path_factory: Any) -> str:
+def composing(tmp_path_factory):
     """A folder with a tokenizer that composes characters (NFKC), as those of T5 do, and knows those of Latin-1."""
-    known = [chr(code) for code in range(32, 256) if chr(code) not in "<{"]
-    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((each, -1.0) for each in known)], unk_id=0))
+    characters = [chr(code) for code in range(32, 256) if chr(code) not in "<{"]
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((each, -1.0) for each in characters)], unk_id=0))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<unk>"])
@@ -196,12 +186,12 @@ def composing(tmp_path_factory: Any) -> str:
     return str(folder)
 
 
-def put(own: Path, split: str, answers: Sequence[str]) -> None:
+def put(own, split, answers):
     rows = [{"input": f"{split} row {i}", "output": answer} for i, answer in enumerate(answers)]
     (own / "left" / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
-def planned(own: Path, **trial: Any) -> list[str]:
+def planned(own, **trial):
     """What `plan` says of a sweep on a benchmark of one's own."""
     content = tiny(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={}, **trial)
     sweep = parse_sweep(content, "sweep.yaml")
@@ -221,9 +211,7 @@ def planned(own: Path, **trial: Any) -> list[str]:
         ("edit_similarity", "a<unk>b", 12 / 13),  # a special token spelled in text is text; `<` is unknown
     ],
 )
-def test_the_best_score_that_a_backbone_can_reach(
-    tmp_path: Path, composing: str, metric: str, answer: str, expected: float
-) -> None:
+def test_the_best_score_that_a_backbone_can_reach(tmp_path, composing, metric, answer, expected):
     """By the tokenizer of the trial, in `plan` as in `benchmark check`."""
     own = write_benchmark(tmp_path / "own")
     change_benchmark(own, max_target_length=64, task_metric=metric)
@@ -246,7 +234,7 @@ def test_the_best_score_that_a_backbone_can_reach(
     assert report.tasks[0].scores.attainable == 1
 
 
-def test_answers_are_cut_at_the_limits(tmp_path: Path) -> None:
+def test_answers_are_cut_at_the_limits(tmp_path):
     own = write_benchmark(tmp_path / "own")
     change_benchmark(own, max_target_length=8, stop=["#"], task_metric="edit_similarity")
     for split, count in (("train", 12), ("test", 6)):
@@ -263,7 +251,7 @@ def test_answers_are_cut_at_the_limits(tmp_path: Path) -> None:
     assert scores.unattainable == 0
 
 
-def test_a_report_without_a_tokenizer_notes_it(tmp_path: Path) -> None:
+def test_a_report_without_a_tokenizer_notes_it(tmp_path):
     report = examine_benchmark(str(write_benchmark(tmp_path / "own")), "nobody/has-this")
     assert not report.reads_tokens
     assert any("not checked" in line for line in report.lines())
@@ -272,36 +260,36 @@ def test_a_report_without_a_tokenizer_notes_it(tmp_path: Path) -> None:
 # --- trained ---------------------------------------------------------------------------------------------------------
 
 
-def test_test_answers_that_were_never_trained_are_counted() -> None:
+def test_test_answers_that_were_never_trained_are_counted():
     train = ["positive", "negative"] * 20
     report = examined("accuracy", train, ["Positive.", "negative", "neutral", "neutral"])
     assert report.untrained is not None
     assert (report.untrained.rows, report.untrained.of, report.untrained.answers) == (2, 4, ("'neutral'",))
-    assert not found(report)["untrained_answers"].is_fault
+    assert not problems_by_key(report)["untrained_answers"].is_fault
     none = examined("accuracy", train, ["pos", "neg"] * 6)
     assert none.untrained is not None and none.untrained.rows == 12
-    assert found(none)["untrained_answers"].is_fault
+    assert problems_by_key(none)["untrained_answers"].is_fault
     few = examined("accuracy", ["a", "b"], ["c", "d"] * 6, labels=["a", "b", "c", "d"])  # rows for two of four
-    assert not found(few)["untrained_answers"].is_fault
+    assert not problems_by_key(few)["untrained_answers"].is_fault
 
 
-def test_the_reason_that_the_eye_does_not_see_is_named() -> None:
+def test_the_reason_that_the_eye_does_not_see_is_named():
     zero_width = examined("accuracy", ["good\u200b", "bad\u200b"] * 20, ["good", "bad"] * 6)
-    assert found(zero_width)["untrained_answers"].is_fault
-    assert "u200b" in found(zero_width)["untrained_answers"].example
+    assert problems_by_key(zero_width)["untrained_answers"].is_fault
+    assert "u200b" in problems_by_key(zero_width)["untrained_answers"].example
     wide = examined("accuracy", ["\uff21", "\uff22"] * 20, ["A", "B"] * 6)
-    assert "uff21" in found(wide)["untrained_answers"].example
+    assert "uff21" in problems_by_key(wide)["untrained_answers"].example
     forms = [[unicodedata.normalize(form, text) for text in ("caf\u00e9", "th\u00e9")] for form in ("NFC", "NFD")]
     assert list(answer_problems(examined("accuracy", forms[0] * 20, forms[1] * 6))) == []
 
 
-def test_free_answers_are_no_labels() -> None:
+def test_free_answers_are_no_labels():
     texts = [f"the answer number {i}" for i in range(60)]
     assert examined("rouge_l", texts[:40], texts[40:]).untrained is None
 
 
 @pytest.mark.parametrize(("trained", "tested", "count"), [("NFC", "NFD", 6), ("NFD", "NFC", 6), ("NFD", "NFD", 0)])
-def test_rows_in_another_form_are_counted(tmp_path: Path, trained: str, tested: str, count: int) -> None:
+def test_rows_in_another_form_are_counted(tmp_path, trained, tested, count):
     own = write_benchmark(tmp_path / "own")
     change_benchmark(own, max_target_length=8)
     for split, form, rows in (("train", trained, 12), ("test", tested, 6)):
@@ -315,7 +303,7 @@ def test_rows_in_another_form_are_counted(tmp_path: Path, trained: str, tested: 
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_imports_no_stemmer() -> None:
+def test_a_plan_imports_no_stemmer():
     before = {name for name in sys.modules if name.startswith(("nltk", "rouge_score"))}
     examined("rouge_l", ["a cat", "a dog"] * 10, ["a cat", "a dog"] * 10)
     assert {name for name in sys.modules if name.startswith(("nltk", "rouge_score"))} == before

@@ -39,41 +39,20 @@ HOSTILE = {
         "trial.method.ortho.norms: unknown key 'norms' (did you mean 'norm'?)",
     ),
     "unknown run setting": (tiny(run__storge="x"), "run.storge: unknown key 'storge' (did you mean 'storage'?)"),
-    "text for a number": (
-        template(training__epochs="3"),
-        "trial.training.epochs: found '3'; ",
-    ),
-    "fraction for a count": (
-        template(method__rank=4.5),
-        "trial.method.rank: found 4.5; ",
-    ),
+    "text for a number": (template(training__epochs="3"), "trial.training.epochs: found '3'; "),
+    "fraction for a count": (template(method__rank=4.5), "trial.method.rank: found 4.5; "),
     "true for a count": (template(method__rank=True), "trial.method.rank: found true; "),
     "true for the seed": (template(seed=True), "trial.seed: found true; expected a whole number of at least 0"),
     "list for a group": (template(training=[1]), "trial.training: found [1]; expected a mapping"),
     "text for the trial": (tiny(trial="x"), "trial: found 'x'; expected a mapping"),
     "number for a method": (template(method=3), "trial.method: found 3; "),
-    "rate of zero": (
-        template(training__learning_rate=0.0),
-        "trial.training.learning_rate: found 0.0; ",
-    ),
-    "infinite rate": (
-        template(training__learning_rate=float("inf")),
-        "trial.training.learning_rate: found inf; ",
-    ),
-    "rate not a number": (
-        template(training__learning_rate=float("nan")),
-        "trial.training.learning_rate: found nan; ",
-    ),
+    "rate of zero": (template(training__learning_rate=0.0), "trial.training.learning_rate: found 0.0; "),
+    "infinite rate": (template(training__learning_rate=float("inf")), "trial.training.learning_rate: found inf; "),
+    "rate not a number": (template(training__learning_rate=float("nan")), "trial.training.learning_rate: found nan; "),
     "negative seed": (template(seed=-1), "trial.seed: found -1; expected a whole number of at least 0"),
     "no components": (template(router__components=0), "trial.router.components: found 0; "),
-    "unknown choice": (
-        template(router__combine="sofft"),
-        "trial.router.combine: found 'sofft'; ",
-    ),
-    "two GPUs": (
-        tiny(run__resources={"gpus": 2}),
-        "run.resources.gpus: found 2; ",
-    ),
+    "unknown choice": (template(router__combine="sofft"), "trial.router.combine: found 'sofft'; "),
+    "two GPUs": (tiny(run__resources={"gpus": 2}), "run.resources.gpus: found 2; "),
     "empty storage": (tiny(run__storage=""), "run.storage: found ''; "),
     "unknown method": (
         template(method__name="latent_lroa"),
@@ -109,23 +88,14 @@ HOSTILE = {
         tiny(search={"router.component": [1]}),
         "search.router.component[0]: router.component: unknown key 'component' (did you mean 'components'?)",
     ),
-    "axis below a plain value": (
-        tiny(trial__seed=0, search={"seed.x": [1]}),
-        "search.seed.x: found a plain value",
-    ),
+    "axis below a plain value": (tiny(trial__seed=0, search={"seed.x": [1]}), "search.seed.x: found a plain value"),
     "axis with one bad value": (
         tiny(search={"method.rank": [4, 8, "16"]}),
         "search.method.rank[2]: method.rank: found '16'; ",
     ),
     "axis out of range": (tiny(search={"seed": [0, -3]}), "search.seed[1]: seed: found -3; expected a whole number"),
-    "axis of one number": (
-        tiny(search={"seed": 3}),
-        "search.seed: found 3; ",
-    ),
-    "axis without values": (
-        tiny(search={"seed": []}),
-        "search.seed: found []; ",
-    ),
+    "axis of one number": (tiny(search={"seed": 3}), "search.seed: found 3; "),
+    "axis without values": (tiny(search={"seed": []}), "search.seed: found []; "),
     "axis with a value twice": (
         tiny(search={"seed": [0, 1, 0]}),
         "search.seed: 0 appears twice; equal trials would coll",
@@ -180,10 +150,7 @@ HOSTILE = {
         tiny(search={"seed": {"randint": [0.5, 2]}}),
         "search.seed.randint: found [0.5, 2]; expected two increasing numbers",
     ),
-    "draws without a random axis": (
-        tiny(run__search__num_samples=4),
-        "run.search.num_samples: found 4",
-    ),
+    "draws without a random axis": (tiny(run__search__num_samples=4), "run.search.num_samples: found 4"),
     "step of a draw": (
         tiny(search={"training.learning_rate": {"quniform": [0.1, 0.2, 0.0]}}),
         "search.training.learning_rate.quniform: found [0.1, 0.2, 0.0]; expected a step",
@@ -300,10 +267,7 @@ OVERRIDES = {
         "search.method.rank=null",
         "--set search.method.rank=null: search has no axis 'method.rank' to remove",
     ),
-    "nothing, as of an empty variable of the shell": (
-        "search.seed=",
-        "--set search.seed=: found nothing after '='; ",
-    ),
+    "nothing, as of an empty variable of the shell": ("search.seed=", "--set search.seed=: found nothing after '='; "),
     "blanks": ("search.seed=  ", "found nothing after '='; "),
     "nothing for a setting": (
         "trial.training.max_steps=",

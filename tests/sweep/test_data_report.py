@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.sweeps import change_benchmark, write_benchmark
@@ -17,17 +15,17 @@ from latent_sweep.sweep.data_report import examine_benchmark, near_duplicates
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own(tmp_path):
     """A benchmark of two tasks with 24 training and 6 test rows each, in which nothing is wrong."""
     return write_benchmark(tmp_path / "own")
 
 
-def put(own: Path, split: str, content: list[tuple[str, Any]]) -> None:
+def put(own, split, content):
     rows = [{"input": text, "output": answer} for text, answer in content]
     (own / "left" / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
-def similarity(one: str, other: str) -> float:
+def similarity(one, other):
     """Jaccard similarity of sets of three words, by its definition."""
     sets = []
     for text in (one, other):
@@ -36,7 +34,7 @@ def similarity(one: str, other: str) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def test_near_duplicates_equal_those_of_comparing_all_pairs() -> None:
+def test_near_duplicates_equal_those_of_comparing_all_pairs():
     source = random.Random(0)
     words = [f"w{i}" for i in range(12)]
     texts = [" ".join(source.choices(words, k=source.randint(3, 30))) for _ in range(60)]
@@ -52,11 +50,11 @@ def test_near_duplicates_equal_those_of_comparing_all_pairs() -> None:
     assert set(near_duplicates(texts)) == expected
 
 
-def test_case_and_spaces_make_near_duplicates_but_equal_texts_do_not() -> None:
+def test_case_and_spaces_make_near_duplicates_but_equal_texts_do_not():
     assert near_duplicates(["One  two three four", "one two three four", "One  two three four", "", " "]) == [(0, 1)]
 
 
-def test_a_benchmark_without_problems(own: Path, capsys: Any) -> None:
+def test_a_benchmark_without_problems(own, capsys):
     # inputs that differ in a number alone, out of five words, are none that are nearly the same
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -72,7 +70,7 @@ def test_a_benchmark_without_problems(own: Path, capsys: Any) -> None:
     assert lines[-1] == "0 faults, 1 warning"  # bytes are few characters
 
 
-def test_everything_is_counted(own: Path, capsys: Any) -> None:
+def test_everything_is_counted(own, capsys):
     long = "a long story that goes on and on until nobody listens any more"
     train = [(long, "ax"), (f"{long} now", "bx"), ("same", "ax"), ("same", "-"), ("x" * 1100, "abcdefgh")]
     put(own, "train", [*train, *((f"row {i}", "ax") for i in range(95))])
@@ -88,7 +86,7 @@ def test_everything_is_counted(own: Path, capsys: Any) -> None:
     assert (of_test.rows, left.shared, left.alike) == (40, 1, 1)
     assert of_train.targets is not None and (of_train.targets.median, of_train.targets.longest) == (2, 8)
     assert report.faults == ()
-    told = "\n".join(report.warnings)
+    warnings = "\n".join(report.warnings)
     for warning in (
         "test inputs are training inputs too: left 1 of 40",
         "test inputs are nearly training inputs: left 1 of 40",
@@ -99,12 +97,12 @@ def test_everything_is_counted(own: Path, capsys: Any) -> None:
         "benchmark.max_source_length = 1,024 tokens",
         "left 'ax' 97% of training",
     ):
-        assert warning in told, warning
+        assert warning in warnings, warning
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"][0]["splits"]["train"]["rows"] == 100
 
 
-def test_a_fault_names_its_remedy(own: Path, capsys: Any) -> None:
+def test_a_fault_names_its_remedy(own, capsys):
     put(own, "test", [(f"other {i}", "a\nb" if i < 4 else "ax") for i in range(40)])
     change_benchmark(own, stop=["\n"])
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 1
@@ -118,7 +116,7 @@ def test_a_fault_names_its_remedy(own: Path, capsys: Any) -> None:
     assert "is none of the task's labels" in capsys.readouterr().out
 
 
-def test_answers_that_the_metric_cannot_score(own: Path) -> None:
+def test_answers_that_the_metric_cannot_score(own):
     """One of many is a warning, more than a few are a fault; in whatever language an answer is written."""
     put(own, "train", [(f"row {i}", "7") for i in range(40)])
     put(own, "test", [(f"other {i}", "7" if i else "seven") for i in range(40)])
@@ -135,7 +133,7 @@ def test_answers_that_the_metric_cannot_score(own: Path) -> None:
         assert "rouge_l_char" in fault and "allow: [unreachable_answers]" in fault
 
 
-def test_no_tokens_are_counted_without_a_tokenizer(own: Path) -> None:
+def test_no_tokens_are_counted_without_a_tokenizer(own):
     report = examine_benchmark(str(own), "nobody/has-this")
     assert report.tasks[0].splits["train"].prompts is None
     assert "the tokenizer of nobody/has-this is not on this machine" in report.warnings[-1]
@@ -152,7 +150,7 @@ REAL_DATA = pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="no
         pytest.param("long_sequence", 15, marks=[REAL_DATA, pytest.mark.slow]),
     ],
 )
-def test_no_packaged_benchmark_has_a_fault(name: str, tasks: int) -> None:
+def test_no_packaged_benchmark_has_a_fault(name, tasks):
     """The share from which spoiled rows are a fault was chosen so; lengths, which are none, are not counted here."""
     report = examine_benchmark(name, "nobody/has-this")
     assert (report.faults, len(report.tasks)) == ((), tasks)

@@ -1,4 +1,4 @@
-"""What a stage reads beside its method's settings, it declares: equal lineages must mean equal snapshots, to the byte.
+"""A stage declares what it reads in addition to its method's settings: equal lineages mean equal bytes.
 
 The settings of methods are tried by the suite of `latent_sweep.testing`; that it finds what is left out is seen here.
 """
@@ -28,7 +28,7 @@ def stages(llama, tmp_path):
     bank.remove()
 
 
-# --- everything beside the method ------------------------------------------------------------------------------------
+# --- everything but the method ---------------------------------------------------------------------------------------
 
 UNTYPED = {
     "benchmark": {"data_dir": "elsewhere"},
@@ -44,9 +44,9 @@ ROUNDED = {"micro_batch_size"}
 
 def others(name, group):
     """Each field of a group with another value, where there is one."""
-    found = dict(reversed(variants(group)))  # the first candidate of each
+    first = dict(reversed(variants(group)))  # the first candidate of each
     written = {field: group.model_copy(update={field: value}) for field, value in UNTYPED.get(name, {}).items()}
-    return {path: changed for path, changed in {**found, **written}.items() if path not in ROUNDED}
+    return {path: changed for path, changed in {**first, **written}.items() if path not in ROUNDED}
 
 
 def together(group, changes, path=""):
@@ -69,21 +69,21 @@ def leaf(group, path):
 
 @pytest.fixture(scope="module")
 def first_snapshot(tmp_path_factory):
-    """Runs a trial on its own and gives the bytes of its first snapshot; a second time, what is known."""
-    known = {}
+    """Runs a trial on its own and gives the bytes of its first snapshot; a second time, the same bytes."""
+    snapshots = {}
 
     def run(trial):
-        if trial.settings not in known:
+        if trial.settings not in snapshots:
             folder = tmp_path_factory.mktemp("run")
             (alone,) = pack([trial])
             run_pack(alone, open_sweep(folder / "tiny"), lambda event: None)
-            known[trial.settings] = (folder / "snapshots" / f"{trial.lineages()[0]}.safetensors").read_bytes()
-        return known[trial.settings]
+            snapshots[trial.settings] = (folder / "snapshots" / f"{trial.lineages()[0]}.safetensors").read_bytes()
+        return snapshots[trial.settings]
 
     return run
 
 
-def beside(name, select):
+def with_unread_changes(name, select):
     """A trial, the same with everything in a group changed that its first lineage does not hold, and what that is."""
     changes = {
         "trial__benchmark": {"name": "builtin", "tasks": TASKS[:1], "train_per_task": 12, "test_per_task": 2},
@@ -105,7 +105,7 @@ def beside(name, select):
 @pytest.mark.parametrize("name", ["training", "benchmark", "router", "backbone", "evaluation"])
 @pytest.mark.parametrize("select", ["last", "best_validation"])
 def test_what_no_lineage_holds_changes_no_snapshot(name, select, first_snapshot):
-    base, trial, free = beside(name, select)
+    base, trial, free = with_unread_changes(name, select)
     same = first_snapshot(trial) == first_snapshot(base)
     assert same, f"training reads one of {', '.join(free)}, and no lineage holds it"
 
@@ -163,7 +163,7 @@ def test_a_setting_is_found_only_where_it_is_read(registered, stages):
 def test_a_setting_of_the_training_that_is_left_out_is_found(monkeypatch, first_snapshot):
     whole = TrainingSettings.training_identity
     monkeypatch.setattr(TrainingSettings, "training_identity", lambda s: whole(s) | {"gradient_clip": None})
-    base, trial, free = beside("training", "last")
+    base, trial, free = with_unread_changes("training", "last")
     assert "gradient_clip" in free
     assert first_snapshot(trial) != first_snapshot(base)
 

@@ -51,10 +51,10 @@ def test_the_stages_of_a_grid():
     # lambda = 0, 0.01, 0.1; two seeds; K = 1, 2; three tasks. For each seed: the first task is one stage for all three
     # lambdas; then two tasks for each lambda. That is 1 + 2 + 2 + 2 = 7, and 14 for two seeds.
     trials = over("soft", method__ortho_lambda=[0.0, 0.01, 0.1], seed=[0, 1], router__components=[1, 2])
-    found = estimate(trials, NOWHERE)
-    assert (found.trials, found.trainings, found.stages, found.missing_data) == (12, 6, 36, None)
-    assert (found.reuse.distinct, found.reuse.stored) == (14, 0)
-    assert found.reuse.steps == 14 * 5 * 32 // 4  # five epochs of 32 rows in batches of four
+    estimated = estimate(trials, NOWHERE)
+    assert (estimated.trials, estimated.trainings, estimated.stages, estimated.missing_data) == (12, 6, 36, None)
+    assert (estimated.reuse.distinct, estimated.reuse.stored) == (14, 0)
+    assert estimated.reuse.steps == 14 * 5 * 32 // 4  # five epochs of 32 rows in batches of four
     assert len(pack(trials)) == 6
 
 
@@ -64,8 +64,8 @@ def test_stored_snapshots_are_counted(tmp_path):
     trials = trials_of(search={"seed": [0, 1]})
     store = SnapshotStorage(Storage(tmp_path))
     store.append(Snapshot(trials[0].lineages()[0], {"R": torch.zeros(1)}, {}))
-    found = estimate(trials, open_sweep(tmp_path / "tiny"))
-    assert (found.reuse.distinct, found.reuse.stored, found.reuse.steps) == (4, 1, 3 * 40)
+    estimated = estimate(trials, open_sweep(tmp_path / "tiny"))
+    assert (estimated.reuse.distinct, estimated.reuse.stored, estimated.reuse.steps) == (4, 1, 3 * 40)
 
 
 def test_validation_examples_and_max_steps_shorten_a_stage():
@@ -76,9 +76,9 @@ def test_validation_examples_and_max_steps_shorten_a_stage():
 
 
 def test_reuse_is_unknown_without_data():
-    found = estimate(trials_of(trial__benchmark={"name": "superni"}, search={}), NOWHERE)
-    assert (found.stages, found.passes, found.reuse) == (15, 120, None)
-    assert found.missing_data
+    estimated = estimate(trials_of(trial__benchmark={"name": "superni"}, search={}), NOWHERE)
+    assert (estimated.stages, estimated.passes, estimated.reuse) == (15, 120, None)
+    assert estimated.missing_data
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -97,11 +97,11 @@ def test_reuse_is_unknown_without_data():
     ],
 )
 def test_passes_by_mode(mode, least, most):
-    found = estimate(over(mode, method__ortho_lambda=[0.01, 0.1]), NOWHERE)
-    assert found.passes == 12
-    assert found.reuse.passes == found.reuse.open_passes == Span(least, most)
-    assert found.reuse.answers == 12 * 12
-    assert found.reuse.open_answers == Span(12 * least, 12 * most)
+    estimated = estimate(over(mode, method__ortho_lambda=[0.01, 0.1]), NOWHERE)
+    assert estimated.passes == 12
+    assert estimated.reuse.passes == estimated.reuse.open_passes == Span(least, most)
+    assert estimated.reuse.answers == 12 * 12
+    assert estimated.reuse.open_answers == Span(12 * least, 12 * most)
 
 
 def test_inference_axes_multiply_only_routed_passes():
@@ -237,8 +237,8 @@ def test_another_metric_generates_no_answers_again(tmp_path, capsys, mode):
     (before,) = open_sweep(tmp_path / "runs" / "tiny")
     assert trials[0].trial_id != before.trial_id
 
-    found = estimate(trials, open_sweep(tmp_path / "runs" / "tiny")).reuse
-    assert (found.to_learn, found.open_passes, found.open_answers) == (0, Span(0, 0), Span(0, 0))
+    estimated = estimate(trials, open_sweep(tmp_path / "runs" / "tiny")).reuse
+    assert (estimated.to_learn, estimated.open_passes, estimated.open_answers) == (0, Span(0, 0), Span(0, 0))
     assert main(["run", path, "--local", "--replace"]) == 0
     (trial,) = open_sweep(tmp_path / "runs" / "tiny")
     assert [event.metrics["generated_share"] for event in stages(trial.events())] == [0.0, 0.0]

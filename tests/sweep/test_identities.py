@@ -43,7 +43,7 @@ from latent_sweep.training.evaluation import AnswerBatch, answers_name
 EVERY = "trial training lineage rows tokens pooled record scatter answers factors"
 """trial, training, lineage, rows   as in `latent_sweep.sweep.plan`
 tokens, pooled, record, scatter     caches of token ids, embeddings, components and scatters, of train and test rows
-answers, factors                    known answers to a batch, factors of the frozen weights"""
+answers, factors                    saved answers to a batch, factors of the frozen weights"""
 
 NOTHING = ""
 TRAINED = "trial training lineage rows answers"
@@ -227,8 +227,8 @@ OUTSIDE = {
     "the configuration": TRAINED,
     "the tokenizer": PROMPTS,
     "times of the backbone's files": NOTHING,
-    "where the benchmark lies": NOTHING,
-    "where the backbone lies": NOTHING,
+    "the folder of the benchmark": NOTHING,
+    "the folder of the backbone": NOTHING,
     "the device": "answers",
     "version of the method": "lineage rows answers",
     "TRAINING": "lineage rows answers",
@@ -252,7 +252,7 @@ OUTSIDE = {
     "sacrebleu": NOTHING,
     "latent-sweep": NOTHING,
 }
-"""What a result reads beside settings."""
+"""What a result reads in addition to settings."""
 
 # --- a sweep that reads all of it ------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ def subject(made, tmp_path):
 
 @pytest.fixture(scope="module")
 def unchanged(made):
-    """A subject that nobody changes, and its identities."""
+    """An unchanged subject, and its identities."""
     subject = Subject(made)
     return subject, subject.identities()
 
@@ -515,8 +515,8 @@ def change_outside(subject, what, monkeypatch):
         subject.rewrite("backbone/config.json", lambda config: config.update(rms_norm_eps=1e-3))
     elif what == "the tokenizer":
         shutil.copy(folder / "lowercase" / "tokenizer.json", folder / "backbone" / "tokenizer.json")
-    elif what.startswith("where the"):
-        name = what.split()[2]
+    elif what.startswith("the folder of"):
+        name = what.split()[-1]
         (folder / name).rename(folder / "moved")
         return {f"{name}__name": str(folder / "moved")}
     elif what == "the device":
@@ -573,8 +573,8 @@ def test_every_setting_of_a_method_enters_its_training_or_stands_in_the_table(me
 
 
 def test_no_method_setting_of_the_table_is_unknown():
-    known = {leaf for name in METHODS for leaf in leaves(trial_of(name).settings.method)}
-    assert {leaf for names in METHOD_SETTINGS.values() for leaf in names} <= known
+    paths = {leaf for name in METHODS for leaf in leaves(trial_of(name).settings.method)}
+    assert {leaf for names in METHOD_SETTINGS.values() for leaf in names} <= paths
 
 
 @pytest.mark.parametrize(("name", "value"), RUN.items())

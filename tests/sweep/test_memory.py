@@ -64,7 +64,7 @@ SHAPES = {
         T5 | dict(d_model=256, num_layers=16, num_decoder_layers=16, num_heads=8, d_kv=64, d_ff=1024, vocab_size=4000),
     ),
 }
-"""Random models beside the named ones: small for every run of the tests, wide and deep with some 30 to 60 M numbers."""
+"""Random models: small for every run of the tests, wide and deep with some 30 to 60 M numbers."""
 
 DECODER = {name: value for name, value in LLAMA.items() if name != "initializer_range"} | REGISTRY["tiny-olmo2"].config
 DECODER |= {name: LLAMA[name] for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")}
@@ -87,8 +87,8 @@ TARGETS = {"tiny-phi4": ["qkv_proj"], "small-phi4": ["qkv_proj"]}
 
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch):
-    for name, known in SHAPES.items():
-        monkeypatch.setitem(REGISTRY, name, known)
+    for name, spec in SHAPES.items():
+        monkeypatch.setitem(REGISTRY, name, spec)
 
 
 def trial_of(backbone="small-llama", dtype="float32", method="latent_lora", prompt=64, target=8, **changes):
@@ -142,7 +142,7 @@ def test_a_folder_is_identified_by_its_checkpoint(tmp_path):
 
     config = dict(T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=2)
     T5Config(**config).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"  # where transformers writes that the head is tied, whatever it was told
+    path = tmp_path / "config.json"  # where transformers writes that the head is tied, whatever the config says
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
     with torch.device("meta"):
         model = random_model("t5", config, torch.bfloat16)
@@ -151,7 +151,7 @@ def test_a_folder_is_identified_by_its_checkpoint(tmp_path):
 
 
 def test_a_backbone_that_only_the_hub_knows_is_not_predicted():
-    assert predict(trial_of("somebody/a-model"), RunSettings()) is None
+    assert predict(trial_of("someone/a-model"), RunSettings()) is None
 
 
 # --- measured --------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def backbone_of(name, dtype, targets=None):
     return load_backbone(BackboneSettings(name=name, dtype=dtype, device="cpu", targets=targets))
 
 
-def live_bytes(known):
+def live_bytes(resident):
     """A context in which new tensors are counted: `peak` is the most bytes that they had at a time.
 
     Products of bfloat16 are computed in float32 and rounded, uncounted: a processor without instructions for bfloat16
@@ -184,19 +184,19 @@ def live_bytes(known):
         def __init__(self):
             super().__init__()
             self.now = self.peak = 0
-            self.held = [tensor.untyped_storage() for tensor in known]  # or others would get their addresses
+            self.held = [tensor.untyped_storage() for tensor in resident]  # or others would get their addresses
             self.known = {storage._cdata for storage in self.held}
 
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            found = computed(function, arguments, keywords or {})
-            for tensor in tree_leaves(found):
+            memory = computed(function, arguments, keywords or {})
+            for tensor in tree_leaves(memory):
                 if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
                     storage = tensor.untyped_storage()
                     self.known.add(storage._cdata)
                     self.now += storage.nbytes()
                     self.peak = max(self.peak, self.now)
                     weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
-            return found
+            return memory
 
         def gone(self, key, size):
             self.known.discard(key)
@@ -213,8 +213,8 @@ def rows_of(count, prompt, target):
     ]
 
 
-def measured_steps(trial, folder, members=1, kept=None, steps=2):
-    """Bytes that steps make at most, beside weights, factors and adapters; `kept` gets what autograd keeps."""
+def measured_steps(trial, folder, runs=1, kept=None, steps=2):
+    """Bytes that steps make at most, in addition to weights, factors and adapters; `kept` gets what autograd keeps."""
     import torch
 
     from latent_sweep.methods import method_class
@@ -227,13 +227,13 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
     bank = bank_of(backbone)
     rows = rows_of(s.training.batch_size, *limits(trial))
     settings = s.training.model_copy(update={"epochs": steps})
-    trainings, known = [], [*backbone.model.parameters(), *backbone.model.buffers()]
-    for member in range(members):
+    trainings, resident = [], [*backbone.model.parameters(), *backbone.model.buffers()]
+    for number in range(runs):
         method = method_class(s.method.name)(s.method, MethodContext(backbone, bank, folder, 8))
-        learner = method.begin_task(task_data(rows, seed=member), [])
-        known += learner.parameters().values()
-        known += [*method.space.rights, *method.space.lefts] if s.method.name == "latent_lora" else []
-        trainings.append(Trainer(learner, rows, settings, (member, "task"), checkpoint_at(folder / str(member))))
+        learner = method.begin_task(task_data(rows, seed=number), [])
+        resident += learner.parameters().values()
+        resident += [*method.space.rights, *method.space.lefts] if s.method.name == "latent_lora" else []
+        trainings.append(Trainer(learner, rows, settings, (number, "task"), checkpoint_at(folder / str(number))))
 
     def keep(tensor):
         storage = tensor.untyped_storage()
@@ -241,19 +241,19 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    counting = live_bytes(known)
+    counting = live_bytes(resident)
     own = {storage._cdata for storage in counting.held}
     with counting as live, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outcomes = train_pack(trainings, Engine(backbone=backbone), bank)
     bank.remove()
-    assert [outcome.steps for outcome in outcomes] == [steps] * members
+    assert [outcome.steps for outcome in outcomes] == [steps] * runs
     return live.peak
 
 
-def predicted_steps(trial, members=1):
-    """The same without a step: what is trained is among it, as it is moved into one matrix of all members."""
-    found = predict(trial, RunSettings(), members)
-    return found.learning - found.weights - found.factors - found.history
+def predicted_steps(trial, runs=1):
+    """The same without a step: what is trained is among it, as it is moved into one matrix of all runs."""
+    memory = predict(trial, RunSettings(), runs)
+    return memory.learning - memory.weights - memory.factors - memory.history
 
 
 def limits(trial):
@@ -309,7 +309,7 @@ def test_dropout_of_the_backbone_keeps_its_noise(dtype, prompt, checkpointing, t
 
 
 @pytest.mark.parametrize("name", ["small-llama", "small-t5"])
-def test_members_of_a_pack_have_a_batch_each(name, tmp_path):
+def test_runs_of_a_pack_have_a_batch_each(name, tmp_path):
     trial = trial_of(name, prompt=40)
     assert predicted_steps(trial, 3) == pytest.approx(measured_steps(trial, tmp_path, 3), rel=0.1)
 
@@ -369,9 +369,9 @@ def test_the_memory_of_second_moments(name, method, tmp_path):
         )
     bank.remove()
     own = sum(p.untyped_storage().nbytes() for p in learner.parameters().values())
-    found = predict(trial, RunSettings())
-    assert found.moments == pytest.approx(live.peak - own, rel=0.15)
-    assert found.peak == max(found.learning, found.measuring, found.answering)
+    memory = predict(trial, RunSettings())
+    assert memory.moments == pytest.approx(live.peak - own, rel=0.15)
+    assert memory.peak == max(memory.learning, memory.measuring, memory.answering)
 
 
 @pytest.mark.parametrize(
@@ -392,10 +392,10 @@ def test_the_memory_of_fisher_information(name, dtype, rows, tmp_path):
     with live_bytes([*backbone.model.parameters(), *backbone.model.buffers(), learner.A, learner.B]) as live:
         learner.finish()
     bank.remove()
-    found = predict(trial, RunSettings())
-    assert found.fisher == pytest.approx(live.peak, rel=0.1)
-    assert found.measuring == found.weights + found.adapter // 2 + found.fisher
-    assert predict(trial, RunSettings(), 3).fisher == found.fisher, "members are measured in turn"
+    memory = predict(trial, RunSettings())
+    assert memory.fisher == pytest.approx(live.peak, rel=0.1)
+    assert memory.measuring == memory.weights + memory.adapter // 2 + memory.fisher
+    assert predict(trial, RunSettings(), 3).fisher == memory.fisher, "runs are measured in turn"
 
 
 @pytest.mark.parametrize(
@@ -404,15 +404,15 @@ def test_the_memory_of_fisher_information(name, dtype, rows, tmp_path):
 def test_the_overhead_of_a_process_on_a_cpu(method, rows, prompt, resident):
     """GiB of a process that took a step of SmolLM2, most of it in a C heap; a small step takes the libraries' alone."""
     trial = trial_of("smollm2-135m", "float32", method, prompt, 50, trial__training__batch_size=rows)
-    found = predict(trial, RunSettings())
-    assert found.overhead == 1.5 * GIB if not resident else found.overhead > 3 * GIB
+    memory = predict(trial, RunSettings())
+    assert memory.overhead == 1.5 * GIB if not resident else memory.overhead > 3 * GIB
     if resident:
-        assert (found.learning + found.overhead) / GIB == pytest.approx(resident, rel=0.03)
+        assert (memory.learning + memory.overhead) / GIB == pytest.approx(resident, rel=0.03)
 
 
 def test_what_measures_nothing_counts_nothing():
-    found = predict(trial_of(method="o_lora"), RunSettings())
-    assert (found.moments, found.fisher, found.measuring) == (0, 0, 0)
+    memory = predict(trial_of(method="o_lora"), RunSettings())
+    assert (memory.moments, memory.fisher, memory.measuring) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -441,8 +441,8 @@ def test_the_memory_of_answers(name, dtype, prompt, target):
     with live_bytes([*backbone.model.parameters()]) as live:
         generate(backbone, bank, prompts, Adaptation(), target, choose=one_ends_early)
     bank.remove()
-    found = predict(trial, RunSettings())
-    assert found.cache + found.reading == pytest.approx(live.peak, rel=0.1)
+    memory = predict(trial, RunSettings())
+    assert memory.cache + memory.reading == pytest.approx(live.peak, rel=0.1)
 
 
 def test_factors_and_adapters_are_counted_exactly(tmp_path):
@@ -454,11 +454,11 @@ def test_factors_and_adapters_are_counted_exactly(tmp_path):
         trial = trial_of(dtype="bfloat16", method=name)
         method = method_class(name)(trial.settings.method, MethodContext(backbone, bank_of(backbone), tmp_path, 8))
         learner = method.begin_task(task_data(), [])
-        found = predict(trial, RunSettings())
+        memory = predict(trial, RunSettings())
         sides = [*method.space.rights, *method.space.lefts] if name == "latent_lora" else []
-        assert found.factors == sum(side.nbytes for side in sides)
+        assert memory.factors == sum(side.nbytes for side in sides)
         # values and gradients; two moments
-        assert found.adapter == found.optimizer == 2 * sum(p.nbytes for p in learner.parameters().values())
+        assert memory.adapter == memory.optimizer == 2 * sum(p.nbytes for p in learner.parameters().values())
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -498,18 +498,18 @@ def test_weights_are_gathered_to_evaluate_if_they_fit():
 
 def test_deepspeed_settings_change_the_memory():
     zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-    found = predict(trial_of("llama-2-13b", "bfloat16"), run_of(4, zero_stage=3, config={"zero_optimization": zero}))
-    assert found.gathered == 2 * 32000 * 5120  # the largest weight
-    assert found.weights == -(-2 * 13_015_864_320 // 4)
+    memory = predict(trial_of("llama-2-13b", "bfloat16"), run_of(4, zero_stage=3, config={"zero_optimization": zero}))
+    assert memory.gathered == 2 * 32000 * 5120  # the largest weight
+    assert memory.weights == -(-2 * 13_015_864_320 // 4)
 
 
-def test_workers_share_a_batch_and_members_add_one():
-    def moment(run=None, members=1, **training):
-        found = predict(trial_of(trial__training={"learning_rate": 0.1, **training}), run or RunSettings(), members)
-        return found.activations, found.working, found.logits
+def test_workers_share_a_batch_and_runs_add_one():
+    def moment(run=None, runs=1, **training):
+        memory = predict(trial_of(trial__training={"learning_rate": 0.1, **training}), run or RunSettings(), runs)
+        return memory.activations, memory.working, memory.logits
 
     assert moment(batch_size=8) == moment(run_of(2, zero_stage=2), batch_size=16)
-    assert moment(batch_size=4, members=2) == pytest.approx(moment(batch_size=8), rel=0.01), "but for their products"
+    assert moment(batch_size=4, runs=2) == pytest.approx(moment(batch_size=8), rel=0.01), "but for their products"
     assert moment(batch_size=8, micro_batch_size=2) == moment(batch_size=2)
     assert moment(run_of(4, zero_stage=2), batch_size=8, micro_batch_size=4) == moment(batch_size=2)
 
@@ -543,11 +543,11 @@ def automatic(**changes):
     return trial_of("llama-2-13b", "bfloat16", prompt=1024, trial__training__gradient_checkpointing="auto", **changes)
 
 
-def checkpointing_of(trial, free, members=1):
+def checkpointing_of(trial, free, runs=1):
     (only,) = pack([trial])
-    found = decided(replace(only, runs=only.runs * members), run_of(accelerator="A100"), lambda backbone: free)
-    (said,) = {each.settings.training.gradient_checkpointing for each in found.trials}
-    assert found.pack_id, "it is a pack as before"
+    memory = decided(replace(only, runs=only.runs * runs), run_of(accelerator="A100"), lambda backbone: free)
+    (said,) = {each.settings.training.gradient_checkpointing for each in memory.trials}
+    assert memory.pack_id, "it is a pack as before"
     return said
 
 
@@ -557,12 +557,12 @@ def test_checkpointing_is_turned_on_if_training_would_not_fit():
     room = without + RESERVE  # as `plan` reckons with it
     assert checkpointing_of(automatic(), room) is False
     assert checkpointing_of(automatic(), room - 1) is True
-    assert checkpointing_of(automatic(), room, members=2) is True, "members learn in one pass"
+    assert checkpointing_of(automatic(), room, runs=2) is True, "runs learn in one pass"
     assert checkpointing_of(trial_of("llama-2-13b", "bfloat16"), free=0) is False, "who says so has it so"
 
 
 def test_what_cannot_be_predicted_is_tried():
-    trial = trial_of("somebody/a-model", trial__training__gradient_checkpointing="auto")
+    trial = trial_of("someone/a-model", trial__training__gradient_checkpointing="auto")
     assert checkpointing_of(trial, free=0) is False
 
 

@@ -104,9 +104,9 @@ def package(tmp_path, monkeypatch):
 def test_a_relative_storage_there_is_refused_before_anything_starts(package, tmp_path, capsys, command):
     path = write(tmp_path, tiny(run__storage="runs"))
     assert main([command, path]) == 2
-    told = capsys.readouterr().err
-    assert "run.storage: found 'runs'" in told
-    assert "LATENT_SWEEP_STORAGE" in told
+    message = capsys.readouterr().err
+    assert "run.storage: found 'runs'" in message
+    assert "LATENT_SWEEP_STORAGE" in message
     assert list(package.iterdir()) == []
 
 
@@ -139,10 +139,10 @@ def test_a_relative_tracker_is_refused_there(package, tmp_path, monkeypatch, uri
 def test_a_sweep_that_is_not_there_names_the_working_directory(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "sweeps/none.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert "sweeps/none.yaml" in told
-    assert str(tmp_path) in told
-    assert "--working-dir" not in told
+    message = capsys.readouterr().err
+    assert "sweeps/none.yaml" in message
+    assert str(tmp_path) in message
+    assert "--working-dir" not in message
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert main(["plan", "sweeps/none.yaml"]) == 2
     assert "--working-dir ." in capsys.readouterr().err

@@ -39,11 +39,11 @@ def trials_of(content):
 def test_a_number_that_an_entry_leaves_to_its_default_is_a_point_of_the_curve():
     """So that no curve along it lacks one, and no column says that the trial does not read it."""
     entries = [{"training": {"epochs": 3}}, {"training": {"epochs": 5}}, {"router": {"components": 2}}]
-    found = trials_of(
+    trials = trials_of(
         tiny(search={"trial": entries}, trial__training={"batch_size": 4, "epochs": 1}, trial__router=None)
     )
-    assert [trial.values["training.epochs"] for trial in found] == [3, 5, 1]
-    assert [trial.values["router.components"] for trial in found] == [5, 5, 2]
+    assert [trial.values["training.epochs"] for trial in trials] == [3, 5, 1]
+    assert [trial.values["router.components"] for trial in trials] == [5, 5, 2]
 
 
 def trials_over(**search):
@@ -81,48 +81,16 @@ def test_writing_a_default_out_changes_no_id():
     assert {t.trial_id for t in trials_of(written)} == {t.trial_id for t in trials_of(TINY)}
 
 
-def test_how_a_sweep_is_run_changes_no_id():
-    elsewhere = tiny(
-        name="other",
-        run={"storage": "elsewhere", "resources": {"cpus": 4}, "max_failures": 0},
-        trial__backbone__device="cpu",
-        trial__training__checkpoint_every=7,
-    )
-    assert [t.trial_id for t in trials_of(elsewhere)] == [t.trial_id for t in trials_of(TINY)]
-
-
-CHANGES = {
-    "rank": {"trial__method__rank": 8},
-    "rate": {"trial__training__learning_rate": 0.04},
-    "rows": {"trial__benchmark__train_per_task": 31},
-    "order": {"trial__benchmark__order": 2},
-    "dtype": {"trial__backbone__dtype": "bfloat16"},
-    "test rows": {"trial__benchmark__test_per_task": 11},
-    "temperature": {"trial__router__temperature": 2.0},
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_a_setting_that_changes_a_score_changes_every_id(change):
-    before, after = trials_of(TINY), trials_of(tiny(**change))
-    assert not {t.trial_id for t in before} & {t.trial_id for t in after}
-    reads_training = "test_per_task" not in str(change) and "router" not in str(change)
-    assert {t.training_id for t in before}.isdisjoint({t.training_id for t in after}) == reads_training
-
-
 def test_equal_trials_collapse():
     two_spellings = [{"name": "builtin", "order": 1}, {"name": "builtin", "order": "mood_first"}, {"name": "builtin"}]
     assert len(trials_over(benchmark=two_spellings)) == 1
+    assert len(trials_over(method__ortho_lambda=[None, 0.05])) == 1, "a setting left out and its default"
 
 
 @pytest.mark.parametrize(("axis", "equal"), [("training.micro_batch_size", 1), ("training.batch_size", 0)])
 def test_a_plan_reports_equal_points_of_the_search(tmp_path, capsys, axis, equal):
     assert main(["plan", write(tmp_path, tiny(search={axis: [2, 4]}))]) == 0
     assert capsys.readouterr().out.count("1 trial (2 points of the search") == equal
-
-
-def test_a_setting_left_out_and_its_default_collapse():
-    assert len(trials_over(method__ortho_lambda=[None, 0.05])) == 1
 
 
 # --- the backbone's own dropout ---------------------------------------------------------------------------------------
@@ -218,7 +186,7 @@ def test_a_longer_sequence_continues_a_shorter_one():
 
 def test_the_largest_rank_of_a_backbone_serves_its_packs():
     trials = trials_over(method__rank=[2, 16, 8], backbone__name=["tiny-llama", "tiny-t5"])
-    assert {member.largest_rank for p in pack(trials) for member in p.runs} == {16}
+    assert {run.largest_rank for p in pack(trials) for run in p.runs} == {16}
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -239,14 +207,15 @@ def change_row(folder, task, split):
     path.write_text(path.read_text().replace(f"{split} row 3", f"{split} line 3"))
 
 
-def test_a_changed_training_example_changes_its_stage_and_later_ones(tmp_path):
+def test_a_changed_example_changes_its_stage_and_later_ones_or_scores_alone(tmp_path):
     folder = write_benchmark(tmp_path / "own")
     trial_id, lineages, row_keys = own_ids(folder)
+    change_row(folder, "right", "test")
+    assert own_ids(folder)[:2] == (trial_id, lineages)
+    assert same(own_ids(folder)[2], row_keys) == [True, False]
     change_row(folder, "right", "train")
-    new_trial_id, new_lineages, new_row_keys = own_ids(folder)
-    assert new_trial_id == trial_id
-    assert same(new_lineages, lineages) == [True, False]
-    assert same(new_row_keys, row_keys) == [True, False]
+    new_trial_id, new_lineages, _ = own_ids(folder)
+    assert (new_trial_id, same(new_lineages, lineages)) == (trial_id, [True, False])
 
 
 def test_a_changed_example_of_the_first_task_changes_dependent_snapshots(tmp_path):
@@ -260,15 +229,6 @@ def test_a_changed_example_of_the_first_task_changes_dependent_snapshots(tmp_pat
     change_row(folder, "left", "train")
     assert same(lineages(1e-5), apart) == [False, False], "the penalty reads the first task's adapter"
     assert same(lineages(0.0), free) == [False, True]
-
-
-def test_a_changed_test_row_changes_scores_alone(tmp_path):
-    folder = write_benchmark(tmp_path / "own")
-    _, lineages, row_keys = own_ids(folder)
-    change_row(folder, "right", "test")
-    _, new_lineages, new_row_keys = own_ids(folder)
-    assert new_lineages == lineages
-    assert same(new_row_keys, row_keys) == [True, False]
 
 
 def test_a_benchmark_that_moved_is_the_same_benchmark(tmp_path):
@@ -316,19 +276,12 @@ def test_a_search_checks_its_extremes_and_scores_held_out_examples():
     assert len(corners(parse_sweep(content, "sweep.yaml"))) == 2 + 2 + 29 + 29, "each value once"
 
 
-def test_another_search_seed_draws_other_values():
-    first, second = (
-        trials_of(tiny(search=DRAWS, run__search__num_samples=5, run__search__seed=seed)) for seed in (0, 1)
-    )
-    assert not {t.trial_id for t in first} & {t.trial_id for t in second}
+def test_draws_follow_from_the_seed_and_are_shared_by_the_whole_grid():
+    def ids(**search):
+        return [trial.trial_id for trial in trials_of(tiny(search=DRAWS, run__search=search))]
 
-
-def test_more_samples_begin_with_the_same_ones():
-    few, many = (trials_of(tiny(search=DRAWS, run__search__num_samples=count)) for count in (3, 6))
-    assert [t.trial_id for t in many[:3]] == [t.trial_id for t in few]
-
-
-def test_a_draw_is_shared_by_the_whole_grid():
+    assert not set(ids(num_samples=5)) & set(ids(num_samples=5, seed=1))
+    assert ids(num_samples=6)[:3] == ids(num_samples=3), "more samples begin with the same ones"
     search = {"seed": [0, 1], "training.learning_rate": {"uniform": [0.01, 0.02]}}
     trials = trials_of(tiny(search=search, run__search__num_samples=3))
     assert len(trials) == 6
@@ -405,6 +358,7 @@ def test_more_components_than_rows_name_both_numbers():
     assert "router.components: found 40, but task mood has 32 training examples; use at most 32" in str(caught.value)
     assert "benchmark.train_per_task to 40" in str(caught.value)
     assert "found 1" not in str(caught.value).replace("1 fault", "")
+    assert len(trials_of(tiny(trial__router={"combine": "sum", "components": 40}, search={}))) == 1, "no router"
 
 
 @pytest.mark.parametrize(
@@ -431,10 +385,6 @@ def test_a_component_for_every_row_leaves_no_scatter_about_their_means():
     assert len(trials_of(tiny(trial__router=by_component | {"cov": {}}, search={}))) == 1
 
 
-def test_components_are_no_fault_without_a_router():
-    assert len(trials_of(tiny(trial__router={"combine": "sum", "components": 40}, search={}))) == 1
-
-
 def test_a_rank_above_the_narrowest_projection_names_both_numbers():
     with pytest.raises(ConfigError, match=r"method.rank: found 17; tiny-llama's .*v_proj is 16 x 32, so at most 16"):
         trials_of(tiny(search={"method.rank": [16, 17]}))
@@ -446,7 +396,7 @@ def test_faults_of_several_trials_come_together():
     assert str(caught.value).splitlines()[0] == "sweep.yaml: 2 faults"
 
 
-# --- the command and the files beside it -----------------------------------------------------------------------------
+# --- the command and its files ---------------------------------------------------------------------------------------
 
 
 def test_every_sweep_of_the_repository_has_its_own_name():
@@ -494,7 +444,7 @@ def test_files_are_looked_for_as_often_for_many_trials_as_for_few(tmp_path, monk
 
 
 def test_data_in_two_folders_makes_one_trial_only_if_equal(tmp_path):
-    """Where it lies is no part of a trial's identity."""
+    """Its path is no part of a trial's identity."""
     for folder in ("a", "b"):
         write_benchmark(tmp_path / folder / "Long_Sequence", ("copa", "cb"))
     folders = {"benchmark.data_dir": [str(tmp_path / folder) for folder in ("a", "b")]}
@@ -517,8 +467,8 @@ def test_joint_training_has_the_steps_of_all_its_tasks(runs):
     assert [trial.steps(position) for position in range(3)] == [9, 0, 0]
     (pack,) = runs.packs_of(content)
     runs.run([pack])
-    told = [event.steps for event in stages(runs.sweep.journal(trial.trial_id).read())]
-    assert told[0] == 9
+    steps = [event.steps for event in stages(runs.sweep.journal(trial.trial_id).read())]
+    assert steps[0] == 9
     (unlimited,) = trials_of(tiny(trial__training=training | {"max_steps": None}, **shared))
     assert unlimited.steps(0) == 24
 
@@ -531,7 +481,7 @@ def test_what_the_router_fits_is_no_part_of_rows_that_are_not_routed(mode):
     assert first.row_keys() == second.row_keys()
 
 
-# --- what trials have in common is found once ------------------------------------------------------------------------
+# --- what trials have in common is computed once ---------------------------------------------------------------------
 
 
 SHARING = {
@@ -552,7 +502,7 @@ SHARING = {
 
 
 def test_a_trial_among_others_equals_the_trial_alone():
-    """Each trial is planned twice: where equal parts of a sweep's trials are found once, and with nobody beside it."""
+    """Each trial is planned twice: where equal parts of a sweep's trials are computed once, and alone."""
     sweep = parse_sweep(tiny(search=SHARING, trial__method={"name": "latent_lora"}), "sweep.yaml")
     together = expand(sweep)
     estimate(together, open_sweep(Path("nowhere") / "tiny"))

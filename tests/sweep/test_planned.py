@@ -1,4 +1,4 @@
-"""What was planned is what is read, learned with and shown: whatever else lies there by then is refused."""
+"""What was planned is what is read, learned with and shown: whatever has changed by then is refused."""
 
 import importlib
 import json
@@ -219,9 +219,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         """Answer `/api/models/<owner>/<name>[/revision/<revision>]`."""
         revision = self.path.partition("/revision/")[2] or "main"
-        known = self.path.startswith("/api/models/someone/model") and revision in self.commits
-        body = json.dumps({"id": "someone/model", "sha": self.commits.get(revision)} if known else {}).encode()
-        self.send_response(200 if known else 404)
+        exists = self.path.startswith("/api/models/someone/model") and revision in self.commits
+        body = json.dumps({"id": "someone/model", "sha": self.commits.get(revision)} if exists else {}).encode()
+        self.send_response(200 if exists else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -258,7 +258,7 @@ def test_a_branch_of_a_hub_model_becomes_a_commit(hub):
     assert backbone_identity(pinned(model))["weights"] == {"hub": "someone/model", "revision": COMMIT}
 
 
-def test_what_lies_in_the_cache_is_what_a_branch_means(hub):
+def test_the_cache_decides_what_a_branch_means(hub):
     """So a sweep that is resumed goes on with the weights that it began with, whatever the hub has by then."""
     folder = hub / "models--someone--model"
     (folder / "snapshots" / LATER).mkdir(parents=True)
@@ -344,11 +344,11 @@ def test_a_table_reports_differing_versions(tmp_path, benchmark, monkeypatch, ca
         ({"name": "gain_lora", "rank": 4, "gate": {"pooling": "padded"}}, "padding"),
     ],
 )
-def test_a_table_reports_differing_micro_batches(tmp_path, benchmark, capsys, method, told):
+def test_a_table_reports_differing_micro_batches(tmp_path, benchmark, capsys, method, setting):
     """Halved after running out of memory, passes have masks and padding of their own, which no lineage can know."""
     path = write(tmp_path, tiny(**small(benchmark, trial__method=method, search={"seed": [0]})))
     assert main(["run", path, "--local"]) == 0
     halved = ["--set", "search.seed=[0,1]", "--set", "trial.training.micro_batch_size=4"]
     assert main(["run", path, "--local", *halved]) == 0
-    expected = f"{told}: 4 rows a pass, 1 workers (1 trial: seed=1); all rows a pass, 1 workers (1 trial: seed=0)"
+    expected = f"{setting}: 4 rows a pass, 1 workers (1 trial: seed=1); all rows a pass, 1 workers (1 trial: seed=0)"
     assert expected in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.sweeps import change_benchmark, tiny, write_benchmark
@@ -21,7 +20,7 @@ from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.reader import Alphabet, Reader, equal_prompts, surely_kept
 
 
-def latin() -> Tokenizer:
+def latin():
     """A tokenizer of the characters of ASCII and é, which composes (NFKC) as T5's does."""
     known = [chr(code) for code in range(32, 127)]
     pieces = [("<unk>", 0.0), *((character, -1.0) for character in (*known, "é"))]
@@ -33,32 +32,32 @@ def latin() -> Tokenizer:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own(tmp_path):
     """A benchmark of two tasks with 24 training and 6 test rows each, in which nothing is wrong."""
     return write_benchmark(tmp_path / "own")
 
 
 @pytest.fixture
-def read_by_latin(tmp_path: Path) -> dict[str, Any]:
+def read_by_latin(tmp_path):
     """Settings of a sweep whose tokenizer is `latin`."""
     (tmp_path / "latin").mkdir()
     latin().save(str(tmp_path / "latin" / "tokenizer.json"))
     return {"trial__backbone": {"name": "tiny-llama", "tokenizer": str(tmp_path / "latin")}}
 
 
-def put(own: Path, task: str, split: str, pairs: list[tuple[str, str]]) -> None:
+def put(own, task, split, pairs):
     rows = [{"input": text, "output": answer} for text, answer in pairs]
     (own / task / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
-def remarks_on(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> list[str]:
+def remarks_on(own, benchmark=None, **changes):
     changes = {"trial__router": {"components": 1}, "search": {}} | changes
     content = tiny(trial__benchmark={"name": str(own), **(benchmark or {})}, **changes)
     sweep = parse_sweep(content, "sweep.yaml")
     return check_sweep(sweep, expand(sweep))
 
 
-def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> str:
+def faults_of(own, benchmark=None, **changes):
     with pytest.raises(ConfigError) as caught:
         remarks_on(own, benchmark, **changes)
     return str(caught.value)
@@ -67,7 +66,7 @@ def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any
 # --- characters ------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_characters_are_counted_after_normalization() -> None:
+def test_unknown_characters_are_counted_after_normalization():
     alphabet = Alphabet(Reader("t5", latin()))
     count = alphabet.count(["plain", "cafe\u0301", "x 中文 y", "ü"])
     assert (count.texts, count.example) == (2, "中文ü")
@@ -75,12 +74,12 @@ def test_unknown_characters_are_counted_after_normalization() -> None:
     assert not Alphabet(load_tiny("tiny-llama").tokenizer).count(["中文"]).texts
 
 
-def test_a_word_tokenizer_knows_whole_words() -> None:
+def test_a_word_tokenizer_knows_whole_words():
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     assert Alphabet(Reader("t5", words)).count(["a", "bc"]) == (1, 2 / 3, "bc")
 
 
-def test_unknown_characters_are_a_warning_or_a_fault(own: Path, read_by_latin: dict[str, Any]) -> None:
+def test_unknown_characters_are_a_warning_or_a_fault(own, read_by_latin):
     put(own, "left", "train", [(f"train row {i} of left{' ü' * (i < 3)}", "ax") for i in range(24)])
     assert any("left 3 of 24 training" in line for line in remarks_on(own, **read_by_latin))
     put(own, "right", "train", [(f"{i} 这部电影很好看", "ax") for i in range(24)])
@@ -91,9 +90,7 @@ def test_unknown_characters_are_a_warning_or_a_fault(own: Path, read_by_latin: d
     assert any("right 24 of 24 training" in line for line in remarks_on(own, **read_by_latin))
 
 
-def test_a_trial_checks_with_its_own_tokenizer(
-    own: Path, runs: Any, monkeypatch: Any, read_by_latin: dict[str, Any]
-) -> None:
+def test_a_trial_checks_with_its_own_tokenizer(own, runs, monkeypatch, read_by_latin):
     """The tokenizer of a hub model that nobody has loaded yet."""
     from latent_sweep.backbones import tokenizers
 
@@ -108,7 +105,7 @@ def test_a_trial_checks_with_its_own_tokenizer(
         runs.run(runs.packs(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={}))
 
 
-def test_a_tokenizer_without_tokens_is_a_fault(own: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_tokens_is_a_fault(own, tmp_path):
     (tmp_path / "none").mkdir()
     Tokenizer(models.BPE({}, [])).save(str(tmp_path / "none" / "tokenizer.json"))
     there = {"trial__backbone": {"name": "tiny-llama", "tokenizer": str(tmp_path / "none")}}
@@ -118,7 +115,7 @@ def test_a_tokenizer_without_tokens_is_a_fault(own: Path, tmp_path: Path) -> Non
 # --- prompts that are alike ------------------------------------------------------------------------------------------
 
 
-def test_prompts_with_equal_tokens_are_grouped() -> None:
+def test_prompts_with_equal_tokens_are_grouped():
     texts = ["same 1", "same 2", "other", "same 1"]
     prompts = [PromptParts("", text, "") for text in texts]
     tokens = {PromptParts("", text, ""): text[:4] for text in texts}
@@ -127,14 +124,14 @@ def test_prompts_with_equal_tokens_are_grouped() -> None:
 
 
 @pytest.mark.parametrize(("kept", "both", "left"), [(40, False, "0123456789"), (16, False, "0123"), (-3, False, "")])
-def test_a_character_may_take_four_tokens(kept: int, both: bool, left: str) -> None:
+def test_a_character_may_take_four_tokens(kept, both, left):
     assert surely_kept("0123456789", kept, both) == left
     assert surely_kept("0123456789", 16, True) == "0189"
     assert surely_kept("0123456789", 3, True) == ""
 
 
 @pytest.mark.parametrize("truncation", ["keep_cue", "keep_ends", "official"])
-def test_prompts_that_lose_their_differences_are_a_fault_or_a_warning(own: Path, truncation: str) -> None:
+def test_prompts_that_lose_their_differences_are_a_fault_or_a_warning(own, truncation):
     said = "Read what follows, think, and say of it in two letters what it is. "
     last = " Nothing more." * 4
     for split, count in (("train", 24), ("test", 6)):
@@ -148,7 +145,7 @@ def test_prompts_that_lose_their_differences_are_a_fault_or_a_warning(own: Path,
     assert any("left 2 of 24 training" in line and "same tokens" in line for line in remarks_on(own, settings))
 
 
-def test_prompts_of_unknown_characters_are_the_same_tokens(own: Path, read_by_latin: dict[str, Any]) -> None:
+def test_prompts_of_unknown_characters_are_the_same_tokens(own, read_by_latin):
     change_benchmark(own, task_allow=["unknown_characters"])
     put(own, "left", "train", [(chr(0x4E00 + i) * 9, "ax") for i in range(24)])
     assert "24 of 24 training" in faults_of(own, **read_by_latin)
@@ -157,7 +154,7 @@ def test_prompts_of_unknown_characters_are_the_same_tokens(own: Path, read_by_la
 # --- tasks with the same prompts -------------------------------------------------------------------------------------
 
 
-def test_tasks_with_the_same_prompts_are_a_fault_and_some_in_common_a_warning(own: Path, capsys: Any) -> None:
+def test_tasks_with_the_same_prompts_are_a_fault_and_some_in_common_a_warning(own, capsys):
     rows = json.loads((own / "left" / "train.json").read_text())
     (own / "right" / "train.json").write_text(json.dumps(rows))
     assert "left and right" in faults_of(own)
@@ -177,7 +174,7 @@ def test_tasks_with_the_same_prompts_are_a_fault_and_some_in_common_a_warning(ow
 
 
 @pytest.mark.parametrize("tail", ["\nAnswer:", "\n### Response:\n", " Label: "])
-def test_a_second_cue_is_a_warning(own: Path, tail: str) -> None:
+def test_a_second_cue_is_a_warning(own, tail):
     put(own, "left", "train", [(f"train row {i}.{tail}", "ax") for i in range(24)])
     (warning,) = [line for line in remarks_on(own) if repr(tail.strip()) in line]
     assert "left 24 of 24 training" in warning
@@ -185,7 +182,7 @@ def test_a_second_cue_is_a_warning(own: Path, tail: str) -> None:
     assert not any(repr(tail.strip()) in line for line in remarks_on(own))
 
 
-def test_invisible_characters_are_a_warning(own: Path) -> None:
+def test_invisible_characters_are_a_warning(own):
     change_benchmark(own, max_target_length=8, task_allow=["untrained_answers"])
     put(own, "left", "test", [(f"{i} row", "ax\u200b" if i < 2 else "a\u200dx") for i in range(6)])
     put(own, "right", "train", [(f"{i} row\0\r", "ax") for i in range(24)])
@@ -194,7 +191,7 @@ def test_invisible_characters_are_a_warning(own: Path) -> None:
     assert any("right 24 training" in line for line in said)
 
 
-def test_unread_columns_are_a_warning(own: Path) -> None:
+def test_unread_columns_are_a_warning(own):
     rows = json.loads((own / "left" / "train.json").read_text())
     more = [row | {"idx": 1, "hint": "a hint", "choices": ["a", "b"], "score": 3, "note": ""} for row in rows]
     (own / "left" / "train.json").write_text(json.dumps(more))
@@ -202,7 +199,7 @@ def test_unread_columns_are_a_warning(own: Path) -> None:
     assert warning.endswith("left hint, choices")
 
 
-def test_spelled_special_tokens_are_counted(own: Path) -> None:
+def test_spelled_special_tokens_are_counted(own):
     put(own, "left", "train", [(f"row {i}", "a<eos>" if i < 3 else "ax") for i in range(24)])
     report = examine_benchmark(str(own), "tiny-llama").tasks[0]
     assert (report.splits["train"].counts["spelled"], report.splits["test"].counts["spelled"]) == (3, 0)

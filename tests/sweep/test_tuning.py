@@ -238,8 +238,8 @@ def ended(folder, outcomes, tune=None):
             continue
         score, loss = outcome
         metrics = {"AP": score, "train_loss": loss, "seconds_train": 1.0, "seconds_eval": 0.5}
-        told = {"task": "mood", "lineage": "a", "reused": False, "scores": {"mood": score}}
-        trial.journal.append("stage", tasks_seen=1, metrics=metrics, **told)
+        fields = {"task": "mood", "lineage": "a", "reused": False, "scores": {"mood": score}}
+        trial.journal.append("stage", tasks_seen=1, metrics=metrics, **fields)
         trial.journal.append("finished", metrics={})
     return due, selections, sweep
 
@@ -442,8 +442,8 @@ def test_the_first_trial_of_a_selection_must_read_the_tuned_settings():
     with pytest.raises(ConfigError, match=r"does not read router\.temperature.*add router\.combine to tune\.apply_to"):
         find_selections(sweep_of(tried, search=search))
     for group in ("router.combine", "router"):
-        told = find_selections(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
-        assert [len(selection.tuning_trials) for selection in told] == [1, 2]
+        selections = find_selections(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
+        assert [len(selection.tuning_trials) for selection in selections] == [1, 2]
     assert len(find_selections(sweep_of(tried, search={"router.combine": ["soft", "oracle"]}))[0].tuning_trials) == 2
 
 
