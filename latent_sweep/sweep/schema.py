@@ -296,10 +296,15 @@ class RunSettings(Settings):
     `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials. LATENT_SWEEP_STORAGE, if set,
     replaces the default and a relative path."""
     resources: ResourceSettings = ResourceSettings()
+    """Resources of each trial."""
     engine: EngineSettings = EngineSettings()
+    """The engine that runs trials."""
     search: SearchSettings = SearchSettings()
+    """Which points of the search space are run."""
     scheduler: SchedulerSettings = SchedulerSettings()
+    """Early stopping."""
     tracking: TrackingSettings = TrackingSettings()
+    """MLflow, TensorBoard and Weights & Biases."""
     allow_insecure: bool = False
     """Allow a Ray cluster on another machine without a token, and an MLflow server there without TLS or credentials:
     for private networks."""
@@ -317,6 +322,7 @@ class RunSettings(Settings):
     """Trainings that run side by side in one worker, in one forward pass of the shared backbone: axes whose values are
     grouped (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
     prices: PriceSettings = PriceSettings()
+    """Prices for cost estimates."""
     max_concurrent: int | None = Field(None, ge=1)
     """Maximum number of trials that run at the same time; None is as many as fit."""
     max_failures: int = Field(3, ge=0)
