@@ -619,7 +619,9 @@ def test_the_apptainer_image_is_that_of_the_dockerfile():
     (base,) = re.findall(r"^FROM (\S+)$", docker, re.MULTILINE)
     assert f"Bootstrap: docker\nFrom: {base}\n" in recipe
     for pattern in (r"apt-get install [^\\\n]*", r"uv==[\d.]+", r"uv pip install [^\\&\n]*", r"uv venv [^\\&\n]*"):
-        ours, theirs = ([" ".join(found.split()) for found in re.findall(pattern, text)] for text in (recipe, docker))
+        ours, theirs = (
+            [" ".join(command.split()) for command in re.findall(pattern, text)] for text in (recipe, docker)
+        )
         assert ours == theirs != []
     for line in re.findall(r"^COPY (.*)$", docker, re.MULTILINE):
         *sources, _ = line.split()
@@ -632,7 +634,7 @@ BATCH_FILES = sorted((CLUSTER / "slurm").glob("*.sbatch"))
 
 
 @pytest.mark.parametrize("path", BATCH_FILES, ids=lambda path: path.stem)
-def test_batch_files_are_told_before_their_end_and_may_be_requeued(path):
+def test_batch_files_ask_for_a_signal_before_their_end_and_may_be_requeued(path):
     for script in (path, *(CLUSTER / "slurm").glob("*.sh")):
         subprocess.run(["bash", "-n", script], check=True)
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -21,8 +21,8 @@ SWEEP = tiny(trial__training__epochs=STEPS // 8, trial__training__checkpoint_eve
 
 @pytest.fixture(scope="module")
 def cluster():
-    with slurm(nodes=2, cpus=2, HEAD_IP="127.0.0.1") as found:
-        yield found
+    with slurm(nodes=2, cpus=2, HEAD_IP="127.0.0.1") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,15 @@ def test_a_job_whose_allocation_is_short_ends_in_time(cluster, tmp_path):
     assert 0 < len(events(sweep, "finished")) < 300
 
 
-def test_jobs_of_an_array_split_a_sweep(cluster, tmp_path, undisturbed):
-    job = submit(cluster, tmp_path, "array", "--local", options=["--array=1-2", f"--output={tmp_path}/job-%A-%a.log"])
+@pytest.mark.parametrize("where", [["--local"], []], ids=["local", "ray"])
+def test_jobs_of_an_array_split_a_sweep(cluster, tmp_path, undisturbed, where):
+    job = submit(cluster, tmp_path, "array", *where, options=["--array=1-2", f"--output={tmp_path}/job-%A-%a.log"])
     assert cluster.wait(job) == ["COMPLETED"] * 2, printed(tmp_path, job)
     sweep = sweep_folder(tmp_path)
     assert [[event.name for event in trial.events()] for trial in sweep] == [
         ["started", "stage", "stage", "finished"]
     ] * 3
-    assert len({event.pid for event in events(sweep, "started")}) == 2
+    assert len({event.pid for event in events(sweep, "started")}) >= 2
     assert results(sweep) == undisturbed
 
 

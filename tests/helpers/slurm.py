@@ -116,12 +116,17 @@ def slurm(nodes: int = 2, cpus: int = 2, **environment: str) -> Iterator[Slurm]:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
-        found = Slurm(inherited | {"PATH": SEARCHED, "SLURM_CONF": str(configuration)} | environment)
+        cluster = Slurm(inherited | {"PATH": SEARCHED, "SLURM_CONF": str(configuration)} | environment)
 
         def serve(name: str, *command: str) -> None:
             log = stack.enter_context((folder / f"{name}.log").open("w"))
             process = subprocess.Popen(
-                command, env=found.environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                command,
+                env=cluster.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
             stack.callback(end, process)
 
@@ -136,7 +141,7 @@ def slurm(nodes: int = 2, cpus: int = 2, **environment: str) -> Iterator[Slurm]:
         while True:
             idle = subprocess.run(
                 ["sinfo", "--noheader", "--states=idle", "--format=%D"],
-                env=found.environment,
+                env=cluster.environment,
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE,
@@ -148,8 +153,8 @@ def slurm(nodes: int = 2, cpus: int = 2, **environment: str) -> Iterator[Slurm]:
             assert time.monotonic() < deadline, logs
             time.sleep(0.5)
         try:
-            yield found
+            yield cluster
         finally:  # the processes of jobs are no descendants of this one
-            found.command("scancel", "--user", user)
-            found.command("scancel", "--signal=KILL", "--full", "--user", user)
-            eventually(lambda: not found.command("squeue", "--noheader"))
+            cluster.command("scancel", "--user", user)
+            cluster.command("scancel", "--signal=KILL", "--full", "--user", user)
+            eventually(lambda: not cluster.command("squeue", "--noheader"))
