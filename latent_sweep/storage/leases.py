@@ -28,6 +28,8 @@ EXPIRY_SECONDS = 60.0
 """An object store's lease may be taken over if its holder has not been renewed for this long."""
 RENEWAL_SECONDS = 15.0
 """Interval between renewals of a process that holds leases."""
+WAIT_SECONDS = 1.0
+"""Interval between two calls of `wait` by a process that waits for a file's lock."""
 LOOK_SECONDS = 5.0
 """Interval between two looks of a process that waits for a lease."""
 SETTLING_SECONDS = 0.5
@@ -87,7 +89,7 @@ class FileLease:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 try:
-                    self._lock.acquire(timeout=1 if wait else 0)
+                    self._lock.acquire(timeout=WAIT_SECONDS if wait else 0)
                     break
                 except Timeout:
                     if wait is None:

@@ -13,6 +13,7 @@ from helpers.sweeps import end, events, family, results, start, sweep_folder, ti
 
 from latent_sweep.cli.main import main
 from latent_sweep.errors import Paused
+from latent_sweep.storage import leases
 from latent_sweep.storage.folders import SweepFolder, driven_since, driver_of, driving
 from latent_sweep.storage.storage import Storage
 from latent_sweep.training import time_limit
@@ -183,7 +184,8 @@ def test_shards_run_each_trial_once(tmp_path, undisturbed, capsys):
     assert "1 of 1 trainings are complete" in capsys.readouterr().out
 
 
-def test_drivers_of_shards_run_side_by_side(tmp_path):
+def test_drivers_of_shards_run_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "WAIT_SECONDS", 0.01)
     sweep, waited = SweepFolder(Storage(tmp_path), "tiny"), []
 
     def refuse(holder):
