@@ -1,6 +1,7 @@
 """The package as a wheel, installed without its checkout; and the sweep files and templates that it brings."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,11 @@ def test_the_page_on_an_index_has_no_dead_links(metadata):
     page = metadata.get_payload()
     assert "# latent_sweep" in page and "latent-sweep plan" in page
     assert "](" not in page.replace("](http", "") and "<img" not in page
+
+
+@pytest.mark.slow
+def test_the_page_names_every_extra(metadata):
+    assert set(re.findall(r"`\[(\w+)\]`", metadata.get_payload())) == set(metadata.get_all("Provides-Extra"))
 
 
 def test_sweep_files_and_templates_are_listed_with_one_line_each(capsys):
