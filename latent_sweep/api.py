@@ -60,8 +60,8 @@ def run_sweep(
 
     After an interrupt (`KeyboardInterrupt`), the same call resumes inside a task. A failed trial raises nothing: see
     `SweepResults.failed`. One sweep at a time runs in a process; a call from a second thread waits. Signal handlers,
-    environment variables, logging and MLflow's tracking URI are the same afterward, and generators are not reseeded;
-    only Ray's token stays in `RAY_AUTH_TOKEN`.
+    environment variables, log handlers and MLflow's tracking URI are the same afterward, and generators are not
+    reseeded; only Ray's token stays in `RAY_AUTH_TOKEN`.
 
     Args:
         source: the path of a sweep file, or its content as a mapping.

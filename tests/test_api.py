@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers.patience import PATIENCE
+from helpers.ray_heads import eventually
 from helpers.sweeps import SMALL, end, events, launch, results, run_locally, sweep_folder, tiny, write
 
 import latent_sweep
@@ -234,8 +235,11 @@ import ray
 assert not ray.is_initialized()
 changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
 assert {name for name in changed if name.startswith(("RAY_", "TUNE_"))} == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+from ray import tune
+
 ray.init(num_cpus=1, include_dashboard=False)
-assert ray.get(ray.remote(lambda: 3).remote()) == 3
+(result,) = tune.Tuner(lambda config: {"score": 3}, run_config=tune.RunConfig(storage_path=sys.argv[2])).fit()
+assert result.metrics["score"] == 3
 """
 
 
@@ -279,24 +283,45 @@ def test_a_notebook_redraws_one_output(called, monkeypatch):
     assert "2 trials (2 finished)" in content["text/plain"] and content["text/html"].startswith("<pre")
 
 
-CELL = """
-import latent_sweep
-latent_sweep.run_sweep({content!r}, storage={storage!r}, local=True)
+CELL = "latent_sweep.run_sweep({content!r}, storage={storage!r}, local=True)"
+HALT = """
+import latent_sweep, pathlib, time
+from latent_sweep.execution import local
+
+def halting(progress, at):
+    if at.doing == "learning" and at.position == 1:
+        pathlib.Path({storage!r}, "halted").touch()
+        time.sleep(600)
+
+write, local.ProgressWriter.write = local.ProgressWriter.write, halting
 """
 
 
 @pytest.mark.slow
-def test_a_cell_runs_a_sweep(tmp_path):
-    import nbformat
-    from nbclient import NotebookClient
+def test_an_interrupted_cell_resumes(tmp_path):
+    from jupyter_client.manager import start_new_kernel
 
-    cell = nbformat.v4.new_code_cell(CELL.format(content=QUICK, storage=str(tmp_path)))
-    notebook = nbformat.v4.new_notebook(cells=[cell])
-    NotebookClient(notebook, timeout=PATIENCE).execute()
-    shown = [output.data for output in cell.outputs if output.output_type in ("display_data", "execute_result")]
-    progress, table = shown
-    assert "2 trials (2 finished)" in progress["text/plain"] and "<table" in table["text/html"]
-    assert "sweep tiny: 2 trials" in "".join(o.text for o in cell.outputs if o.output_type == "stream")
+    storage, outputs = str(tmp_path), []
+    cell = CELL.format(content=QUICK, storage=storage)
+    manager, client = start_new_kernel(startup_timeout=PATIENCE)
+    try:
+        client.execute(HALT.format(storage=storage))
+        client.execute(cell)
+        assert eventually((tmp_path / "halted").exists)
+        manager.interrupt_kernel()
+        replies = [client.get_shell_msg(timeout=PATIENCE)["content"] for _ in range(2)]
+        assert [reply.get("ename") for reply in replies] == [None, "KeyboardInterrupt"]
+        client.execute_interactive("local.ProgressWriter.write = write", timeout=PATIENCE)
+        reply = client.execute_interactive(cell, output_hook=outputs.append, timeout=PATIENCE)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok"
+    kinds = [output["msg_type"] for output in outputs]
+    assert kinds.count("display_data") == 1 and "update_display_data" in kinds
+    shown = [output["content"]["data"] for output in outputs if "data" in output["content"]]
+    assert "2 trials (2 finished)" in shown[-2]["text/plain"] and "<table" in shown[-1]["text/html"]
+    assert [event.reused for event in events(open_sweep(tmp_path / "tiny"), "stage")] == [False] * 4
 
 
 # --- the package -----------------------------------------------------------------------------------------------------

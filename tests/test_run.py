@@ -64,8 +64,7 @@ def test_a_cuda_device_without_requested_gpus_is_refused(command, tmp_path, caps
     monkeypatch.setattr("latent_sweep.doctor.examination.method_checks", lambda device: [])
     path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
     assert main([*command, path]) == (1 if command[0] == "doctor" else 2)
-    told = capsys.readouterr()
-    assert "backbone.device: found cuda" in told.out + told.err
+    assert "backbone.device: found cuda" in "".join(capsys.readouterr())
     assert not (tmp_path / "runs" / "tiny").exists()
     assert main(["plan", path, "--set", "run.resources.gpus=1"]) == 0
 
@@ -134,16 +133,17 @@ def test_every_stage_records_the_routers_metrics(finished):
     measures = ("p_correct", "accuracy", "nll", "ece", "one_hot")
     for trial in sweep_folder(finished[0]):
         for seen, stage in enumerate(stages(trial.events()), start=1):
-            found = {name: value for name, value in stage.metrics.items() if name.startswith("router")}
+            metrics = {name: value for name, value in stage.metrics.items() if name.startswith("router")}
             expected = {f"router_{measure}" for measure in measures}
             expected |= {f"router/{measure}/{task}" for measure in measures for task in TASKS[:seen]}
-            assert set(found) == expected | ({"router_novelty_auroc"} if seen < len(TASKS) else set())
-            assert found["router_p_correct"] == pytest.approx(
-                sum(found[f"router/p_correct/{task}"] for task in TASKS[:seen]) / seen
+            assert set(metrics) == expected | ({"router_novelty_auroc"} if seen < len(TASKS) else set())
+            assert metrics["router_p_correct"] == pytest.approx(
+                sum(metrics[f"router/p_correct/{task}"] for task in TASKS[:seen]) / seen
             )
 
 
 def test_predictions_are_those_of_the_last_stage(finished):
+    learned = False
     for trial in sweep_folder(finished[0]):
         final = trial.read_json("result.json")["scores"]
         for task in TASKS:
@@ -152,12 +152,8 @@ def test_predictions_are_those_of_the_last_stage(finished):
             ]
             assert len(rows) == 12
             assert sum(row["score"] for row in rows) / 12 == pytest.approx(final[task])
-
-
-def test_the_model_has_learned_something(finished):
-    """Otherwise all that compares scores here would compare zeros."""
-    final = [trial.read_json("result.json")["scores"] for trial in sweep_folder(finished[0])]
-    assert max(score for scores in final for score in scores.values()) > 0.2
+            learned |= final[task] > 0.2
+    assert learned, "otherwise all that compares scores here would compare zeros"
 
 
 def test_trials_that_differ_only_at_inference_train_once(finished):
@@ -192,9 +188,8 @@ def test_mlflow_holds_every_trial(finished):
         assert run.data.params["seed"] == str(trial.values["seed"])
         assert run.data.params["K"] == str(trial.values["router.components"])
         assert [point.step for point in client.get_metric_history(run.info.run_id, "AP")] == [1, 2]
-        told = stages(trial.events())[-1].metrics
-        of_router = [name for name in told if name.startswith("router")]
-        assert {name: run.data.metrics[name] for name in of_router} == pytest.approx({n: told[n] for n in of_router})
+        metrics = {n: value for n, value in stages(trial.events())[-1].metrics.items() if n.startswith("router")}
+        assert {name: run.data.metrics[name] for name in metrics} == pytest.approx(metrics)
         novelty = client.get_metric_history(run.info.run_id, "router_novelty_auroc")
         assert [point.step for point in novelty] == [1], "after the last task nothing is new"
         artifacts = {entry.path for entry in client.list_artifacts(run.info.run_id)}
@@ -225,8 +220,8 @@ def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     scores = [trial.read_json("result.json")["metrics"]["AP"] for trial in sweep_folder(finished[0])]
     assert float(rows[0]["AP_mean"]) == pytest.approx(50 * (scores[0] + scores[2]), abs=0.01)
     trial = expand(load_sweep(finished[1]))[0]
-    settings, known = trial.settings, REGISTRY[trial.settings.backbone.name]
-    shapes = target_shapes(known.family, known.config)
+    settings, backbone = trial.settings, REGISTRY[trial.settings.backbone.name]
+    shapes = target_shapes(backbone.family, backbone.config)
     assert {row["trained"] for row in rows} == {str(trial.method().parameter_count(shapes, 16))}
     assert {row["steps"] for row in rows} == {str(settings.training.step_count(settings.benchmark.train_per_task))}
     assert {float(row["rate"]) for row in rows} == {settings.training.learning_rate}

@@ -80,8 +80,8 @@ def _settings(options: argparse.Namespace) -> int:
     from latent_sweep.sweep.schema import describe_settings, every_setting
 
     if options.json:
-        found = every_setting()
-        print_json({title.replace("`", ""): [facts._asdict() for facts in group] for title, group in found.items()})
+        sections = {title.replace("`", ""): group for title, group in every_setting().items()}
+        print_json({title: [facts._asdict() for facts in group] for title, group in sections.items()})
     else:
         print(describe_settings())
     return 0

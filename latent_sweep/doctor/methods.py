@@ -104,11 +104,11 @@ def _compare_with_cpu(subject: str, steps: str, result: Outcome, on_cpu: Outcome
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def loss_difference(found: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]]) -> str:
+def loss_difference(losses: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]]) -> str:
     """Describe the first difference of losses beyond rounding; empty if there is none."""
-    if len(found) != len(expected):
-        return f"{len(found)} steps instead of {len(expected)}"
-    for step, (mine, other) in enumerate(zip(found, expected, strict=True), start=1):
+    if len(losses) != len(expected):
+        return f"{len(losses)} steps instead of {len(expected)}"
+    for step, (mine, other) in enumerate(zip(losses, expected, strict=True), start=1):
         if mine.keys() != other.keys():
             return f"step {step} has the terms {', '.join(mine)} instead of {', '.join(other)}"
         for term, value in other.items():

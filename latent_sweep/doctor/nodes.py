@@ -29,7 +29,7 @@ from latent_sweep.sweep.schema import ResourceSettings
 from latent_sweep.tracking.addresses import check_ray_address
 
 SHOWN = ("driver", "CPU", "RAM", "storage")
-"""Findings that are shown, besides GPUs, for the first node of each shape even if they are ok."""
+"""Findings that are shown, like those of GPUs, for the first node of each shape even if they are ok."""
 
 
 @dataclass(frozen=True)

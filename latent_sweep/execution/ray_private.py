@@ -6,7 +6,8 @@ Only tested versions of Ray (`latent_sweep.compatibility`) get the hooks. LATENT
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from latent_sweep.compatibility import is_tested
@@ -16,21 +17,31 @@ def enabled() -> bool:
     return is_tested("ray") and os.environ.get("LATENT_SWEEP_PRIVATE_HOOKS") != "0"
 
 
-def treat_killed_workers_as_lost() -> None:
+@contextmanager
+def killed_workers_as_lost() -> Iterator[None]:
     """Make Tune retry a worker that Ray's memory monitor has killed; without it the whole run ends with an error."""
     if not enabled():
+        yield
         return
     from ray.air.execution._internal import actor_manager
     from ray.tune.execution import tune_controller
 
     from latent_sweep.execution.ray_workers import lost_errors
 
-    for module in (actor_manager, tune_controller):
+    modules = (actor_manager, tune_controller)
+    before = [module.RayActorError for module in modules]
+    for module in modules:
         module.RayActorError = lost_errors()
+    try:
+        yield
+    finally:
+        for module, error in zip(modules, before, strict=True):
+            module.RayActorError = error
 
 
-def install_controller(callbacks: Sequence[Any], on_ended: Callable[[Any], None]) -> bool:
-    """Replace Tune's controller by a subclass; return whether it was replaced and calls these callbacks itself.
+@contextmanager
+def own_controller(callbacks: Sequence[Any], on_ended: Callable[[Any], None]) -> Iterator[bool]:
+    """Replace Tune's controller by a subclass; yield whether it was replaced and calls these callbacks itself.
 
     - Callbacks that go through Tune are counted for Ray's usage statistics, which imports all of MLflow.
     - Tune walks through all its trials at every step. The subclass forgets trials that have ended, so that the cost of
@@ -44,7 +55,8 @@ def install_controller(callbacks: Sequence[Any], on_ended: Callable[[Any], None]
         on_ended: receives each trial that the controller forgets.
     """
     if not enabled():
-        return False
+        yield False
+        return
     from ray.tune import tune
     from ray.tune.execution.tune_controller import TuneController
     from ray.tune.progress_reporter import TrialProgressCallback
@@ -73,7 +85,10 @@ def install_controller(callbacks: Sequence[Any], on_ended: Callable[[Any], None]
             return reused
 
     tune.TuneController = Controller
-    return True
+    try:
+        yield True
+    finally:
+        tune.TuneController = TuneController
 
 
 def is_infeasible(bundle: Mapping[str, float]) -> bool:

@@ -110,8 +110,8 @@ def run_on_ray(
         stoppers = [_pause_stopper(limit, asking), *filter(None, [stopper])]
         callbacks = [_placement_watch(run.resources), _loss_recorder(sweep, run), ends, *stoppers]
         stopped: set[str] = set()
-        ray_private.treat_killed_workers_as_lost()
-        in_controller = ray_private.install_controller(callbacks, ends.record)
+        exits.enter_context(ray_private.killed_workers_as_lost())
+        in_controller = exits.enter_context(ray_private.own_controller(callbacks, ends.record))
         tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(

@@ -415,14 +415,14 @@ def test_a_worker_killed_by_the_memory_monitor_is_a_lost_one():
     from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
     from ray.exceptions import OutOfMemoryError
 
-    ray_private.treat_killed_workers_as_lost()
     errors, manager = [], RayActorManager(PlacementGroupResourceManager())
     actor = TrackedActor(1, on_error=lambda actor, error: errors.append(("actor", error)))
     task = TrackedActorTask(actor, on_error=lambda actor, error: errors.append(("task", error)))
     manager._live_actors_to_ray_actors_resources[actor] = None, mock.Mock()  # it lives, on a slot
     manager._resource_manager = mock.Mock()
     error = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
-    manager._actor_task_failed(task, error)  # would raise and end the run without the hook
+    with ray_private.killed_workers_as_lost():
+        manager._actor_task_failed(task, error)  # would raise and end the run without the hook
     assert errors == [("actor", error), ("task", error)]
     assert manager.is_actor_failed(actor)
     assert _loss_kind(error) == "out_of_memory"
