@@ -324,6 +324,21 @@ def test_an_interrupted_cell_resumes(tmp_path):
     assert [event.reused for event in events(open_sweep(tmp_path / "tiny"), "stage")] == [False] * 4
 
 
+@pytest.mark.slow
+def test_a_cell_on_ray_shows_progress(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    content = QUICK | {"search": {"seed": [0]}}
+    cell = nbformat.v4.new_code_cell(
+        f"import latent_sweep\nlatent_sweep.run_sweep({content!r}, storage={str(tmp_path)!r})"
+    )
+    NotebookClient(nbformat.v4.new_notebook(cells=[cell]), timeout=PATIENCE).execute()
+    shown = [output.data["text/plain"] for output in cell.outputs if "data" in output]
+    assert len(shown) == 2 and "1 trials (1 finished)" in shown[0]
+    assert cell.outputs[0].text.startswith("checking sweep tiny")
+
+
 # --- the package -----------------------------------------------------------------------------------------------------
 
 

@@ -139,6 +139,7 @@ def run_on_ray(
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from the journals
                 stop=CombinedStopper(*stoppers),
                 callbacks=None if in_controller else callbacks,
+                progress_reporter=tune.CLIReporter(),  # silent; a notebook's would clear the cell
                 verbose=0,
             ),
         )
