@@ -237,7 +237,7 @@ changed = {name for name in {*before, *os.environ} if before.get(name) != os.env
 assert {name for name in changed if name.startswith(("RAY_", "TUNE_"))} == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
 from ray import tune
 
-ray.init(num_cpus=1, include_dashboard=False)
+ray.init(address="local", num_cpus=1, include_dashboard=False)
 (result,) = tune.Tuner(lambda config: {"score": 3}, run_config=tune.RunConfig(storage_path=sys.argv[2])).fit()
 assert result.metrics["score"] == 3
 """
