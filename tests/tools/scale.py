@@ -72,7 +72,7 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
         from latent_sweep.training import evaluation, stage
         from latent_sweep.training.trainer import TrainingSummary
 
-        def train_pack(trainings, engine, bank):
+        def train_pack(trainings, engine, bank, limit):
             outcomes = []
             for training in trainings:
                 lineage = training.checkpoint.path.stem
