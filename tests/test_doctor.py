@@ -18,6 +18,7 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
+from latent_sweep import compatibility
 from latent_sweep.cli.main import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
 from latent_sweep.doctor.findings import Finding, fault, ok, run_check
@@ -147,6 +148,14 @@ def test_a_version_out_of_range_is_a_fault(installed):
     (finding,) = faults(packages.check_packages())
     assert (finding.subject, finding.found) == ("transformers", "4.57.1")
     assert finding.expected and f"pip install 'transformers{finding.expected}'" in finding.advice
+
+
+def test_an_untested_version_is_a_warning(installed, monkeypatch):
+    monkeypatch.setitem(compatibility.TESTED, "ray", ">=2.50,<2.51")
+    compatibility.is_tested.cache_clear()
+    (finding,) = (finding for finding in packages.check_packages() if finding.mark != "ok")
+    compatibility.is_tested.cache_clear()
+    assert (finding.mark, finding.subject, finding.expected) == ("warning", "ray", ">=2.50,<2.51")
 
 
 def test_a_missing_optional_package_is_a_warning(installed):
