@@ -52,10 +52,9 @@ def close_name(name: str, names: Collection[str]) -> str | None:
 
 
 def group_advice(content: Any, kind: type[BaseModel]) -> str:
-    """Suggest the mapping to write when a group was given as a bare name or as its only setting's value."""
-    fields = list(kind.model_fields)
-    key = "name" if "name" in fields else fields[0]
-    fits = isinstance(content, str) and (key == "name" or len(fields) == 1)
+    """Suggest the mapping to write when a group was given as a bare name, or as its first setting's text."""
+    key = "name" if "name" in kind.model_fields else next(iter(kind.model_fields))
+    fits = isinstance(content, str) and (key == "name" or str in _alternatives(kind.model_fields[key].annotation))
     return f"Write {{{key}: {_written(content)}}}" if fits else ""
 
 
