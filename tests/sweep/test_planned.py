@@ -338,7 +338,7 @@ def test_a_table_reports_differing_versions(tmp_path, benchmark, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("method", "told"),
+    ("method", "setting"),
     [
         ({"name": "latent_lora", "rank": 8, "dropout": 0.2}, "dropout masks"),
         ({"name": "gain_lora", "rank": 4, "gate": {"pooling": "padded"}}, "padding"),
