@@ -53,8 +53,10 @@ def close_name(name: str, names: Collection[str]) -> str | None:
 
 def group_advice(content: Any, kind: type[BaseModel]) -> str:
     """Suggest the mapping to write when a group was given as a bare name, or as its first setting's text."""
-    key = "name" if "name" in kind.model_fields else next(iter(kind.model_fields))
-    fits = isinstance(content, str) and (key == "name" or str in _alternatives(kind.model_fields[key].annotation))
+    fields = kind.model_fields
+    key = "name" if "name" in fields else next(iter(fields))
+    takes_text = key == "name" or len(fields) == 1 or str in _alternatives(fields[key].annotation)
+    fits = isinstance(content, str) and takes_text
     return f"Write {{{key}: {_written(content)}}}" if fits else ""
 
 
