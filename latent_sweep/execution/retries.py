@@ -89,35 +89,35 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
     return Attempt(halved=frozenset(ran_out), because=last.kind)
 
 
-def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Pack | None:
+def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], settings: RunSettings) -> Pack | None:
     """Return the part of a pack to run next, or None; record trials that are given up as failed.
 
     Args:
         launched: length of each trial's journal at the launch; earlier failures do not count.
     """
-    members: list[Run] = []
+    runs: list[Run] = []
     halved: frozenset[Phase] = frozenset()
-    for member in pack.runs:
+    for run in pack.runs:
         trials = []
-        for trial in member.trials:
+        for trial in run.trials:
             journal = sweep.journal(trial.trial_id)
             events = journal.read()
-            attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], run.max_failures)
+            attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], settings.max_failures)
             if isinstance(attempt, Attempt):
                 trials.append(trial)
                 halved |= attempt.halved
             elif status(events) != "failed":
                 journal.append("failed", kind="lost", message=attempt.because, task=None, step=None)
         if trials:
-            members.append(replace(member, trials=tuple(trials)))
-    if not members:
+            runs.append(replace(run, trials=tuple(trials)))
+    if not runs:
         return None
     if "learning" in halved:
-        members = [_with_half_the_micro_batch(member, run.resources.workers) for member in members]
-    return Pack(tuple(members), halved)
+        runs = [_with_half_the_micro_batch(run, settings.resources.workers) for run in runs]
+    return Pack(tuple(runs), halved)
 
 
-def _with_half_the_micro_batch(member: Run, workers: int) -> Run:
+def _with_half_the_micro_batch(run: Run, workers: int) -> Run:
     """Halve the rows per forward pass; the optimizer steps, and with them the identity, stay the same."""
 
     def changed(trial: Trial) -> Trial:
@@ -126,7 +126,7 @@ def _with_half_the_micro_batch(member: Run, workers: int) -> Run:
         smaller = training.model_copy(update={"micro_batch_size": max(1, rows // 2)})
         return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))
 
-    return replace(member, trials=tuple(map(changed, member.trials)))
+    return replace(run, trials=tuple(map(changed, run.trials)))
 
 
 def unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:

@@ -415,14 +415,14 @@ class MlflowTracker:
     def _sync_summaries(self, changed: Collection[str]) -> list[Exception]:
         """Upload the summary of each configuration with a changed trial if all its trials have ended; return errors."""
 
-        def sync(members: Sequence[TrialFolder]) -> None:
-            configuration = summaries.summarize_one(self.sweep, members)
+        def sync(trials: Sequence[TrialFolder]) -> None:
+            configuration = summaries.summarize_one(self.sweep, trials)
             if configuration.n_finished:
-                self._upload_summary(configuration_content(self.sweep, configuration, members[0]))
+                self._upload_summary(configuration_content(self.sweep, configuration, trials[0]))
 
         groups = summaries.repetitions(self.sweep) if changed else []
-        affected = [members for members in groups if any(trial.trial_id in changed for trial in members)]
-        return self._for_each(sync, [members for members in affected if all(map(self._has_ended, members))])
+        affected = [trials for trials in groups if any(trial.trial_id in changed for trial in trials)]
+        return self._for_each(sync, [trials for trials in affected if all(map(self._has_ended, trials))])
 
     def _has_ended(self, trial: TrialFolder) -> bool:
         runs = self._runs.get(("trial", trial.trial_id), {}).values()
