@@ -122,8 +122,8 @@ def check_labels(where: str, example: Example, labels: tuple[str, ...]) -> None:
     unknown = [reference for reference in example.references if reference not in labels]
     if unknown and is_labelled(example):
         raise DataError(
-            f"{where}: the answer {quoted(unknown[0], 60)} is none of the task's labels: "
-            f"{redact(', '.join(map(repr, labels))):.200}. Correct the row, or `labels` in the benchmark's file."
+            f"{where}: the answer {quoted(unknown[0], 60)} is not one of the task's labels: "
+            f"{redact(', '.join(map(repr, labels))):.200}. Correct the example, or `labels` in the benchmark's file."
         )
 
 

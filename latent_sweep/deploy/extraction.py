@@ -11,7 +11,7 @@ from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
 from latent_sweep.errors import ConfigError, StorageError, clause
 from latent_sweep.results.definition import trial_name
-from latent_sweep.results.trial import TrialResults, listed
+from latent_sweep.results.trial import TrialResults, fitting, listed
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import final_metrics, repair_advice, stages
@@ -40,12 +40,7 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
                 f"sweep {sweep.name}: no trial has finished; expected one. Run the sweep to its end first."
             )
         return max(finished, key=lambda trial: final_metrics(trial.events)["AP"]).folder
-    words = set(wanted.split())
-    matches = (
-        [trial for trial in trials if wanted in (trial.folder.trial_id, trial.name)]
-        or [trial for trial in trials if trial.folder.trial_id.startswith(wanted)]
-        or [trial for trial in trials if words <= set(trial.name.split())]
-    )
+    matches = fitting(trials, wanted)
     if len(matches) != 1:
         raise ConfigError(
             f"sweep {sweep.name}: found trial {quoted(wanted)}, which fits {len(matches) or 'no'} trials; expected "

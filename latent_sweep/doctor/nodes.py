@@ -81,7 +81,7 @@ def check_nodes(
                     node, answer, here, shape, shape not in shapes, _unseen(node, answer, storage, asked)
                 )
                 shapes.add(shape)
-            yield ok("cluster", f"{len(nodes)} nodes of {len(shapes)} shapes: {'; '.join(sorted(shapes))}")
+            yield ok("cluster", f"{len(nodes)} nodes; resources of a node: {'; '.join(sorted(shapes))}")
             if not fits([node.resources for node in nodes], resources):
                 less = advice_text([node.resources for node in nodes], resources)
                 advice = f"ask for less, {less}, or add such nodes; `run` waits for them"

@@ -91,7 +91,7 @@ def one_line(message: str | None, longest: int = 400) -> str:
 
 
 def stages_text(state: SweepState) -> str:
-    return f"{state.learned} stages learned, {state.reused} reused from the store"
+    return f"{state.learned} stages learned, {state.reused} reused"
 
 
 def best_text(state: SweepState, best: TrialState) -> str:

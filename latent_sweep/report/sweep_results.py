@@ -12,6 +12,7 @@ from latent_sweep.report.page import render_page
 from latent_sweep.report.report import render_all
 from latent_sweep.results.frames import SweepFrames
 from latent_sweep.results.summaries import Configuration, Statistic, Summary, summarize_all
+from latent_sweep.storage.storage import DEFAULT_LOCATION
 
 
 class SweepResults(SweepFrames):
@@ -31,8 +32,9 @@ class SweepResults(SweepFrames):
 
     @property
     def storage(self) -> str:
-        """The storage of that sweep: a folder, or the URI of an object store."""
-        return self._folders[0].storage.location
+        """The storage of that sweep: an absolute folder, or the URI of an object store."""
+        storage = self._folders[0].storage
+        return str(storage.folder) if storage.location == DEFAULT_LOCATION else storage.location
 
     @property
     def is_complete(self) -> bool:

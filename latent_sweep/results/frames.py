@@ -23,7 +23,7 @@ from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.definition import defined_metrics
 from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.summaries import ROUTING_METRICS, end_reason
-from latent_sweep.results.trial import TrialResults, listed
+from latent_sweep.results.trial import TrialResults, fitting, listed
 from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Stage, attempts, repair_advice
@@ -57,7 +57,7 @@ _TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_LOSS, *_ANSWER}
 Row = dict[str, Any]
 Dtypes = dict[str, str]
 WhichTrial = str | Mapping[str, Any]
-"""A trial's id, a unique prefix of it, or settings by short name or path that only one trial has."""
+"""A trial's id, a unique prefix of it, its name in tables, or settings by short name or path that only it has."""
 
 
 class SweepFrames:
@@ -230,8 +230,8 @@ class SweepFrames:
         The index is called `after_task`, the columns `task`.
 
         Args:
-            trial: its id, a unique prefix of it, or settings that only it has: `{"lambda": 0.1, "seed": 0}`. They may
-                include `sweep`.
+            trial: its id, a unique prefix of it, its name in tables, as `lambda=0.1 seed=0`, or settings that only it
+                has: `{"lambda": 0.1, "seed": 0}`. They may include `sweep`.
 
         Raises:
             ConfigError: no trial fits, or several do.
@@ -346,23 +346,22 @@ class SweepFrames:
     def _find(self, wanted: WhichTrial) -> TrialResults:
         trials = list(self._trials())
         if isinstance(wanted, str):
-            same = [trial for trial in trials if trial.folder.trial_id == wanted]
-            fitting = same or [trial for trial in trials if trial.folder.trial_id.startswith(wanted)]
+            matches = fitting(trials, wanted)
         else:
             named = dict(wanted)
             sweep = named.pop("sweep", None)
             settings = {self._path(name): _plain(value) for name, value in named.items()}
-            fitting = [
+            matches = [
                 trial
                 for trial in trials
                 if sweep in (None, trial.sweep.name)
                 and all(_is(_setting(trial.folder, path), value) for path, value in settings.items())
             ]
-        if len(fitting) == 1:
-            return fitting[0]
+        if len(matches) == 1:
+            return matches[0]
         raise ConfigError(
-            f"sweep {self.name}: found trial {quoted(wanted)}, which fits {len(fitting) or 'no'} trials; expected an "
-            f"id, a prefix of one, or settings of exactly one of:{listed(fitting or trials)}\n"
+            f"sweep {self.name}: found trial {quoted(wanted)}, which fits {len(matches) or 'no'} trials; expected an "
+            f"id, a prefix of one, a name, or settings of exactly one of:{listed(matches or trials)}\n"
             "Give more of the id or further settings; `trials()` lists them."
         )
 

@@ -85,6 +85,16 @@ class TrialResults:
         return {task: [json.loads(line) for line in path.read_bytes().splitlines()] for task, path in files.items()}
 
 
+def fitting(trials: Sequence[TrialResults], wanted: str) -> list[TrialResults]:
+    """Return the trials with this id or name, else those whose id begins so, else those whose name has these words."""
+    words = set(wanted.split())
+    return (
+        [trial for trial in trials if wanted in (trial.folder.trial_id, trial.name)]
+        or [trial for trial in trials if trial.folder.trial_id.startswith(wanted)]
+        or [trial for trial in trials if words <= set(trial.name.split())]
+    )
+
+
 def listed(trials: Sequence[TrialResults], most: int = 8) -> str:
     """List trials by id and name, a line each, for an error message."""
     lines = [f"\n  {trial.folder.trial_id}  {trial.name}" for trial in trials]

@@ -476,7 +476,7 @@ def test_the_screen_shows_the_state(sweep):
     lines = drawn(state, 100)
     assert lines[0].rstrip() == "lambda: 4 trials (1 finished, 1 running, 2 pending)"
     assert any(line.startswith("best AP so far 50.0: K=1 seed=0 (after 3 of 3 tasks)") for line in lines)
-    assert any("3 of 12 tasks; 3 stages learned, 0 reused from the store" in line for line in lines)
+    assert any("3 of 12 tasks; 3 stages learned, 0 reused" in line for line in lines)
     assert any("learning sentiment, task 1 of 3, step 3 of 40, loss 0.500" in line for line in lines)
 
 

@@ -163,9 +163,10 @@ def test_an_axis_has_the_type_of_its_values(tmp_path, values, dtype):
     assert [None if value is pd.NA else value for value in actual] == values
 
 
-def test_trials_by_id_prefix_or_settings(sweep):
+def test_trials_by_id_prefix_name_or_settings(sweep):
     for trial in (
         "trial0004",
+        "lambda=0.1 seed=1",
         {"lambda": 0.1, "seed": 1},
         {"method.ortho_lambda": 0.1, "seed": 1, "backbone.name": "t5-large"},
         {"method": "latent_lora", "lambda": 0.1, "seed": 1},  # the first does not vary
