@@ -157,10 +157,10 @@ def _superni(path: Path) -> dict[str, Any] | None:
 def _task_file(path: Path, content: Mapping[str, Any], home: Path) -> _Draft:
     instances = len(content["Instances"])
     if instances < 2:
-        raise DataError(f"{path}: found {instances} instances; expected two or more, for training and for test rows.")
+        raise DataError(f"{path}: found {instances} instances; expected two or more, for training and for test examples.")
     few = instances < 2 * SUPERNI_TEST
     source = {"superni": _relative(path, home), "test": max(1, instances // 5) if few else SUPERNI_TEST}
-    remark = f"a fifth of {instances} instances are test rows; the first {SUPERNI_TEST} are usual"
+    remark = f"a fifth of {instances} instances are test examples; the first {SUPERNI_TEST} are usual"
     return _Draft(path.stem, {"source": source}, _definition(content), [remark] if few else [])
 
 
@@ -181,7 +181,7 @@ def _pair(parent: Path, name: str, splits: Mapping[str, list[Path]], home: Path)
     test = splits[other]
     if other != "test":
         why = "those of `test` have no answers" if "test" in others else "no file is called test"
-        remarks = [*remarks, f"test rows are those of `{other}`: {why}"]
+        remarks = [*remarks, f"test examples are those of `{other}`: {why}"]
     own_names = {f"{split}{suffix}" for split in ("train", "test") for suffix in SUFFIXES[:2]}
     if len(train) == len(test) == 1 and {train[0].name, test[0].name} <= own_names and not mapping:
         where: dict[str, Any] = {"folder": _relative(parent, home)}
@@ -351,14 +351,14 @@ def _text(tasks: Sequence[_Draft], statistics: Sequence[_Statistics], home: Path
 def _task_lines(task: _Draft, statistics: _Statistics) -> Iterator[str]:
     words, counts, metric = sorted(statistics.words), statistics.counts, statistics.metric
     spread = f"{words[len(words) // 2]:,} / {_share(words):,} / {words[-1]:,}"
-    rows = f"{counts['train']:,} training and {counts['test']:,} test rows"
-    yield f"  # {rows}; inputs of {spread} words (median / 95 % / longest)"
+    sizes = f"{counts['train']:,} training and {counts['test']:,} test examples"
+    yield f"  # {sizes}; inputs of {spread} words (median / 95 % / longest)"
     yield from (f"  # {_one_line(remark)}" for remark in task.remarks)
     yield f"  - name: {yaml_text(task.name, one_line=True)}"
     reason = "as in TRACE" if metric == TRACE_METRICS.get(task.name) else "guessed from the answers"
     yield f"    metric: {metric}  # {reason}"
     if metric == "accuracy" and statistics.labels is not None:
-        yield f"    labels: {yaml_text(statistics.labels, one_line=True)}"
+        yield f"    labels: {yaml_text(statistics.labels, one_line=True)}  # guessed from the answers"
     if task.instruction:
         yield f"    instruction: {yaml_text(task.instruction, one_line=True)}"
     else:

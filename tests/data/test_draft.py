@@ -67,7 +67,7 @@ def test_trace(tmp_path: Path, capsys: Any) -> None:
     assert spec.stop == ()
     assert "MeetingBank" in text.partition("tasks:")[0]
     assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 8
-    assert "# 24 training and 24 test rows; inputs of 3 / 3 / 3 words" in text
+    assert "# 24 training and 24 test examples; inputs of 3 / 3 / 3 words" in text
 
 
 def test_the_layout_of_sapt_with_its_definitions(tmp_path: Path, capsys: Any) -> None:
@@ -89,7 +89,7 @@ def test_task_files_of_super_natural_instructions(tmp_path: Path, capsys: Any) -
     sources = [task.source for task in spec.tasks]
     assert [source.test_instances for source in sources if source] == [100, 6]
     assert (spec.prompt, actual["task7_a"].instruction, actual["task7_a"].metric) == ("superni", "Do it.", "rouge_l")
-    assert "# 150 training and 100 test rows" in text
+    assert "# 150 training and 100 test examples" in text
     assert "a fifth of 30 instances" in text
 
 
@@ -104,7 +104,7 @@ def test_pairs_of_files_with_definitions_are_one_task_each(tmp_path: Path, capsy
     put(tmp_path / "task9_mctest_eval_b.json", {"Definition": ["Do it."], "Instances": instances})
     _, actual, text = written(tmp_path, capsys)
     assert set(actual) == {"nli", "task9_mctest_eval_b"}
-    assert "# 30 training and 8 test rows" in text and "Not used" not in text
+    assert "# 30 training and 8 test examples" in text and "Not used" not in text
 
 
 def test_labels_that_accuracy_cannot_tell_apart_are_not_listed(tmp_path: Path, capsys: Any) -> None:
@@ -200,7 +200,7 @@ def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
     assert actual["glue"].labels == actual["saved"].labels == ("bad", "good")
     assert sources["glue"] is not None and len(sources["glue"].train) == 2
     assert actual["nli"].labels == ("0", "1")
-    assert "test rows are those of `validation`" in text and "test rows are those of `dev`" in text
+    assert "test examples are those of `validation`" in text and "test examples are those of `dev`" in text
     assert text.splitlines()[-1].endswith("lonely_train.csv")
     assert spec.stop == ("\n",)
 
