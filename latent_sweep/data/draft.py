@@ -157,7 +157,9 @@ def _superni(path: Path) -> dict[str, Any] | None:
 def _task_file(path: Path, content: Mapping[str, Any], home: Path) -> _Draft:
     instances = len(content["Instances"])
     if instances < 2:
-        raise DataError(f"{path}: found {instances} instances; expected two or more, for training and for test examples.")
+        raise DataError(
+            f"{path}: found {instances} instances; expected two or more, for training and for test examples."
+        )
     few = instances < 2 * SUPERNI_TEST
     source = {"superni": _relative(path, home), "test": max(1, instances // 5) if few else SUPERNI_TEST}
     remark = f"a fifth of {instances} instances are test examples; the first {SUPERNI_TEST} are usual"
