@@ -68,6 +68,7 @@ def test_trace(tmp_path: Path, capsys: Any) -> None:
     assert "MeetingBank" in text.partition("tasks:")[0]
     assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 8
     assert "# 24 training and 24 test examples; inputs of 3 / 3 / 3 words" in text
+    assert "labels: [A, B, C]  # guessed from the answers" in text
 
 
 def test_the_layout_of_sapt_with_its_definitions(tmp_path: Path, capsys: Any) -> None:
