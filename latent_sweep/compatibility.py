@@ -13,7 +13,7 @@ TESTED: Mapping[str, str] = {
     "mlflow": ">=3.4,<3.18",
     "datasets": ">=4.4,<5.3",
     "deepspeed": ">=0.18.2,<0.20",
-    "peft": ">=0.18,<0.22",
+    "peft": ">=0.21.2,<0.22",
 }
 """Ranges by package, as in requirements. Their oldest and newest versions are in `tests/compatibility/`."""
 

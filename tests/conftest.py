@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -63,6 +64,20 @@ def pytest_collection_finish():
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def root_logger_without_a_stream():
+    """Keep older versions of MLflow from logging to a test's captured stream, which they do once a database is made."""
+    root, add = logging.getLogger(), logging.Logger.addHandler
+
+    def add_other(logger, handler):
+        if logger is not root or type(handler) is not logging.StreamHandler:
+            add(logger, handler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.Logger, "addHandler", add_other)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
