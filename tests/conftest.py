@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
+import logging.config
 import os
 import shutil
 import signal
@@ -67,16 +67,10 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def root_logger_without_a_stream():
-    """Keep older versions of MLflow from logging to a test's captured stream, which they do once a database is made."""
-    root, add = logging.getLogger(), logging.Logger.addHandler
-
-    def add_other(logger, handler):
-        if logger is not root or type(handler) is not logging.StreamHandler:
-            add(logger, handler)
-
+def logging_left_to_pytest():
+    """Keep older versions of MLflow from configuring logging when they create a database: it closes pytest's handlers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.Logger, "addHandler", add_other)
+        patch.setattr(logging.config, "fileConfig", lambda *arguments, **options: None)
         yield
 
 
