@@ -68,7 +68,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def logging_left_to_pytest():
-    """Keep older versions of MLflow from configuring logging when they create a database: it closes pytest's handlers."""
+    """Keep older versions of MLflow from configuring logging with a new database, which closes pytest's handlers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.config, "fileConfig", lambda *arguments, **options: None)
         yield
