@@ -10,8 +10,16 @@ if TYPE_CHECKING:
 
 def recompute_activations(model: PreTrainedModel, on: bool) -> None:
     """Turn activation checkpointing on or off; its methods are called `gradient_...` before transformers 5.23."""
-    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    prefix = _prefix(model)
     if on:
         getattr(model, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
     else:
         getattr(model, f"{prefix}_checkpointing_disable")()
+
+
+def recomputes_activations(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, f"is_{_prefix(model)}_checkpointing"))
+
+
+def _prefix(model: PreTrainedModel) -> str:
+    return "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
