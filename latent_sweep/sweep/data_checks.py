@@ -187,7 +187,7 @@ def _mark(keys: Iterable[str], folder: Path) -> None:
 
 @memo_scope()
 def missing_examples(trials: Iterable[Trial]) -> dict[str, str]:
-    """Return the tasks whose data is not on this machine, as `BENCHMARK TASK`, and where it was looked for."""
+    """Return the tasks whose data is not on this machine, as `BENCHMARK TASK`, and the paths tried."""
     missing: dict[str, str] = {}
     seen: dict[tuple[int, int], Trial] = {}
     for trial in trials:
