@@ -489,7 +489,7 @@ BENCHMARKS = {
     "a row without references": (raw(b'[{"input": "a", "output": []}]'), "train.json, [0]: `output` is a list"),
     "an answer that is no label": (
         lambda own: (described(task_labels=["ax", "bx"])(own), rows(ROW, ROW | {"output": "cx"})(own)),
-        "train.json, [1]: the answer 'cx' is none of the task's labels: 'ax', 'bx'",
+        "train.json, [1]: the answer 'cx'",
     ),
     "two files for a split": (raw(b"{}", "train.jsonl"), "train.jsonl"),
     "a task that climbs": (described(task_name="../left"), "tasks[0].name: found '../left'; "),

@@ -113,7 +113,7 @@ def test_a_fault_names_its_remedy(own, capsys):
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 0
     change_benchmark(own, task_labels=["ax", "bx"])
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 1
-    assert "is none of the task's labels" in capsys.readouterr().out
+    assert "fault: " in (printed := capsys.readouterr().out) and "'a\\nb'" in printed
 
 
 def test_answers_that_the_metric_cannot_score(own):
