@@ -347,6 +347,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
             "tasks": " ".join(task.name for task in trial.tasks),
             "n_tasks": len(trial.tasks),
             "lineages": _lineages(trial),
+            "earlier_rows": trial.earlier_rows(),
         }
         for trial in trials
     ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.protocol import Learner, Method, Snapshots, TaskData
+from latent_sweep.methods.protocol import EarlierRows, Learner, Method, Snapshots, TaskData
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
 def defined_in(kind: type, member: str) -> type:
     return next(base for base in kind.__mro__ if member in vars(base))
+
+
+def earlier_rows(method: Method, n_tasks: int) -> EarlierRows:
+    """Return which rows of other tasks its learners read in a stream of this length."""
+    if any(set(method.learns_from(position, n_tasks)) - {position} for position in range(n_tasks)):
+        return "all"
+    rows = method.earlier_rows()
+    if rows not in (possible := get_args(EarlierRows)):
+        raise ConfigError(
+            f"method {method.settings.name}: earlier_rows gave {rows!r}; expected one of {', '.join(possible)}"
+        )
+    return rows
 
 
 def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:

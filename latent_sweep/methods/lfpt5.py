@@ -35,7 +35,15 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.backbones.registry import EMBEDDED, dropout_rate
-from latent_sweep.methods.protocol import Learner, Method, MethodSettings, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import (
+    EarlierRows,
+    Learner,
+    Method,
+    MethodSettings,
+    Snapshots,
+    TaskData,
+    without,
+)
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -119,6 +127,9 @@ class Lfpt5(Method):
         if not s.lm_weight:
             identity = without(identity, "sample_length")
         return without(identity, *REPLAY)
+
+    def earlier_rows(self) -> EarlierRows:
+        return "generated"
 
     def rank(self) -> int:
         return 0

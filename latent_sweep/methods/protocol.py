@@ -29,6 +29,10 @@ Snapshots = Sequence[Mapping[str, "Tensor"]]
 
 Combination = Literal["soft", "hard", "ngram", "gates", "sum", "last", "oracle"]
 
+EarlierRows = Literal["none", "real", "generated", "all"]
+"""Rows of other tasks that learning a task reads; `all`: one stage learns the rows of several tasks, as joint training
+does."""
+
 ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "ngram", "last", "oracle")
 """The combinations open to a method whose snapshots are adapters of their own."""
 
@@ -177,6 +181,14 @@ class Method:
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Return the settings that learning the task at this position reads; the others are not in its lineage."""
         return without(self.settings.training_identity(), "name")
+
+    def earlier_rows(self) -> EarlierRows:
+        """Return which rows of earlier tasks its learners read: tables mark methods by it.
+
+        The default follows `keeps_rows`. Return `generated` if all of them are generated. Methods whose `learns_from`
+        names other tasks are marked without it.
+        """
+        return "real" if self.keeps_rows else "none"
 
     def rank(self) -> int:
         """Return the adapter rank, which must fit the backbone's projections; 0 if there is no such limit."""

@@ -61,6 +61,8 @@ class TrialFolder:
     n_tasks: int
     lineages: Sequence[str] | None = None
     """Its snapshots, one per task; None if its data was missing when it was planned."""
+    earlier_rows: str | None = None
+    """Rows of other tasks that it learns from, as `EarlierRows`; None in a sweep planned before they were recorded."""
 
     @property
     def path(self) -> Path:

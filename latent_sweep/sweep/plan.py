@@ -46,8 +46,8 @@ from latent_sweep.data.schema import (
 from latent_sweep.errors import ConfigError, clause
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope, memoized
-from latent_sweep.methods import method_class, source_of
-from latent_sweep.methods.protocol import Method, MethodSettings
+from latent_sweep.methods import checked, method_class, source_of
+from latent_sweep.methods.protocol import EarlierRows, Method, MethodSettings
 from latent_sweep.metrics.answers import metric_source
 from latent_sweep.routing.gaussian import ROUTED, RouterSettings
 from latent_sweep.settings import (
@@ -136,6 +136,12 @@ class Trial:
             return [method.learns_from(position, count) for position in range(count)]
 
         return memoized(("learned", len(self.tasks)), (self.settings.method,), find)
+
+    def earlier_rows(self) -> EarlierRows:
+        """Return which rows of other tasks its learners read."""
+        count = len(self.tasks)
+        find = lambda: checked.earlier_rows(self.method(), count)  # noqa: E731
+        return memoized(("earlier rows", count), (self.settings.method,), find)
 
     def lineages(self) -> tuple[str, ...]:
         """Return the lineage of each task's snapshot.
