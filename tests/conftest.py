@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging.config
 import os
 import shutil
@@ -76,14 +77,14 @@ def logging_left_to_pytest():
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory, request):
-    """Use a cache that starts with the embedded backbone only; remove all temporary files if every test passes."""
-    from latent_sweep.backbones.registry import EMBEDDED
+    """Use a cache that starts with the packaged backbones only; remove all temporary files if every test passes."""
+    from latent_sweep.backbones.registry import PACKAGES
     from latent_sweep.storage.files import cache_folder
 
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     cache.mkdir(exist_ok=True)
-    for folder in cache_folder().glob(f"{EMBEDDED}-*"):
+    for folder in itertools.chain.from_iterable(cache_folder().glob(f"{name}-*") for name in PACKAGES):
         if folder.is_dir() and not folder.name.endswith(".partial"):
             with contextlib.suppress(FileExistsError):  # several processes begin at once
                 (cache / folder.name).symlink_to(folder)

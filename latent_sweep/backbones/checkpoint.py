@@ -16,9 +16,9 @@ from safetensors import safe_open
 
 from latent_sweep.backbones.architectures import device_of
 from latent_sweep.backbones.families import refusal
-from latent_sweep.backbones.files import checkpoint_file, embedded_folder, tensor_files
+from latent_sweep.backbones.files import checkpoint_file, packaged_folder, tensor_files
 from latent_sweep.backbones.outlines import outline
-from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, BackboneSpec, describe
+from latent_sweep.backbones.registry import PACKAGES, BackboneSettings, BackboneSpec, describe
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
     spec = describe(settings)
     if spec is not None and spec.source == "config":
         return None
-    if settings.name == EMBEDDED:
-        source = str(embedded_folder(settings.dtype))
+    if settings.name in PACKAGES:
+        source = str(packaged_folder(settings.name, settings.dtype))
     else:
         source = spec.source if spec else settings.name
     if spec is None:

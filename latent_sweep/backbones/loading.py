@@ -34,11 +34,11 @@ from latent_sweep.backbones.checkpoint import (
     digest_of_weights,
 )
 from latent_sweep.backbones.families import Family, family_of_type, select
-from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
+from latent_sweep.backbones.files import WEIGHTS, hide_progress_bars, local_folder
 from latent_sweep.backbones.layouts import ATTENTION
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outlines import linears_of, model_class
-from latent_sweep.backbones.registry import EMBEDDED, RANDOM, BackboneSettings, describe
+from latent_sweep.backbones.registry import PACKAGES, RANDOM, BackboneSettings, describe
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
 from latent_sweep.errors import ConfigError
 
@@ -176,8 +176,8 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
         model = portable_random_model(spec.family, spec.config, dtype, device)
     elif spec is not None and spec.source == "config":
         model = random_model(spec.family, spec.config, dtype) if device == "cpu" else _mapped(local_folder(settings))
-    elif settings.name == EMBEDDED:
-        model = _mapped(embedded_folder(settings.dtype))
+    elif settings.name in PACKAGES:
+        model = _mapped(local_folder(settings))
     else:
         model = _load_pretrained(spec.source if spec else settings.name, settings, dtype)
     if device != "cpu":

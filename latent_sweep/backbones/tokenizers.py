@@ -6,14 +6,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.backbones.files import (
-    EMBEDDED_FILE,
-    checkpoint_file,
-    embedded_folder,
-    embedded_package,
-    embedded_version,
-)
-from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
+from latent_sweep.backbones.files import checkpoint_file, packaged_folder
+from latent_sweep.backbones.packaged import TOKENIZER_FILE, package_version, read_tokenizer
+from latent_sweep.backbones.registry import PACKAGES, BackboneSettings, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.files import cache_folder, write_file
@@ -23,8 +18,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
@@ -40,8 +33,8 @@ def load_tokenizer(settings: BackboneSettings) -> Any:
         return _from_pretrained(settings.tokenizer, settings.tokenizer_revision)
     if spec is not None and spec.source == "config":
         return byte_tokenizer()
-    if settings.name == EMBEDDED:
-        return _from_pretrained(str(embedded_folder(settings.dtype)), None)
+    if settings.name in PACKAGES:
+        return _from_pretrained(str(packaged_folder(settings.name, settings.dtype)), None)
     return _from_pretrained(spec.source if spec else settings.name, settings.revision)
 
 
@@ -77,8 +70,8 @@ def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
         return _bytes_to_ids()
     if settings.tokenizer is not None:
         path = checkpoint_file(settings.tokenizer, TOKENIZER_FILE, settings.tokenizer_revision)
-    elif settings.name == EMBEDDED:
-        path = embedded_tokenizer_file()
+    elif settings.name in PACKAGES:
+        path = packaged_tokenizer_file(settings.name)
     else:
         path = checkpoint_file(spec.source if spec else settings.name, TOKENIZER_FILE, settings.revision)
     if path is None or not path.is_file():
@@ -116,39 +109,14 @@ def _from_pretrained(source: str, revision: str | None) -> Any:
     return tokenizer
 
 
-# --- the embedded backbone's, without torch, transformers or a conversion ---------------------------------------------
-
-SPECIAL = 3
-"""GGUF's type of control tokens."""
-
-
-def embedded_tokenizer_file() -> Path | None:
-    """Return the embedded backbone's tokenizer.json, written on first use; None if its package is missing."""
+def packaged_tokenizer_file(name: str) -> Path | None:
+    """Return a packaged backbone's tokenizer.json, written on first use; None if its package is missing."""
     try:
-        folder = cache_folder() / f"{EMBEDDED}-{embedded_version()}-tokenizer"
+        folder = cache_folder() / f"{name}-{package_version(name)}-tokenizer"
     except ConfigError:
         return None
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER_FILE
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, read_tokenizer(embedded_package() / EMBEDDED_FILE).to_str(pretty=True).encode())
+        write_file(path, read_tokenizer(name).to_str(pretty=True).encode())
     return path
-
-
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Build the same tokenizer as transformers does from a GGUF file."""
-    from gguf import GGUFReader
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    fields: Any = GGUFReader(path).fields
-    tokens, types, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges"))
-    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    model = models.BPE(vocabulary, pairs, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == SPECIAL]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    return tokenizer

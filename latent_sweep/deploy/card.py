@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, registered_backbone
+from latent_sweep.backbones.registry import EMBEDDED, FLAN_T5, PACKAGES, BackboneSettings, registered_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
 from latent_sweep.methods.protocol import Combination
 from latent_sweep.storage import versions
@@ -12,6 +12,7 @@ from latent_sweep.training.context import Context
 
 LICENSES: Mapping[str, str] = {
     EMBEDDED: "apache-2.0",
+    FLAN_T5: "mit",
     "t5-large": "apache-2.0",
     "t5-3b": "apache-2.0",
     "tinyllama-1.1b": "apache-2.0",
@@ -21,6 +22,11 @@ LICENSES: Mapping[str, str] = {
 }
 """Licenses of the registered backbones' published weights, as the hub names them."""
 
+DEPARTURES: Mapping[str, str] = {
+    EMBEDDED: ", quantized to Q4_1 by its package and converted back: not the published weights",
+    FLAN_T5: ", fine-tuned to write titles and quantized to 8 bits by its package: not the published weights",
+}
+"""What a packaged backbone is, after its name."""
 
 ANSWERING: Mapping[Combination, str] = {
     "sum": "an adapter for each task, which answer together",
@@ -34,7 +40,7 @@ ANSWERING: Mapping[Combination, str] = {
 def base_model(settings: BackboneSettings) -> str:
     """Return the source of the backbone's weights: a hub name, a folder, or a name of the registry."""
     spec = registered_backbone(settings.name)
-    if spec is None or spec.source == "config" or settings.name == EMBEDDED:
+    if spec is None or spec.source == "config" or settings.name in PACKAGES:
         return settings.name
     return spec.source
 
@@ -64,7 +70,7 @@ def provenance(content: ModelContent, context: Context) -> list[str]:
     settings, origin = content.trial.settings, content.origin
     backbone = settings.backbone
     revision = f" at revision {backbone.revision}" if backbone.revision else ""
-    note = ", quantized to Q4_1 by its package and converted back: not the published weights"
+    note = DEPARTURES.get(backbone.name, "")
     computed_with = content.learned[-1].snapshot.facts["computed_with"]
     rows = ["| task | metric | score | snapshot |", "|---|---|---|---|"]
     for task in content.learned:
@@ -74,7 +80,7 @@ def provenance(content: ModelContent, context: Context) -> list[str]:
     measures = [f"{name} {100 * origin.measures[name]:.2f}" for name in ("AP", "FM") if name in origin.measures]
     return [
         "## Base model",
-        f"{base_model(backbone)}{revision}{note if backbone.name == EMBEDDED else ''}, in {backbone.dtype}. "
+        f"{base_model(backbone)}{revision}{note}, in {backbone.dtype}. "
         f"License of its weights: {LICENSES.get(backbone.name, 'unknown')}. Digest of its embedding table and adapted "
         f"projections: {context.backbone.weights_digest}; of its tokenizer: {context.backbone.tokenizer_digest}.",
         "## Tasks",

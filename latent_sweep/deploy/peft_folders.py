@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.backbones.registry import EMBEDDED
+from latent_sweep.backbones.registry import PACKAGES
 from latent_sweep.data.prompts import format_names
 from latent_sweep.data.schema import stop_of, target_length
 from latent_sweep.deploy.adapters import Adapter, adapters_of
@@ -129,8 +129,8 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> b
     prompt_formats = format_names(model.trial.spec, model.trial.tasks)
     learned = adapters[0].learned if len(adapters) == 1 else f"for {', '.join(names)}"
     base_note = (
-        "The base is in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; the hub does not "
-        f"have `{EMBEDDED}`."
+        "The base is in the folder that `packaged_folder` of `latent_sweep.backbones.files` returns; the hub does not "
+        f"have `{settings.backbone.name}`."
     )
     return card(
         front_matter(content, "peft"),
@@ -138,7 +138,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> b
         f"Rank {rank}. {LOST[settings.router.combine]}",
         f"Prompts must be those of training, cue included: {prompt_formats} of latent_sweep. "
         f"{prompts_end(model.context)} Answers are greedy, and end at {_ends(model)}.",
-        base_note if settings.backbone.name == EMBEDDED else "",
+        base_note if settings.backbone.name in PACKAGES else "",
         f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n"
         f'base = {kind}.from_pretrained("{base}", dtype="{settings.backbone.dtype}")\n'
         f'model = PeftModel.from_pretrained(base, "{paths[names[0]]}")\n```',

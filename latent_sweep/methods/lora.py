@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.backbones.registry import EMBEDDED, dropout_rate, family_of
+from latent_sweep.backbones.registry import PACKAGES, dropout_rate, family_of
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.protocol import (
     ADAPTER_COMBINATIONS,
@@ -148,11 +148,11 @@ class LoraMethod(Method):
         """Return the released scripts' training settings; under `unified`, the paper's protocol holds.
 
         The released trainers call `model.train()` at every step, so the backbone's own dropout is on during steps (not
-        for statistics and answers). On the embedded backbone LoRA learns a task in a few dozen steps at 1e-3.
+        for statistics and answers). On the packaged backbones LoRA learns a task in a few dozen steps at 1e-3.
         """
         if scripts := cls.scripts(settings, backbone, benchmark):
             return {"group_by_length": False, **scripts.training, "backbone_dropout": dropout_rate(backbone)}
-        return {"learning_rate": 1e-3} if backbone == EMBEDDED else {}
+        return {"learning_rate": 1e-3} if backbone in PACKAGES else {}
 
     def rank(self) -> int:
         return self.settings.rank

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, pinned
-from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, canonical_targets, describe, family_of
+from latent_sweep.backbones.registry import PACKAGES, REGISTRY, canonical_targets, describe, family_of
 from latent_sweep.data.faults import validation_faults
 from latent_sweep.data.loaders import DATA_VARIABLE, count_examples, data_digest, source_digest, truncation_identity
 from latent_sweep.data.prompts import CUE, cue_of, template_identity
@@ -70,12 +70,12 @@ from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTr
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
     "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30),
     "llama": dict(learning_rate=5e-5, batch_size=4, epochs=15),
-    # the paper has no backbone of this size; a few dozen steps at this rate learn a task on a CPU
-    EMBEDDED: dict(learning_rate=4e-3, batch_size=8, epochs=2),
+    # the paper has no backbones of this size; a few dozen steps at this rate learn a task on a CPU
+    **{name: dict(learning_rate=4e-3, batch_size=8, epochs=2) for name in PACKAGES},
 }
 """Defaults of `training:` by backbone family, from the paper's appendix "Training" (A29, A30)."""
 
-SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, EMBEDDED: 512}
+SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, **dict.fromkeys(PACKAGES, 512)}
 """Longest prompt in tokens, by backbone family (A27)."""
 
 MOST_CORNERS = 500

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import latent_sweep
-from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, TINY_VOCABULARY, BackboneSettings, describe
+from latent_sweep.backbones.registry import PACKAGES, REGISTRY, TINY_VOCABULARY, BackboneSettings, describe
 from latent_sweep.data import builtin
 from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSpec, load_benchmark
 from latent_sweep.errors import ConfigError
@@ -101,13 +101,13 @@ PURPOSES: Mapping[str, Purpose] = {
 
 
 def is_small(backbone: str) -> bool:
-    """Return whether a backbone is meant for CPUs: the embedded one, and those of a few thousand parameters."""
+    """Return whether a backbone is meant for CPUs: the packaged ones, and those of a few thousand parameters."""
     described = REGISTRY.get(backbone)
-    return backbone == EMBEDDED or (described is not None and described.config.get("vocab_size") == TINY_VOCABULARY)
+    return backbone in PACKAGES or (described is not None and described.config.get("vocab_size") == TINY_VOCABULARY)
 
 
 def has_random_weights(backbone: str) -> bool:
-    return is_small(backbone) and backbone != EMBEDDED
+    return is_small(backbone) and backbone not in PACKAGES
 
 
 NOTHING_TO_EXPECT = "random weights: scores stay at or near 0; it only shows that a sweep runs"

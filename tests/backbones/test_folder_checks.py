@@ -14,8 +14,8 @@ from helpers.tiny import load_tiny
 
 from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.folder_checks import folder_faults, is_path
-from latent_sweep.backbones.registry import BackboneSettings
-from latent_sweep.backbones.tokenizers import byte_tokenizer, embedded_tokenizer_file, load_tokenizer, tokenizer_at_hand
+from latent_sweep.backbones.registry import PACKAGES, BackboneSettings
+from latent_sweep.backbones.tokenizers import byte_tokenizer, load_tokenizer, packaged_tokenizer_file, tokenizer_at_hand
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 
@@ -87,12 +87,15 @@ def test_unusable_files_are_named(
             load_tokenizer(BackboneSettings(name=name))
 
 
-def test_the_embedded_tokenizer_is_the_one_that_transformers_reads(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_packaged_tokenizer_is_the_one_that_transformers_reads(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     """And writes next to the converted weights, which planning does not need."""
-    settings = BackboneSettings(name="smollm2-135m", dtype="float32")
+    settings = BackboneSettings(name=name, dtype="float32")
     theirs = local_folder(settings) / "tokenizer.json"
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
     own = tokenizer_at_hand(settings)
     assert own is not None
     assert json.loads(own.to_str()) == json.loads(theirs.read_text())
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [embedded_tokenizer_file().parent.name]
+    file = packaged_tokenizer_file(name)
+    assert file is not None
+    assert list((tmp_path / "cache").iterdir()) == [file.parent]

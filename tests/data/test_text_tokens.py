@@ -11,7 +11,8 @@ from helpers.benchmarks import settings_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from latent_sweep.backbones.tokenizers import byte_tokenizer, embedded_tokenizer_file
+from latent_sweep.backbones.registry import EMBEDDED
+from latent_sweep.backbones.tokenizers import byte_tokenizer, packaged_tokenizer_file
 from latent_sweep.data.chat import chat_of
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import CUE, PromptParts, encode_parts, encode_prompt, encode_target
@@ -170,7 +171,7 @@ def test_no_published_row_spells_a_special_token(name: str) -> None:
     spec = load_benchmark(name)
     settings = settings_of(name)
     tokenizers = [byte_tokenizer(), *(PreTrainedTokenizerFast(tokenizer_object=make()) for make, _ in KINDS.values())]
-    path = embedded_tokenizer_file()
+    path = packaged_tokenizer_file(EMBEDDED)
     assert path is not None
     t5 = Path(os.environ["LATENT_SWEEP_DATA"]) / "t5_tokenizer" / "tokenizer.json"
     tokenizers += [Reader("llama", Tokenizer.from_file(str(file))) for file in (path, t5)]

@@ -10,7 +10,7 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import sweep_folder, tiny, write
 
 from latent_sweep import ContinualModel
-from latent_sweep.backbones.files import embedded_folder
+from latent_sweep.backbones.files import packaged_folder
 from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
@@ -113,6 +113,6 @@ def test_peft_answers_as_the_sweep(trained, tmp_path):
             for text in texts
         ]
         longest = model.trial.settings.benchmark.max_target_length
-        place = embedded_folder("float32")
+        place = packaged_folder(EMBEDDED, "float32")
         assert run_fresh(PEFT, place, tmp_path / "adapters" / task.name, longest, json.dumps(prompts)) == expected
     model.close()
