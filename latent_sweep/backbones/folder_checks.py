@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.files import checkpoint_file
+from latent_sweep.backbones.packaged import TOKENIZER_FILE
 from latent_sweep.backbones.registry import BackboneSettings, describe, registered_backbone
-from latent_sweep.backbones.tokenizers import TOKENIZER_FILE, tokenizer_at_hand
+from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,

@@ -34,10 +34,11 @@ from latent_sweep.backbones.checkpoint import (
     digest_of_weights,
 )
 from latent_sweep.backbones.families import Family, family_of_type, select
-from latent_sweep.backbones.files import WEIGHTS, hide_progress_bars, local_folder
+from latent_sweep.backbones.files import hide_progress_bars, local_folder
 from latent_sweep.backbones.layouts import ATTENTION
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outlines import linears_of, model_class
+from latent_sweep.backbones.packaged import WEIGHTS
 from latent_sweep.backbones.registry import PACKAGES, RANDOM, BackboneSettings, describe
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
 from latent_sweep.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
-from latent_sweep.backbones.files import WEIGHTS
+from latent_sweep.backbones.packaged import WEIGHTS
 from latent_sweep.deploy.adapters import adapter_for
 from latent_sweep.deploy.card import card, front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
