@@ -44,8 +44,8 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
     method, mode, learned = model.method, model.trial.settings.router.combine, model.content.learned
     if defined_in(type(method), "low_rank_pairs") is Method:
         raise ConfigError(
-            f"method {method.settings.name}: its snapshots are not LoRA adapters (a soft prompt follows the text here, "
-            "but precedes it in peft); export it with `--to model` or `--to mlflow`"
+            f"method {method.settings.name}: its snapshots are not LoRA adapters; export it with `--to model` or "
+            "`--to mlflow`"
         )
     # how snapshots are combined must be defined, or inherited, where the pairs are
     if not issubclass(defined_in(type(method), "low_rank_pairs"), defined_in(type(method), "combine")):

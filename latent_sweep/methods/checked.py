@@ -87,6 +87,18 @@ def gates(method: Method, history: Snapshots, prompts: Sequence[Sequence[int]]) 
     return weights
 
 
+def prompts(
+    method: Method, asked: Sequence[Sequence[int]], history: Snapshots, weights: npt.NDArray[np.float64]
+) -> list[list[int]]:
+    read = method.prompts(asked, history, weights)
+    if len(read) != len(asked) or not all(map(len, read)):
+        raise ConfigError(
+            f"method {method.settings.name}: prompts gave {len(read):,} prompts for {len(asked):,} rows"
+            f"{', some without a token' if len(read) == len(asked) else ''}; expected token ids for every row"
+        )
+    return read
+
+
 def _scalars(learner: Learner, member: str, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return _tensors(learner, member, terms, 0, "tensors without dimensions, by name")
 

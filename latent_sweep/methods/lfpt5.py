@@ -47,6 +47,8 @@ from latent_sweep.methods.protocol import (
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation
@@ -137,6 +139,9 @@ class Lfpt5(Method):
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         return self.settings.prompt_length * width
 
+    def virtual_tokens(self, n_tasks: int) -> int:
+        return self.settings.prompt_length
+
     def try_task(self, task: TaskData) -> None:
         from latent_sweep.methods._pseudo_samples import check_inputs, separator
 
@@ -162,9 +167,15 @@ class Lfpt5(Method):
         return Adaptation(prompt=history[-1]["prompt"].to(self.context.backbone.device))
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
+        """Return the prompt with the virtual tokens behind it."""
         from latent_sweep.adapters.bank import virtual_tokens
 
         return [*ids, *virtual_tokens(self.settings.prompt_length)]
+
+    def prompts(
+        self, prompts: Sequence[Sequence[int]], history: Snapshots, weights: npt.NDArray[np.float64]
+    ) -> list[list[int]]:
+        return [self.prompt(ids) for ids in prompts]
 
 
 def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: int) -> Tensor:
@@ -203,9 +214,12 @@ class Lfpt5Learner(Learner):
         return Adaptation(prompt=self.prompt)
 
     def examples(self, rows: Sequence[Example]) -> list[Example]:
-        """Return the task's examples and the pseudo-samples, with the prompt and, in `lm`, the example as written."""
-        own = [self._with_prompt(row, self._format, pseudo=False) for row in rows]
-        return own + [self._with_prompt(row, s.format, pseudo=True) for s in self._samples for row in s.rows]
+        """Return the task's examples and the pseudo-samples with, in `lm`, the example as written."""
+        own = [self._with_written(row, self._format, pseudo=False) for row in rows]
+        return own + [self._with_written(row, s.format, pseudo=True) for s in self._samples for row in s.rows]
+
+    def prompt_ids(self, ids: Sequence[int]) -> list[int]:
+        return self._method.prompt(ids)
 
     def drawn(self) -> dict[str, Tensor]:
         parts = ((position, samples.tensors()) for position, samples in enumerate(self._samples))
@@ -221,10 +235,10 @@ class Lfpt5Learner(Learner):
             for position, samples in enumerate(self._samples)
         ]
 
-    def _with_prompt(self, row: Example, format: RowFormat, pseudo: bool) -> Example:
+    def _with_written(self, row: Example, format: RowFormat, pseudo: bool) -> Example:
         written = format.write(row, self._settings.sample_length)
         lm = {"prompt_ids": self._method.prompt(format.name), "target_ids": written}
-        return {**row, "prompt_ids": self._method.prompt(row["prompt_ids"]), "lm": lm, "pseudo": pseudo}
+        return {**row, "lm": lm, "pseudo": pseudo}
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
         s, terms = self._settings, {"task": outputs.task_loss()}

@@ -198,6 +198,10 @@ class Method:
         """Count trainable parameters per task, from the projections' shapes (out, in) and the embedding width."""
         raise NotImplementedError
 
+    def virtual_tokens(self, n_tasks: int) -> int:
+        """Return the largest number of virtual tokens that a prompt has in a trial of this many tasks."""
+        return 0
+
     @property
     def packable(self) -> bool:
         """Whether a learner trains the same in a pack as alone: False if random masks are drawn for a whole batch."""
@@ -227,9 +231,16 @@ class Method:
 
     # --- answering ---
 
-    def prompt(self, ids: Sequence[int]) -> list[int]:
-        """Return the token ids that the model reads for this prompt when it answers; may add virtual tokens."""
-        return list(ids)
+    def prompts(
+        self, prompts: Sequence[Sequence[int]], history: Snapshots, weights: npt.NDArray[np.float64]
+    ) -> list[list[int]]:
+        """Return the token ids that the model reads for these prompts when it answers; may add virtual tokens.
+
+        Args:
+            history: all snapshots so far, oldest first. Each access reads the storage.
+            weights: with which they answer each prompt, (rows, snapshots).
+        """
+        return [list(ids) for ids in prompts]
 
     def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         """Return the adaptation in which these snapshots answer, weighted row by row: weights (rows, snapshots).
@@ -259,6 +270,13 @@ class Learner:
     def examples(self, rows: Sequence[Example]) -> Sequence[Example]:
         """Return the rows to train on, made from the task's own; held-out rows never pass through here."""
         return rows
+
+    def prompt_ids(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the token ids that the model reads for this prompt in training and validation.
+
+        May add virtual tokens, as `Method.prompts` does. Called once for each example.
+        """
+        return ids
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
         """Return the adaptation of the backbone for these rows during training and validation."""

@@ -427,7 +427,8 @@ def _step(
 def _longest(trial: Trial) -> tuple[int, int]:
     """Return the tokens of the longest prompt, with a soft prompt, and of the longest target."""
     limits = trial.settings.benchmark
-    return limits.max_source_length + len(trial.method().prompt(())), limits.max_target_length
+    virtual = trial.method().virtual_tokens(len(trial.tasks))
+    return limits.max_source_length + virtual, limits.max_target_length
 
 
 def _fisher(trial: Trial, shape: Shape, trained: int, resources: ResourceSettings, rows: int) -> int:

@@ -201,7 +201,7 @@ class Trial:
         settings = memoized(("stage settings", len(self.tasks)), (s.method,), write_settings)
         contents: list[dict[str, str]] = []
         lineages: list[str] = []
-        changes_rows = method.replays or type(method).prompt is not Method.prompt
+        changes_rows = method.replays or method.virtual_tokens(len(self.tasks)) > 0
         for position, learned in enumerate(self._learned):
             stage = {
                 "tasks": json_list(names[i] for i in learned),

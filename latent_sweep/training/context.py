@@ -201,7 +201,7 @@ class Context:
             )
         if whole:  # only their embeddings are read
             return
-        virtual, answer = len(trial.method().prompt(())), b.max_target_length
+        virtual, answer = trial.method().virtual_tokens(len(trial.tasks)), b.max_target_length
         prompt = rows.longest_prompt() + virtual
         needed = max(prompt, answer) if backbone.traits.encoder_decoder else prompt + answer
         if needed > backbone.positions:

@@ -24,6 +24,7 @@ from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.generation import answer_text, generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.methods import checked
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics.answers import Metric, RefsPolicy, score_rows, trimmed
 from latent_sweep.routing.combination import Array
@@ -224,8 +225,10 @@ class Evaluator:
         end: AnswerEnd | None = None,
     ) -> tuple[list[str], int]:
         """Return an answer for every row, and the number of rows generated now, not cached; see `score`."""
-        prompts = [self.method.prompt(ids) for ids in prompt_ids]
-        lengths = [len(prompt) for prompt in prompts]
+        asked = [list(ids) for ids in prompt_ids]
+        lengths = [len(prompt) for prompt in asked]  # without virtual tokens, whose number may depend on the path
+        tensors = [CachedTensors(snapshot.tensors) for snapshot in history]
+        prompts = checked.prompts(self.method, asked, tensors, weights)
         parts: list[list[int]] = []
         batches: list[AnswerBatch] = []
         for first in range(min(definitions, len(prompts))):

@@ -106,7 +106,7 @@ class ActiveRun:
         validation: list[Example] = []
         if s.training.select == "best_validation":
             rows = self._rows(position, "validation")
-            validation = [{**row, "prompt_ids": method.prompt(row["prompt_ids"])} for row in rows]  # as at inference
+            validation = [{**row, "prompt_ids": learner.prompt_ids(row["prompt_ids"])} for row in rows]
         return Trainer(
             learner,
             data.rows,

@@ -83,7 +83,7 @@ class Trainer:
     """Seed and task, from which all randomness derives."""
     checkpoint: TaskCheckpoint
     validation: Sequence[Example] = ()
-    """Held-out rows for `select: best_validation`, with prompts as at inference."""
+    """Held-out rows for `select: best_validation`, with the learner's virtual tokens."""
     on_step: Progress = lambda step, steps, losses: None
     """Called after each step with its number (1-based), the number of steps, and the loss terms."""
     tasks: int = 1
@@ -101,7 +101,8 @@ class Trainer:
         drawn = _named(self._checkpointed[0], "drawn.") if self._checkpointed else {}
         if drawn:  # the rows of the steps taken so far were made of these draws
             self.learner.load_drawn(drawn)
-        self.rows = [dict(row) for row in self.learner.examples(self.examples)]
+        rows = self.learner.examples(self.examples)
+        self.rows = [{**row, "prompt_ids": self.learner.prompt_ids(row["prompt_ids"])} for row in rows]
         self.parameters = self.learner.parameters()
         self.step = 0
         self.steps = self.settings.step_count(len(self.rows), self.tasks)

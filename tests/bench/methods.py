@@ -117,7 +117,7 @@ class _Contender:
         history = self._tensors(stage)
         weights = weights[:1, used] if self.alike(stage) else weights[:, used]
         rows = self.context.tokens(self.trial, 0, "test")
-        prompts = [self.run.method.prompt(ids) for ids in rows["prompt_ids"]]
+        prompts = self.run.method.prompts(rows["prompt_ids"], history, self._weights[stage])
         shared = shared_tokens(self.bench.backbone, prompts, len(prompts)) if self.alike(stage) else 0
 
         def answer() -> None:

@@ -166,11 +166,16 @@ def outputs_of(learner, rows, denominator):
     return forward(place.backbone, place.bank, rows, learner.adaptation(rows), denominator)
 
 
+def examples_of(learner, rows):
+    """The examples as the loop reads them."""
+    return [{**row, "prompt_ids": learner.prompt_ids(row["prompt_ids"])} for row in learner.examples(rows)]
+
+
 def test_every_example_has_the_prompt_and_its_written_form(backbone, bank, tmp_path):
     own = method(backbone, bank, tmp_path)
     learner, virtual = learner_of(own), [-1, -2, -3, -4, -5, -6]
     rows = rows_of(backbone)
-    examples = learner.examples(rows)
+    examples = examples_of(learner, rows)
     assert [row["pseudo"] for row in examples] == [False] * 6 + [True] * 2
     for row, example in zip(rows, examples, strict=False):
         assert example["prompt_ids"] == [*row["prompt_ids"], *virtual] == own.prompt(row["prompt_ids"])
@@ -186,7 +191,7 @@ def test_the_teacher_uses_dropout_as_in_the_released_code(t5, tmp_path):
     """The model is in training mode for teacher and student, so equal prompts differ in their answers."""
     bank = bank_of(t5)
     learner = learner_of(method(t5, bank, tmp_path, kl_weight=0.5))
-    examples = learner.examples(rows_of(t5))
+    examples = examples_of(learner, rows_of(t5))
     t5.model.train()
     with t5.dropout(0.3):
         torch.manual_seed(0)
@@ -208,7 +213,7 @@ def test_without_replay_the_task_loss_has_full_weight(backbone, bank, tmp_path, 
     own = method(backbone, bank, tmp_path, kl_weight=0.0 if case == "k = 0" else 0.5, lm_weight=0.25)
     nothing = [Samples(RowFormat.of(task_of(backbone), backbone), [], 0, 4)]
     learner = learner_of(own, int(case != "first task"), nothing if case == "nothing replayed" else None)
-    examples = learner.examples(rows_of(backbone))
+    examples = examples_of(learner, rows_of(backbone))
     outputs = outputs_of(learner, examples, 7.0)
     terms = learner.loss(outputs)
     assert terms.keys() == {"task", "lm"}
