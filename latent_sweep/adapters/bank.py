@@ -6,7 +6,7 @@ pack the rows of each run use that run's matrix, and in routed inference each ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,6 +134,7 @@ class AdapterBank:
             ]
         self._virtual: Tensor | None = None
         self._watching: list[Tensor] | None = None
+        self._observe: Callable[[int, Tensor, Tensor], None] | None = None
 
     def _delta_hook(self, index: int, name: str) -> Any:
         def add_delta(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -146,6 +147,8 @@ class AdapterBank:
             changed = self._active.deltas[index](h, output)
             if index == 0:
                 self._watch(changed)
+            if self._observe is not None:
+                self._observe(index, h, changed)
             return changed.flatten(0, -2) if flat else changed
 
         return add_delta
@@ -197,6 +200,15 @@ class AdapterBank:
             yield arrived
         finally:
             self._watching = None
+
+    @contextmanager
+    def observing(self, observe: Callable[[int, Tensor, Tensor], None] | None) -> Iterator[None]:
+        """Call `observe` with index, input and adapted output of every projection in the block's forward passes."""
+        self._observe = observe
+        try:
+            yield
+        finally:
+            self._observe = None
 
     def _watch(self, added: Tensor) -> None:
         arrived = self._watching

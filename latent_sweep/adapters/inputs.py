@@ -25,3 +25,8 @@ def input_of(name: str) -> str:
 def reads_encoder(name: str) -> bool:
     *blocks, projection = name.split(".")
     return projection in KEYS_AND_VALUES and not CROSS_ATTENTION.isdisjoint(blocks)
+
+
+def reads_decoder(name: str) -> bool:
+    """Whether a projection's tokens are those of T5's decoder."""
+    return "decoder" in name.split(".") and not reads_encoder(name)

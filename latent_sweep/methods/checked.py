@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from latent_sweep.backbones.outputs import Outputs
+from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.protocol import EarlierRows, Learner, Method, Snapshots, TaskData
 
@@ -40,6 +40,28 @@ def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
             f"set `replays = True` in {type(method).__name__}"
         )
     return learner
+
+
+def shapes_gradients(learner: Learner) -> bool:
+    shapes, refers = (
+        defined_in(type(learner), member) is not Learner for member in ("shape_gradients", "reference_batches")
+    )
+    if refers and not shapes:
+        raise ConfigError(
+            f"method {type(learner).__name__}: found `reference_batches`, which only `shape_gradients` reads; expected "
+            "both, or neither"
+        )
+    return shapes
+
+
+def reference_batches(learner: Learner, step: int) -> Sequence[Sequence[Example]]:
+    batches = learner.reference_batches(step)
+    if not all(batches):
+        raise ConfigError(
+            f"method {type(learner).__name__}: reference_batches gave a batch without examples; expected examples in "
+            "each, or no batch"
+        )
+    return batches
 
 
 def loss(learner: Learner, outputs: Outputs) -> Mapping[str, Tensor]:

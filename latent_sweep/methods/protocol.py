@@ -122,6 +122,25 @@ class LowRankPairs:
     scale: float
 
 
+@dataclass(frozen=True)
+class GradientStep:
+    """An optimizer step between its backward passes and clipping."""
+
+    number: int
+    """0-based."""
+    references: Sequence[Mapping[str, Tensor]]
+    """Gradients of the cross-entropy of each batch of `reference_batches`, by parameter name. They are reduced as the
+    task's loss is (`training.loss_reduce`) and contain neither penalties nor the terms of `loss`."""
+    add_up: Callable[[Sequence[Tensor]], None]
+    """Replace each tensor by its sum over the workers of a group; all tensors have one dtype and device."""
+
+
+Observer = Callable[[int, "Tensor", "Tensor", "Tensor"], None]
+"""Called with the index of an adapted projection, its inputs (sequences, tokens, n), its adapted outputs (sequences,
+tokens, m), and the number of examples that each token belongs to, (sequences, tokens): 0 is padding, and a prefix that
+several examples share is read once."""
+
+
 class Method:
     """A continual-learning method with its settings. It keeps no state between tasks: the snapshots hold everything.
 
@@ -294,6 +313,28 @@ class Learner:
     def penalties(cls, learners: Sequence[Any]) -> list[dict[str, Tensor]]:
         """Return `penalty` of each of several learners of this class; override it to compute them together."""
         return [learner.penalty() for learner in learners]
+
+    def observer(self) -> Observer | None:
+        """Return a function that sees the adapted projections in every training pass, or None.
+
+        It is called in the forward pass, with detached tensors, once per projection and micro-batch. In a pack or a
+        worker group it sees the rows that this learner has in this process.
+        """
+        return None
+
+    def reference_batches(self, step: int) -> Sequence[Sequence[Example]]:
+        """Return further batches, whose gradients `shape_gradients` receives at this step (0-based); none by default.
+
+        Their passes are split as those of training are. All workers of a group must return the same rows.
+        """
+        return ()
+
+    def shape_gradients(self, step: GradientStep) -> None:
+        """Change the parameters' `.grad` before they are clipped.
+
+        They are complete: summed over micro-batches, workers and penalties. All workers of a group must change them
+        alike.
+        """
 
     def after_step(self, step: int) -> None:
         """Act on a completed optimizer step (0-based), while its clipped gradients are still available."""

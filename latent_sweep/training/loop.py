@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,12 +15,14 @@ from torch import Tensor
 from latent_sweep.adapters.bank import AdapterBank, side_by_side
 from latent_sweep.backbones.batches import Batch, collate, label_logits
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.backbones.outputs import Example, Outputs
+from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.backbones.transformers_compat import recompute_activations
 from latent_sweep.errors import ConfigError, Paused
 from latent_sweep.methods import checked
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.engine import Engine
+from latent_sweep.training.gradient_hooks import observation, shape_gradients
+from latent_sweep.training.micro_batches import MicroBatch, denominator, micro_batches
 from latent_sweep.training.optimizers import optimizer_of
 from latent_sweep.training.time_limit import TimeLimit
 from latent_sweep.training.trainer import Trainer, TrainingSummary
@@ -179,7 +179,7 @@ class _Batches:
         self.backbone = engine.backbone
         settings = [trainer.settings for trainer in trainers]
         rows = [[trainer.rows[i] for i in trainer.batch(trainer.step + ahead)] for trainer in trainers]
-        self.denominators = [_denominator(own, s) for own, s in zip(rows, settings, strict=True)]
+        self.denominators = [denominator(own, s) for own, s in zip(rows, settings, strict=True)]
         chunks = [micro_batches(own, s.micro_batch_size, engine.group) for own, s in zip(rows, settings, strict=True)]
         self.passes = list(itertools.zip_longest(*chunks, fillvalue=MicroBatch(())))
         self._collated = {index: (self._uniform(index), self._collate(index)) for index in range(len(self.passes))}
@@ -229,6 +229,7 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
                 "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
             )
     add(checked.penalties([trainer.learner for trainer in trainers]))
+    shape_gradients(trainers, engine, bank)
     return losses
 
 
@@ -247,7 +248,7 @@ def _forward_and_back(
     batch = batches.take(index)
     # the adapters stay active during backward, where gradient checkpointing runs the forward pass again
     with bank.active(side_by_side(adaptations, batch.counts)):
-        with bank.watching(watch) as arrived:
+        with bank.watching(watch) as arrived, bank.observing(observation(bank, running, batch)):
             logits = label_logits(batches.backbone, batch)
         outputs = Outputs.of_all([part.rows for part in parts], logits, batch.labels, batches.denominators)
         terms = [checked.loss(t.learner, o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
@@ -255,26 +256,6 @@ def _forward_and_back(
     for by_sequence in arrived:
         for (trainer, _), own in zip(running, by_sequence.split(list(batch.counts)), strict=True):
             trainer.reached = trainer.reached or bool(own.any())
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of one forward pass of a trainer."""
-
-    rows: Sequence[Example]
-    counts: bool = True
-    """False for filler rows: a worker with no rows left computes them while others still have a pass."""
-
-    def counted(self, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return terms if self.counts else {name: 0.0 * term for name, term in terms.items()}
-
-
-def micro_batches(rows: Sequence[Example], size: int | None, group: WorkerGroup) -> list[MicroBatch]:
-    """Split this worker's share of a batch into passes of at most `size` rows; all workers get the same number."""
-    largest = group.largest_share(len(rows))
-    size, own = size or largest, group.share(rows)
-    passes = [MicroBatch(own[start : start + size]) for start in range(0, len(own), size)]
-    return passes + [MicroBatch(rows[:1], counts=False)] * (math.ceil(largest / size) - len(passes))
 
 
 def _add_up(trainers: Sequence[Trainer], losses: Sequence[dict[str, Tensor]], group: WorkerGroup) -> None:
@@ -294,9 +275,3 @@ def _add_up(trainers: Sequence[Trainer], losses: Sequence[dict[str, Tensor]], gr
     for own in losses:
         for name in own:
             own[name] = next(totals)
-
-
-def _denominator(rows: Sequence[Example], settings: TrainingSettings) -> float:
-    """Return the divisor of a batch's summed cross-entropy (A5)."""
-    targets = sum(len(row["target_ids"]) for row in rows)
-    return {"token_mean": targets, "sequence_mean": len(rows), "sum": 1}[settings.loss_reduce]

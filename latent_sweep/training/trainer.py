@@ -21,6 +21,7 @@ from latent_sweep.backbones.batches import epoch_batches, forward
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import NonFiniteLoss
+from latent_sweep.methods import checked
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.storage.snapshots import TaskCheckpoint
 from latent_sweep.sweep.schema import TrainingSettings
@@ -104,6 +105,8 @@ class Trainer:
         rows = self.learner.examples(self.examples)
         self.rows = [{**row, "prompt_ids": self.learner.prompt_ids(row["prompt_ids"])} for row in rows]
         self.parameters = self.learner.parameters()
+        self.observer = self.learner.observer()
+        self.shapes_gradients = checked.shapes_gradients(self.learner)
         self.step = 0
         self.steps = self.settings.step_count(len(self.rows), self.tasks)
         self.steps_per_epoch = math.ceil(len(self.rows) / self.settings.batch_size)

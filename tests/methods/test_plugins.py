@@ -564,6 +564,11 @@ class TestNearestOfThePage(MethodConformance):
     settings = {"rank": 4}
 
 
+class TestSparseOfThePage(MethodConformance):
+    method = "my_module:Sparse"
+    settings = {"rank": 4}
+
+
 class TestUntried(MethodConformance):
     method = "faulty:Anchored"
     settings = {"rank": 4, "anchor": 10.0}
@@ -591,9 +596,9 @@ def test_the_suite_finds_faulty_methods(tmp_path, monkeypatch):
     """And passes the methods and the sweep file of the page on writing methods."""
     blocks = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.S)
     modules = [text for language, text in blocks if language == "python" and "class TestPulled" not in text]
-    assert len(modules) == 3
+    assert len(modules) == 4
     (tmp_path / "my_module.py").write_text("\n".join(modules))
-    (sweep,) = [text for language, text in blocks if language == "yaml"]
+    (sweep,) = [text for language, text in blocks if language == "yaml" and text.startswith("name: pulled")]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pulled.yaml").write_text(sweep)
     planned = run_command(sys.executable, "-m", "latent_sweep.cli.main", "plan", "pulled.yaml")
@@ -602,7 +607,7 @@ def test_the_suite_finds_faulty_methods(tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text(FAULTY)
     (tmp_path / "test_faulty.py").write_text(FAULTY_SUITE)
     few = "(declares or micro or draws or held_out or inside and second)"
-    chosen = f"tiny-llama and (another_value or (TestAnchored or TestPulled or TestNearest) and {few})"
+    chosen = f"tiny-llama and (another_value or (TestAnchored or TestPulled or TestNearest or TestSparse) and {few})"
     kinds = {"Undeclared": "declares", "Once": "micro", "Forgetful": "inside and second", "Drawing": "draws"}
     kinds |= {"Rewriting": "held_out", "Replaying": "held_out"}
     chosen += "".join(f" or tiny-llama and {kind} and {tests}" for kind, tests in kinds.items())

@@ -1,0 +1,114 @@
+"""What methods see and change of a step besides its loss: adapted outputs, gradients, and those of other examples.
+
+A step without such a method runs the same operations as if this module did not exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from latent_sweep.adapters.bank import AdapterBank, side_by_side
+from latent_sweep.adapters.inputs import reads_decoder
+from latent_sweep.backbones.batches import Batch, collate, label_logits
+from latent_sweep.backbones.layouts import to_device
+from latent_sweep.backbones.outputs import Outputs
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods import checked
+from latent_sweep.methods.protocol import GradientStep
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.micro_batches import MicroBatch, denominator, micro_batches
+from latent_sweep.training.trainer import Trainer
+
+Gradients = dict[str, Tensor]
+
+
+def observation(
+    bank: AdapterBank, running: Sequence[tuple[Trainer, MicroBatch]], batch: Batch
+) -> Callable[[int, Tensor, Tensor], None] | None:
+    """Return what the bank calls for each projection of this pass, for the learners that observe; None if none does."""
+    observers = [trainer.observer if part.counts else None for trainer, part in running]
+    if not any(observers):
+        return None
+    names, counts = list(bank.targets), list(batch.counts)
+    device = batch.labels.device
+    source = to_device(batch.multiplicity, device)
+    decoder = source if batch.target_multiplicity is None else to_device(batch.target_multiplicity, device)
+
+    def observe(index: int, h: Tensor, output: Tensor) -> None:
+        of_tokens = decoder if reads_decoder(names[index]) else source
+        if h.shape[:2] != of_tokens.shape:
+            raise ConfigError(
+                f"backbone.targets: {names[index]} reads {h.shape[1]} tokens per row, expected the "
+                f"{of_tokens.shape[1]} of the batch, as the method reads its outputs by token. Leave it out"
+            )
+        parts = (tensor.detach().split(counts) for tensor in (h, output, of_tokens))
+        for observer, *own in zip(observers, *parts, strict=True):
+            if observer is not None:
+                observer(index, *own)
+
+    return observe
+
+
+def shape_gradients(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> None:
+    """Let learners that shape gradients do so, with the gradients of their reference batches."""
+    shaping = [trainer for trainer in trainers if trainer.shapes_gradients]
+    if not shaping:
+        return
+    gradients = [_taken(trainer) for trainer in shaping]
+    references = _references(shaping, engine, bank)
+    for trainer, own, of_batches in zip(shaping, gradients, references, strict=True):
+        for name, parameter in trainer.parameters.items():
+            parameter.grad = own[name]
+        trainer.learner.shape_gradients(GradientStep(trainer.step, of_batches, engine.group.add_up))
+
+
+def _references(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> list[list[Gradients]]:
+    """Return the gradients of each trainer's reference batches; the first ones share their passes, and so on."""
+    batches = [checked.reference_batches(trainer.learner, trainer.step) for trainer in trainers]
+    references: list[list[Gradients]] = [[] for _ in trainers]
+    for together in itertools.zip_longest(*batches, fillvalue=()):
+        reading = [(trainer, rows) for trainer, rows in zip(trainers, together, strict=True) if rows]
+        chunks = [micro_batches(rows, t.settings.micro_batch_size, engine.group) for t, rows in reading]
+        denominators = [denominator(rows, t.settings) for t, rows in reading]
+        for parts in itertools.zip_longest(*chunks, fillvalue=MicroBatch(())):
+            _backward([t for t, _ in reading], parts, denominators, engine, bank)
+        gradients = {t: _taken(t) for t, _ in reading}
+        engine.group.add_up([gradient for own in gradients.values() for gradient in own.values()])
+        for trainer, own in zip(trainers, references, strict=True):
+            if trainer in gradients:
+                own.append(gradients[trainer])
+    return references
+
+
+def _backward(
+    trainers: Sequence[Trainer],
+    parts: Sequence[MicroBatch],
+    denominators: Sequence[float],
+    engine: Engine,
+    bank: AdapterBank,
+) -> None:
+    """Add the gradients of one pass over reference rows to the parameters'."""
+    running = [(trainer, part) for trainer, part in zip(trainers, parts, strict=True) if part.rows]
+    adaptations = [trainer.learner.adaptation(part.rows) for trainer, part in running]
+    uniform = all(adaptation.uniform for adaptation in adaptations)
+    batch = collate([part.rows for _, part in running], engine.backbone, uniform)
+    with bank.active(side_by_side(adaptations, batch.counts)):  # in the backward pass too, as in the loop
+        logits = label_logits(engine.backbone, batch)
+        outputs = Outputs.of_all([part.rows for part in parts], logits, batch.labels, denominators)
+        losses = [
+            part.counted({"task": o.task_loss()})["task"] for part, o in zip(parts, outputs, strict=True) if o.rows
+        ]
+        torch.stack(losses).sum().backward()
+
+
+def _taken(trainer: Trainer) -> Gradients:
+    """Return the gradients of a trainer's parameters, zeros where none arrived, and clear them."""
+    gradients = {}
+    for name, parameter in trainer.parameters.items():
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = None
+    return gradients
