@@ -1,6 +1,9 @@
-"""Which projections share an input, judging by their names; without torch, for planning."""
+"""Facts about projections that planning reads too, so without torch: which share an input, and sizes of blocks."""
 
 from __future__ import annotations
+
+PRODUCT_BLOCK = 1 << 23
+"""Largest number of entries of the product `B A` that `latent_sweep.adapters.products` computes at once."""
 
 READS_ITS_BLOCK = frozenset(
     {"q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value"}

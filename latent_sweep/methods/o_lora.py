@@ -105,7 +105,7 @@ class OLora(TaskAdapterMethod):
     def coefficients(self, position: int) -> tuple[float, float]:
         """Return lambda_1 and lambda_2 for this position; at the first task lambda_1 is 0."""
         s = self.settings
-        return _at(position, s.lambda_1) if position else 0.0, _at(position, s.lambda_2)
+        return coefficient_at(position, s.lambda_1) if position else 0.0, coefficient_at(position, s.lambda_2)
 
     def penalty(self, position: int, history: Snapshots) -> OLoraPenalty:
         lambda_1, lambda_2 = self.coefficients(position)
@@ -117,7 +117,8 @@ class OLora(TaskAdapterMethod):
         return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)
 
 
-def _at(position: int, coefficient: Coefficient) -> float:
+def coefficient_at(position: int, coefficient: Coefficient) -> float:
+    """Return the coefficient of the task at this position."""
     return coefficient[min(position, len(coefficient) - 1)] if isinstance(coefficient, tuple) else coefficient
 
 

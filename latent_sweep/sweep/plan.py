@@ -692,6 +692,7 @@ def _backbone_faults(trial: Trial) -> list[str]:
                 f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
                 f"so at most {min(shape)} is possible"
             )
+        faults += trial.method().shape_faults(shapes)
         if s.training.backbone_dropout and not described.traits.dropout:
             faults.append(
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "

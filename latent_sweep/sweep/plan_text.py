@@ -312,6 +312,7 @@ def _memory_text(memory: Memory, prompt: int) -> str:
         "activations": memory.activations + memory.working,
         "logits": memory.logits,
         "adapter and optimizer": memory.adapter + memory.optimizer,
+        "penalty": memory.held,
     }
     training = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
     measured = "its inputs" if memory.moments else "its Fisher information"

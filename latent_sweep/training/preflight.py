@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.data.schema import scoring_metric
-from latent_sweep.errors import StorageError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics.answers import score_rows, takes_input
 from latent_sweep.routing.combination import Array
@@ -52,7 +52,11 @@ def try_everything(runs: ActiveRuns) -> None:
         for run in going:
             with runs.leaving([run], None):
                 positions = missing[run.training_id] = _missing_stages(run, stored)
-                parameters |= {run.lineages[position]: _parameter_count(run) for position in positions}
+                shapes = _shapes(run)
+                if faults := run.method.shape_faults(shapes):  # where planning did not know the shapes
+                    raise ConfigError("; ".join(faults))
+                count = run.method.parameter_count(shapes, context.backbone.embedding_width)
+                parameters |= {run.lineages[position]: count for position in positions}
         _try_storage(parameters, len(going), context)
         for run in _without_failures(going):
             for active in filter(_lacks_rows, tuple(run.trials)):
@@ -132,10 +136,9 @@ def _try_storage(parameters: Mapping[str, int], runs: int, context: Context) -> 
         )
 
 
-def _parameter_count(run: ActiveRun) -> int:
-    backbone = run.context.backbone
-    shapes = {name: (target.out_features, target.in_features) for name, target in backbone.targets.items()}
-    return run.method.parameter_count(shapes, backbone.embedding_width)
+def _shapes(run: ActiveRun) -> dict[str, tuple[int, int]]:
+    targets = run.context.backbone.targets
+    return {name: (module.out_features, module.in_features) for name, module in targets.items()}
 
 
 def _try_trial(run: ActiveRun, active: ActiveTrial, positions: Sequence[int], tried: set[str]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 TASKS = ["mood", "ticket", "past"]
 OPTIONS = {
     "latent_lora": {"rank": 8, "alpha": 32.0, "ortho_lambda": 1e-3},
+    "n_lora": {"lambda_1": 1e-3},
+    "c_lora": {"k": 4},
+    "ella": {"lambda_1": 1.0},
     "inf_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "gain_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "lfpt5": {"prompt_length": 4, "sample_length": 24, "tries": 2},

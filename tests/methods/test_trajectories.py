@@ -337,6 +337,59 @@ def o_lora(ref, task):
     return trained({name: task.draws[name] for name in "AB"}, task, loss)
 
 
+def n_lora(ref, task):
+    s = ref.settings
+    weight = [0.02, 0.05, 0.05][task.position]
+    assert s.lambda_1 == (0.02, 0.05)
+
+    def loss(p, rows):
+        total = ref.dense.loss(rows, ref.pair(p) + ref.earlier())
+        for A, B in zip(p["A"], p["B"].split(ref.dense.outputs), strict=True):
+            total = total + weight * ((A @ B) if s.product == "inner" else (B @ A)).abs().sum()
+        return total
+
+    return trained({name: task.draws[name] for name in "AB"}, task, loss)
+
+
+def c_lora(ref, task):
+    s, dense = ref.settings, ref.dense
+    k, source = s.k, torch.Generator().manual_seed(s.subspace_seed)
+
+    def subspace(width):
+        """Gram-Schmidt of random vectors, in place of a QR decomposition."""
+        columns = []
+        for v in torch.randn(width, k, generator=source).double().T:
+            for u in columns:
+                v = v - (u @ v) * u
+            columns.append(v / v.norm())
+        return torch.stack(columns, 1)
+
+    V = [subspace(weight.shape[1]) for weight in dense.weights]
+    U = [subspace(m) for m in dense.outputs]
+
+    def loss(p, rows):
+        total = dense.loss(rows, ref.pair(p) + ref.earlier())
+        for A, B, v, u in zip(p["A"], p["B"].split(dense.outputs), V, U, strict=True):
+            total = total + s.lambda_1 * (((A @ v) ** 2).sum() + ((B.T @ u) ** 2).sum()) / 2
+        return total
+
+    return trained({name: task.draws[name] for name in "AB"}, task, loss)
+
+
+def ella(ref, task):
+    s, dense = ref.settings, ref.dense
+    scale = s.alpha / s.rank
+    past = [sum(parts) for parts in zip(*(dense.matrices(old, scale) for old in ref.history), strict=True)]
+
+    def loss(p, rows):
+        total = dense.loss(rows, ref.pair(p) + ref.earlier())
+        for before, now in zip(past, dense.matrices(p, scale) if past else (), strict=True):
+            total = total + s.lambda_1 * torch.linalg.matrix_norm(before * now) ** 2
+        return total
+
+    return trained({name: task.draws[name] for name in "AB"}, task, loss)
+
+
 def threshold(position):
     return 0.7 + 0.3 * position / 15
 
@@ -574,6 +627,9 @@ CASES = [
     ("kif_lora", kif_lora, PAIR),
     ("inc_lora", inc_lora, PAIR),
     ("o_lora", o_lora, PAIR | LAMBDAS),
+    ("n_lora", n_lora, PAIR | {"lambda_1": [0.02, 0.05]}),
+    ("c_lora", c_lora, PAIR | {"k": 5, "lambda_1": 0.3, "subspace_seed": 7}),
+    ("ella", ella, PAIR | {"lambda_1": 50.0}),
     ("inf_lora", inf_lora, PAIR | GPM),
     ("gain_lora", gain_lora, PAIR | GPM),
     ("gain_lora", gain_lora, PAIR | GPM | LAMBDAS | {"variant": "o_lora"}),
@@ -586,6 +642,7 @@ MORE = [
     ("o_lora", o_lora, PAIR | LAMBDAS | {"penalty": "squared"}),
 ]
 RELEASED = [
+    ("n_lora", n_lora, PAIR | {"lambda_1": [0.02, 0.05], "product": "inner"}),
     # batches of one row, as the released code's memory counts padding
     ("inf_lora", inf_lora, PAIR | OFFICIAL | {"gpm": {"eps_0": 0.7, "batch_size": 1}}),
     ("gain_lora", gain_lora, PAIR | OFFICIAL | {"gpm": {"eps_0": 0.7, "batch_size": 1}}),
@@ -594,7 +651,7 @@ RELEASED = [
 
 
 def case(name, reference, settings, family, slow):
-    named = ("preset", "variant", "fisher", "old_branch_grad", "penalty")
+    named = ("preset", "variant", "fisher", "old_branch_grad", "penalty", "product")
     values = [str(settings[key]) for key in named if key in settings]
     marks = [pytest.mark.slow] if slow else []
     return pytest.param(name, reference, settings, family, id=" ".join([name, *values, family]), marks=marks)

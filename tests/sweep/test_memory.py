@@ -398,6 +398,28 @@ def test_the_memory_of_fisher_information(name, dtype, rows, tmp_path):
     assert predict(trial, RunSettings(), 3).fisher == memory.fisher, "runs are measured in turn"
 
 
+@pytest.mark.parametrize("method", ["n_lora", "c_lora", "ella"])
+@pytest.mark.parametrize("name", ["small-llama", "small-t5"])
+def test_the_memory_of_a_penalty(name, method, tmp_path):
+    """Subspaces and sums while a task is learned, and one penalty with its gradient, besides the pair."""
+    from latent_sweep.methods import method_class
+    from latent_sweep.methods.protocol import MethodContext
+
+    trial = trial_of(name, method={"name": method, **({"k": 64} if method == "c_lora" else {})})
+    backbone = backbone_of(name, "float32")
+    bank = bank_of(backbone)
+    planned = method_class(method)(trial.settings.method, MethodContext(backbone, bank, tmp_path, 8))
+    earlier = planned.begin_task(task_data(), []).finish()
+    with live_bytes([*backbone.model.parameters(), *earlier.values()]) as live:
+        learner = planned.begin_task(task_data(position=1), [earlier])
+        learner._earlier = ()  # part of `history`
+        sum(learner.penalty().values()).backward()
+    bank.remove()
+    shapes = shape_of(trial.settings.backbone).targets
+    pairs = 4 * planned.parameter_count(shapes, 0)
+    assert planned.held_bytes(shapes) == pytest.approx(live.peak - pairs, rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("method", "rows", "prompt", "resident"), [("latent_lora", 12, 512, 9.68), ("seq_lora", 1, 32, 0)]
 )

@@ -109,7 +109,8 @@ def presets_page() -> str:
     for name in METHODS:
         field = method_class(name).settings_class.model_fields.get("preset")
         for preset in get_args(field.annotation)[1:] if field else ():
-            alike.setdefault(f"`preset: {preset}`\n\n{_preset_table(name, preset)}", []).append(f"`{name}`")
+            if columns := _filled_in(name, preset):  # empty if nothing was released
+                alike.setdefault(f"`preset: {preset}`\n\n{_preset_table(columns)}", []).append(f"`{name}`")
     sections = [f"## {', '.join(names)}: {text}" for text, names in alike.items()]
     introduction = """# Presets
 
@@ -119,9 +120,9 @@ What `trial.method.preset` fills in where the sweep file leaves a setting out. A
     return introduction + "\n" + "\n\n".join(sections) + "\n"
 
 
-def _preset_table(name: str, preset: str) -> str:
+def _preset_table(filled: Mapping[tuple[Values, Values], str]) -> str:
     """Return a table with a row for each setting and a column for each group of backbones and benchmarks."""
-    columns = {where: dict(method) | dict(training) for (method, training), where in _filled_in(name, preset).items()}
+    columns = {where: dict(method) | dict(training) for (method, training), where in filled.items()}
     paths = list(dict.fromkeys(path for values in columns.values() for path in values))
     lines = [f"| setting | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for path in paths:

@@ -1,0 +1,123 @@
+"""CLoRA, controlled low-rank adaptation (ACL 2025): a pair per task whose updates leave a fixed random subspace alone.
+
+    CE + lambda_1 / 2 sum over projections of (||A V||_F^2 + ||B^T U||_F^2)
+
+V (n, k) and U (m, k) have random orthonormal columns and are never trained. An update with A V = 0 changes nothing for
+inputs in the span of V; with B^T U = 0 it adds nothing in the span of U. As in the released code the norms are halved,
+and a new task trains a new pair next to the earlier ones, which the code has merged into the model.
+
+Departures: the released code draws new matrices for every training; here `subspace_seed` says which are used. It also
+accepts a k above a projection's width, where it shrinks the whole factor; here that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.methods.lora import LoraLearner, Scripts, TaskAdapterMethod, TaskAdapterSettings
+from latent_sweep.methods.protocol import Snapshots, TaskData, without
+from latent_sweep.settings import FROM_PRESET
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Delta
+    from latent_sweep.adapters.lora import LoraPair
+
+
+class CLoraSettings(TaskAdapterSettings):
+    """The `method:` group of a sweep file for CLoRA."""
+
+    name: Literal["c_lora"] = "c_lora"
+    """Name of the method."""
+    k: int = Field(128, ge=1, json_schema_extra=FROM_PRESET)
+    """Dimensions of the subspaces, at most the smallest width of an adapted projection."""
+    lambda_1: float = Field(1.0, ge=0)
+    """Weight of the penalty; the default is the released code's."""
+    subspace_seed: int | None = Field(0, ge=0)
+    """Seed of the subspaces, which are then the same for all tasks and all values of `seed`; with null, every task and
+    seed draws its own."""
+
+
+class CLora(TaskAdapterMethod):
+    """`dW = s sum_t B_t A_t`; loss = task + lambda_1 / 2 (||A_t V||^2 + ||B_t^T U||^2)."""
+
+    settings_class = CLoraSettings
+    settings: CLoraSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """Return the values of the released wrapper and its README; no training script was released."""
+        return Scripts({"k": 512}, {})
+
+    @classmethod
+    def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        return super().training_defaults(settings.model_copy(update={"preset": "unified"}), backbone, benchmark)
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        identity = super().stage_identity(position)
+        return identity if self.settings.lambda_1 else without(identity, "k", "subspace_seed")
+
+    def shape_faults(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+        name, (m, n) = min(shapes.items(), key=lambda item: min(item[1]))
+        if self.settings.k <= min(m, n) or not self.settings.lambda_1:
+            return []
+        return [f"method.k: found {self.settings.k}; {name} is {m} x {n}, so at most {min(m, n)} is possible"]
+
+    def held_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        """Count U and V, padded to the widest projection."""
+        m, n = (max(widths) for widths in zip(*shapes.values(), strict=True))
+        return 4 * self.settings.k * len(shapes) * (m + n) if self.settings.lambda_1 else 0
+
+    def begin_task(self, task: TaskData, history: Snapshots) -> CLoraLearner:
+        import torch
+
+        s = self.settings
+        seed = s.subspace_seed
+        generator = task.generator("subspaces") if seed is None else torch.Generator().manual_seed(seed)
+        subspaces = self._subspaces(generator) if s.lambda_1 else None
+        return CLoraLearner(self.fresh(task), self.outputs, s, self.active(history), subspaces)
+
+    def _subspaces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return V (M, n, k) and U (M, m, k), with zeros below those of narrower projections."""
+        import torch
+
+        from latent_sweep.adapters.products import orthonormal
+
+        k, device, both = self.settings.k, self.context.backbone.device, []
+        for widths in (self.inputs, self.outputs):
+            bases = torch.zeros(len(widths), max(widths), k, device=device)
+            for basis, width in zip(bases, widths, strict=True):
+                basis[:width] = orthonormal(width, k, generator, device)
+            both.append(bases)
+        return both[0], both[1]
+
+
+class CLoraLearner(LoraLearner):
+    """Trains one pair outside of the subspaces V (M, n, k) and U (M, m, k)."""
+
+    settings: CLoraSettings
+
+    def __init__(
+        self,
+        pair: LoraPair,
+        outputs: Sequence[int],
+        settings: CLoraSettings,
+        earlier: Sequence[Delta],
+        subspaces: tuple[Tensor, Tensor] | None,
+    ):
+        super().__init__(pair, outputs, settings, earlier)
+        self._subspaces = subspaces
+
+    def penalty(self) -> dict[str, Tensor]:
+        from latent_sweep.adapters.products import stacked
+
+        if self._subspaces is None:
+            return {}
+        V, U = self._subspaces
+        inside = (self.A @ V).square().sum() + (stacked(self.B, self.outputs).mT @ U).square().sum()
+        return {"subspace": 0.5 * self.settings.lambda_1 * inside}
