@@ -35,7 +35,7 @@ class CLoraSettings(TaskAdapterSettings):
     name: Literal["c_lora"] = "c_lora"
     """Name of the method."""
     k: int = Field(128, ge=1, json_schema_extra=FROM_PRESET)
-    """Dimensions of the subspaces, at most the smallest width of an adapted projection."""
+    """Dimensions of the subspaces, at most the smallest width of an adapted projection; 128 if it is left out."""
     lambda_1: float = Field(1.0, ge=0)
     """Weight of the penalty; the default is the released code's."""
     subspace_seed: int | None = Field(0, ge=0)

@@ -55,9 +55,9 @@ class NLora(TaskAdapterMethod):
     def official(cls, family: str, benchmark: str) -> Scripts:
         """Return the values of the released scripts.
 
-        Long Sequence on T5 is that of Order 6 (Yelp first). Departures: Order 4 has lambda_1 of 0.4 and 1.2 by task and
-        5e-4, Order 5 0.55 and 8e-4; Order 1 has batches of 48. Llama has lambda_1 of 0.38 to 0.46, 1e-3 or 5e-5 for
-        some tasks, and 5 or 10 epochs for four of twelve.
+        Long Sequence on T5 is that of the order with Yelp first. Departures: the order with MNLI first has lambda_1 of
+        0.4 and 1.2 by task and a rate of 5e-4, another order 0.55 and 8e-4; one has batches of 48. Llama has lambda_1
+        of 0.38 to 0.46, rates of 1e-3 or 5e-5 for some tasks, and 5 or 10 epochs for four of twelve.
         """
         long_t5 = (family, benchmark) == ("t5", "long_sequence")
         rate, epochs = {"t5": (1e-3, 10), "llama": (1e-4, 1)}[family]

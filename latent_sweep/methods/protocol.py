@@ -219,6 +219,7 @@ class Method:
 
     def virtual_tokens(self, n_tasks: int) -> int:
         """Return the largest number of virtual tokens that a prompt has in a trial of this many tasks."""
+        return 0
 
     def shape_faults(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
         """Return why the settings do not fit these projections, (out, in), in messages that begin with a path."""
