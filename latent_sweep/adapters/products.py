@@ -52,7 +52,8 @@ class Products:
 
     def sum(self, A: Tensor, B: Tensor, term: Term) -> Tensor:
         """Sum `term` over all blocks of B A; its gradient is exact."""
-        return _Sum.apply(A, B, self.blocks, term)  # type: ignore[no-any-return]
+        total: Tensor = _sum(A, B, self.blocks, term)
+        return total
 
     def of(self, A: Tensor, B: Tensor) -> list[Tensor]:
         """Return the whole products, block by block, (projections, rows, n) each."""
@@ -79,6 +80,9 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gradient_A, gradient_B = ctx.saved_tensors
         return gradient * gradient_A, gradient * gradient_B, None, None
+
+
+_sum: Any = _Sum.apply
 
 
 def absolute(number: int, product: Tensor) -> tuple[Tensor, Tensor]:
