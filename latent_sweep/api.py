@@ -99,13 +99,14 @@ def run_sweep(
         on_event=_until_it_fails(on_event) if on_event is not None else None,
         embedded=True,
     )
-    folder = SweepFolder(open_storage(sweep.run.storage), sweep.name)
+    paused = False
     try:
         with _environment_kept():
             drive(sweep, options)
     except Paused:
-        return _results(current(folder))
-    return _results(folder)
+        paused = True
+    folder = SweepFolder(open_storage(sweep.run.storage), sweep.name)
+    return _results(current(folder) if paused else folder)
 
 
 def plan_sweep(

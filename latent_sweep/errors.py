@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class LatentSweepError(Exception):
     """Base of all errors that this package raises on purpose; the command line prints them without a traceback."""
@@ -41,6 +43,13 @@ class Terminated(KeyboardInterrupt):
 
 class Paused(BaseException):
     """The time is up: the work is saved, and the same command continues it. Not an error of any trial."""
+
+
+def fault_report(source: str, faults: Iterable[str]) -> ConfigError:
+    """Return the error that lists every fault of a sweep file."""
+    unique = list(dict.fromkeys(faults))
+    lines = "".join(f"\n  - {fault}" for fault in unique)
+    return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
 
 
 def clause(error: Exception) -> str:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _memo: ContextVar[dict[Any, tuple[Any, Any]] | None] = ContextVar("memo", default=None)
 
+_BY_VALUE = frozenset({str, int, float, bool, type(None)})
+
 
 @contextmanager
 def memo_scope() -> Iterator[None]:
-    """Keep the results of `memoized` until the outermost scope ends; files are assumed not to change meanwhile."""
+    """Keep the results of `memoized` functions until the outermost scope ends; files are assumed not to change."""
     if _memo.get() is not None:
         yield
         return
@@ -29,13 +33,27 @@ def memo_active() -> bool:
     return _memo.get() is not None
 
 
-def memoized(key: Any, parts: tuple[Any, ...], compute: Callable[[], T]) -> T:
-    """Return `compute()`, computed once per hashable key and parts, compared by identity, within a `memo_scope`."""
-    memo = _memo.get()
-    if memo is None:
-        return compute()
-    full_key = (key, *map(id, parts))
-    if full_key not in memo:
-        memo[full_key] = parts, compute()  # holds the parts, so that their ids are not reused
-    result: T = memo[full_key][1]
-    return result
+def memoized(reads: Callable[P, tuple[Any, ...]]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator: compute a function once for all calls of equal `reads`, within a `memo_scope`.
+
+    Args:
+        reads: takes the function's arguments and returns all that its result depends on. Texts and numbers are
+            compared by value, other objects by identity.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            memo = _memo.get()
+            if memo is None:
+                return function(*args, **kwargs)
+            parts = reads(*args, **kwargs)
+            key = function, *[part if type(part) in _BY_VALUE else (None, id(part)) for part in parts]
+            if key not in memo:
+                memo[key] = parts, function(*args, **kwargs)  # holds the parts, so that their ids are not reused
+            result: T = memo[key][1]
+            return result
+
+        return call
+
+    return decorate

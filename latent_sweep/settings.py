@@ -27,6 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.memo import memoized
 from latent_sweep.security import quoted
 
 INFERENCE_ONLY: Any = {"inference_only": True}
@@ -153,6 +154,7 @@ def as_written(kind: type[Group]) -> type[Group]:
     return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields) if fields else kind
 
 
+@memoized(lambda written, kind, *defaults: (written, kind, repr(defaults)))
 def filled(written: Settings, kind: type[Group], *defaults: Mapping[str, Any]) -> Group:
     """Resolve a group: take each value as written, else from the first of `defaults`, else the field's default.
 

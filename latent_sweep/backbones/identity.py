@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.packaged import package_version
-from latent_sweep.backbones.registry import PACKAGES, RANDOM, BackboneSettings, registered_backbone
+from latent_sweep.backbones.registry import (
+    PACKAGES,
+    RANDOM,
+    BackboneSettings,
+    canonical_targets,
+    registered_backbone,
+)
 from latent_sweep.data.hub import COMMIT, resolve_commit
+from latent_sweep.memo import memoized
 from latent_sweep.storage import versions
 
 SAMPLE_BYTES = 1 << 16
@@ -25,6 +32,12 @@ def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         **adapted,
     }
+
+
+@memoized(lambda written: (written,))
+def resolved_backbone(written: BackboneSettings) -> BackboneSettings:
+    canonical = canonical_targets(written)
+    return pinned(canonical)
 
 
 def pinned(settings: BackboneSettings) -> BackboneSettings:

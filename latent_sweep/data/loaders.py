@@ -36,7 +36,7 @@ from latent_sweep.data.prompts import (
     template_identity,
 )
 from latent_sweep.data.records import files_digest, files_state, read_records
-from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, target_length
+from latent_sweep.data.schema import DATA_VARIABLE, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, target_length
 from latent_sweep.data.tokenized import TokenizedExamples, write_tokenized
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.memo import memo_active, memoized
@@ -46,9 +46,6 @@ from latent_sweep.storage.files import committing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-DATA_VARIABLE = "LATENT_SWEEP_DATA"
-"""Environment variable with the folder that contains `CL_Benchmark`."""
 
 MAX_VALIDATION_ROWS = 500
 KEPT_BYTES = 1 << 25
@@ -99,17 +96,14 @@ def count_examples(
     return selection.stop - selection.start
 
 
+@memoized(lambda spec, task, split, settings: (spec, task.name, _scored(split, settings)[0], settings.data_dir))
 def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> str | None:
     """Return the digest of everything a split's examples are taken from; None if the data is missing."""
-    scored, _ = _scored(split, settings)
-
-    def compute() -> str | None:
-        if spec.layout == "builtin":
-            return content_hash(_generated(task, scored))
-        paths = _find_files(spec, task, scored, settings)
-        return None if paths is None else _cached_digest(tuple(paths), files_state(paths), task.source)
-
-    return memoized(("digest", task.name, scored, settings.data_dir), (spec,), compute)
+    split, _ = _scored(split, settings)
+    if spec.layout == "builtin":
+        return content_hash(_generated(task, split))
+    paths = _find_files(spec, task, split, settings)
+    return None if paths is None else _cached_digest(tuple(paths), files_state(paths), task.source)
 
 
 def data_digest(
@@ -340,22 +334,23 @@ def source_examples(
     yield from filter(is_labelled, examples) if _drops_unlabelled(task, split, settings) else examples
 
 
+def _count_parts(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> tuple[Any, ...]:
+    return spec, task.name, split, settings.data_dir, _drops_unlabelled(task, split, settings)
+
+
+@memoized(_count_parts)
 def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> int:
     """Count the examples of `source_examples`, or return the published number if the data is missing."""
-    drops = _drops_unlabelled(task, split, settings)
-
-    def compute() -> int:
-        if spec.layout == "builtin":
-            return len(_generated(task, split))
-        paths = _find_files(spec, task, split, settings)
-        if paths is not None:
-            return _counts(tuple(paths), files_state(paths), task, split, _own_labels(spec, task))[drops]
-        published = task.test_rows if split == "test" else task.train_rows
-        if published is None:
-            raise MissingData(_missing_message(spec, task, split, settings))
-        return published
-
-    return memoized(("count", task.name, split, settings.data_dir, drops), (spec,), compute)
+    if spec.layout == "builtin":
+        return len(_generated(task, split))
+    paths = _find_files(spec, task, split, settings)
+    if paths is not None:
+        counts = _counts(tuple(paths), files_state(paths), task, split, _own_labels(spec, task))
+        return counts[_drops_unlabelled(task, split, settings)]
+    published = task.test_rows if split == "test" else task.train_rows
+    if published is None:
+        raise MissingData(_missing_message(spec, task, split, settings))
+    return published
 
 
 def _limit(split: Split, settings: BenchmarkSettings) -> int | None:
@@ -439,7 +434,14 @@ def _examples(
         return _read_examples(paths, task, split, labels, planned)
     if planned is not None:
         _check_source(", ".join(map(str, paths)), _cached_digest(paths, state, task.source), planned)
-    return memoized(("rows", state, split, labels), (task,), lambda: list(_read_examples(paths, task, split, labels)))
+    return _kept_examples(paths, task, split, labels)
+
+
+@memoized(lambda paths, task, split, labels: (repr(files_state(paths)), task, split, repr(labels)))
+def _kept_examples(
+    paths: tuple[Path, ...], task: TaskSpec, split: Split, labels: tuple[str, ...] | None
+) -> Iterable[Example]:
+    return list(_read_examples(paths, task, split, labels))
 
 
 def _read_examples(

@@ -19,6 +19,7 @@ from latent_sweep.data.hub import pinned
 from latent_sweep.data.mapping import SourceSpec
 from latent_sweep.data.templates import reads_instruction, template_fault
 from latent_sweep.errors import ConfigError
+from latent_sweep.memo import memoized
 from latent_sweep.metrics.answers import check_metric, first_equivalent
 from latent_sweep.security import quoted
 from latent_sweep.settings import (
@@ -28,11 +29,15 @@ from latent_sweep.settings import (
     NOT_IDENTITY,
     PathText,
     Settings,
+    filled,
     local_path,
     read_yaml,
 )
 from latent_sweep.storage import versions
 from latent_sweep.storage.files import FileState, state_of
+
+DATA_VARIABLE = "LATENT_SWEEP_DATA"
+"""Environment variable with the folder that contains `CL_Benchmark`."""
 
 Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
@@ -345,6 +350,18 @@ def _located(task: TaskSpec, folder: Path) -> TaskSpec:
     if source.superni is not None:
         (update["superni"],) = absolute((source.superni,))
     return task.model_copy(update={"source": pinned(source.model_copy(update=update))})
+
+
+@memoized(lambda written, spec, max_source_length: (written, spec, max_source_length))
+def resolved_benchmark(written: BenchmarkSettings, spec: BenchmarkSpec, max_source_length: int) -> BenchmarkSettings:
+    """Resolve the `benchmark:` group, with the longest prompt of its backbone's family."""
+    located = {"order": order_key(written, spec)}
+    if data_dir := written.data_dir or os.environ.get(DATA_VARIABLE):
+        located["data_dir"] = str(local_path(data_dir).resolve())
+    if spec.layout == "folder":
+        located["name"] = str(local_path(written.name).resolve())
+    lengths = {"max_source_length": max_source_length, "max_target_length": spec.max_target_length}
+    return filled(written.model_copy(update=located), BenchmarkSettings, lengths)
 
 
 def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:

@@ -29,7 +29,7 @@ from latent_sweep.storage.objects import requests
 from latent_sweep.storage.reserve import free_reserve, write_reserve
 from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.storage.watch import remove_stale_heartbeats, reported_requests, watching
-from latent_sweep.sweep.config import Sweep, fault_report
+from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.plan import Pack, Run, Trial, pack
 from latent_sweep.sweep.plan_text import describe_plan, describe_tuning
 from latent_sweep.sweep.planning import OUTDATED, Plan, name_conflict, outdated, plan_sweep
@@ -100,10 +100,10 @@ def _drive_with_tuning(sweep: Sweep, options: RunOptions) -> int:
             f"--shard: found {options.shard.name}, but run.search: {sweep.run.search.name} chooses each point by the "
             "scores of all earlier ones; leave --shard out, and let one driver use all nodes"
         )
+    check_engine(sweep.run.engine)
     if not local:
         check_ray_address(sweep.run.allow_insecure)
         check_cluster_answers()
-    check_engine(sweep.run.engine)
     storage = open_storage(sweep.run.storage)
     plan = plan_sweep(sweep, storage=storage, to_run=True, local=local)
     if plan.tuning is not None and plan.results is None:
@@ -307,7 +307,7 @@ def check_installed(sweep: Sweep, local: bool) -> None:
         if needed and find_spec(name) is None
     ]
     if faults:
-        raise fault_report(sweep.source, faults)
+        raise ConfigError(f"{sweep.source}: {'; '.join(faults)}")
 
 
 def check_engine(settings: EngineSettings) -> None:

@@ -177,7 +177,8 @@ class Method:
     @classmethod
     def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
         """Complete the settings of a sweep file with `defaults`."""
-        return filled(settings, cls.settings_class, cls.defaults(settings, backbone, benchmark))
+        defaults = cls.defaults(settings, backbone, benchmark)
+        return filled(settings, cls.settings_class, defaults)
 
     @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:

@@ -342,9 +342,9 @@ class ObjectStorage(Storage):
 
 def open_storage(location: str) -> Storage:
     """Open the storage that `run.storage` names: a path, or the URI of an object store."""
-    if "://" not in location:
-        return Storage(local_path(location).resolve(), location if location == DEFAULT_LOCATION else None)
-    return ObjectStorage(location)
+    if "://" in location:
+        return ObjectStorage(location)
+    return Storage(local_path(location).resolve(), location if location == DEFAULT_LOCATION else None)
 
 
 def storage_in(folder: Path) -> Storage:

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from latent_sweep.data.faults import close_name, group_advice, shown, validation_faults
+from latent_sweep.data.faults import close_name, shown, validation_faults
 from latent_sweep.data.schema import BenchmarkSettings
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, fault_report
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
@@ -181,10 +181,9 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     """Return the sweep of YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
-        text = "an empty file" if content is None else shown(content)
         raise ConfigError(
-            f"{source}: found {text}; expected a sweep file, a mapping with {', '.join(BLOCKS)}. "
-            "`latent-sweep init NAME` writes a first one"
+            f"{source}: found {'an empty file' if content is None else shown(content)}; expected a sweep file, a "
+            f"mapping with {', '.join(BLOCKS)}. `latent-sweep init NAME` writes a first one"
         )
     faults = [fault for override in overrides for fault in _apply_override(content, override)]
     faults += [_unknown_key(str(key), BLOCKS) for key in content if key not in BLOCKS]
@@ -227,12 +226,6 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run, tune=tune)
 
 
-def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
-    unique = list(dict.fromkeys(faults))
-    lines = "".join(f"\n  - {fault}" for fault in unique)
-    return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
-
-
 def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:
     """Return the template at one point of the search.
 
@@ -254,10 +247,9 @@ def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:
 def _name_faults(name: Any) -> list[str]:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         usable = re.sub("[^A-Za-z0-9_.-]+", "_", str(name)).strip("_.-")[:100] if name is not None else ""
-        advice = f". Write {usable}" if usable and usable != str(name) and redact(str(name)) == str(name) else ""
         return [
             f"name: {'missing' if name is None else f'found {shown(name)}'}; expected at most 100 letters, digits, "
-            f"'_', '-' and '.', starting with a letter or digit{advice}"
+            f"'_', '-' and '.', starting with a letter or digit{f'. Write {redact(usable)}' if usable else ''}"
         ]
     if name.lower() in STORAGE_FOLDERS:
         return [f"name: found {name!r}, the name of a folder that all sweeps of a storage share; choose another"]
@@ -339,22 +331,14 @@ def _mapping(content: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list
     return value, []
 
 
+@memoized(lambda kind, content, path: (kind, repr(content), path))
 def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | None, list[str]]:
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        advice = group_advice(content, kind)
-        return None, [f"{path}: found {shown(content)}; expected a mapping{f'. {advice}' if advice else ''}"]
-    return memoized(("group", kind, path, repr(content)), (), lambda: _validated(kind, content, path))
-
-
-def _validated(kind: type[Settings], content: Mapping[str, Any], path: str) -> tuple[Settings | None, list[str]]:
     try:
-        return as_written(kind).model_validate(content), []
+        return as_written(kind).model_validate({} if content is None else content), []
     except ValidationError as error:
         group = path if path in ("method", *GROUPS) else ""
-        elsewhere = partial(_elsewhere, method=content.get("name") if path == "method" else None)
-        faults = validation_faults(error, kind, group, elsewhere)
+        method = content.get("name") if path == "method" and isinstance(content, dict) else None
+        faults = validation_faults(error, kind, group, partial(_elsewhere, method=method))
         return None, [f"{path}.{fault}".replace(".the file: ", ": ", 1) for fault in faults]
 
 

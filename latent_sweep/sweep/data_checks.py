@@ -40,7 +40,7 @@ from latent_sweep.data.schema import (
     target_length,
 )
 from latent_sweep.data.text_tokens import tokenize
-from latent_sweep.errors import ConfigError, DataError, MissingData
+from latent_sweep.errors import ConfigError, DataError, MissingData, fault_report
 from latent_sweep.memo import memo_scope
 from latent_sweep.metrics.answers import metric_source
 from latent_sweep.routing.gaussian import ROUTED
@@ -55,7 +55,7 @@ from latent_sweep.sweep.answer_checks import (
     answer_problems,
     examine_answers,
 )
-from latent_sweep.sweep.config import Sweep, fault_report
+from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.plan import SPLITS, Pack, Trial
 from latent_sweep.sweep.reader import SAMPLE, Reader, equal_prompts, reader_of, spread, surely_kept
 

@@ -20,7 +20,7 @@ from latent_sweep.data.prompts import prompt_parts
 from latent_sweep.data.schema import stop_of
 from latent_sweep.errors import MissingData, StorageError
 from latent_sweep.memo import memo_scope, memoized
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.gaussian import ROUTED, RouterSettings
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.predictions import cached_stages
@@ -157,14 +157,11 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     )
 
 
+@memoized(lambda trial: (trial.settings.method, trial.settings.backbone))
 def _parameter_count(trial: Trial) -> int:
     """Return the number of trainable parameters of a stage; 0 if the backbone's shapes are unknown."""
-
-    def count() -> int:
-        shape = shape_of(trial.settings.backbone)
-        return 0 if shape is None else trial.method().parameter_count(shape.targets, shape["width"])
-
-    return memoized("parameters", (trial.settings.method, trial.settings.backbone), count)
+    shape = shape_of(trial.settings.backbone)
+    return 0 if shape is None else trial.method().parameter_count(shape.targets, shape["width"])
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -225,15 +222,11 @@ class _StagePasses(NamedTuple):
 
     @classmethod
     def of(cls, trial: Trial, lineages: Sequence[str]) -> _StagePasses:
-        s, mode = trial.settings, trial.settings.router.combine
-        parts = s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
-        tests = memoized("passes", parts, lambda: _tests(trial))
-        seen = memoized("seen", (tests,), lambda: [dict(tests[: stage + 1]) for stage in range(len(tests))])
-        rows = memoized("rows seen", (tests,), lambda: list(itertools.accumulate(count for _, count in tests)))
+        mode = trial.settings.router.combine
+        rows, seen, alone = _tests(trial)
         if mode == "last":
             stages = [(stage, newest, seen[stage]) for stage, newest in enumerate(lineages)]
             return cls(rows, stages, stages)
-        alone = memoized("alone", (tests,), lambda: [{test: rows} for test, rows in tests])
         sure = [(stage, snapshot, alone[stage]) for stage, snapshot in enumerate(lineages)]
         if mode == "oracle":
             return cls(rows, sure, sure)
@@ -244,32 +237,43 @@ class _StagePasses(NamedTuple):
         return cls(rows, sure if mode in (*ROUTED, "ngram") else spread, spread)
 
 
-def _tests(trial: Trial) -> list[tuple[str, int]]:
+def _test_parts(trial: Trial) -> tuple[Any, ...]:
+    s = trial.settings
+    return s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
+
+
+@memoized(_test_parts)
+def _tests(trial: Trial) -> tuple[list[int], list[Tests], list[Tests]]:
+    """Return, for each stage, the test examples seen, the tests of all tasks seen, and the test of its own task."""
     s = trial.settings
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, s.method.inference_identity()]
     digests = [[trial.data_digest_of(task, "test"), stop_of(trial.spec, task)] for task in trial.tasks]
     counts = [count_examples(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
-    return [(content_hash([*digest, *decoding]), count) for digest, count in zip(digests, counts, strict=True)]
+    tests = [(content_hash([*digest, *decoding]), count) for digest, count in zip(digests, counts, strict=True)]
+    seen: list[Tests] = [dict(tests[: stage + 1]) for stage in range(len(tests))]
+    return list(itertools.accumulate(counts)), seen, [{test: count} for test, count in tests]
 
 
 def _weights_key(trial: Trial, lineages: Sequence[str]) -> str:
-    s = trial.settings
-    if s.router.combine not in ROUTED:
-        return s.router.combine
+    router, seed = trial.settings.router, trial.settings.seed
+    if router.combine not in ROUTED:
+        return router.combine
     # a covariance of all tasks reads later snapshots too (A16)
-    tasks = tuple(lineages) if s.router.cov.refresh == "final" else None
-    return memoized(("weights", s.seed, tasks), (s.router,), lambda: content_hash([router_identity(s), s.seed, tasks]))
+    return _weights_hash(router, seed, tuple(lineages) if router.cov.refresh == "final" else None)
 
 
+@memoized(lambda router, seed, lineages: (router, seed, repr(lineages)))
+def _weights_hash(router: RouterSettings, seed: int, lineages: tuple[str, ...] | None) -> str:
+    return content_hash([router_identity(router), seed, lineages])
+
+
+@memoized(lambda trial, folder: (trial, folder))
 def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
-    def count() -> int:
-        try:
-            events = folder.journal(trial.trial_id).read()
-        except StorageError:  # a run reports it
-            return 0
-        return len(recorded_rows(events, trial.row_keys())) if events else 0
-
-    return memoized("recorded rows", (trial, folder), count)
+    try:
+        events = folder.journal(trial.trial_id).read()
+    except StorageError:  # a run reports it
+        return 0
+    return len(recorded_rows(events, trial.row_keys())) if events else 0
 
 
 # --- time and cost ---------------------------------------------------------------------------------------------------

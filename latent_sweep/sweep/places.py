@@ -32,11 +32,11 @@ def placed(run: RunSettings, given: Mapping[str, Any]) -> tuple[RunSettings, lis
     A tracker from the environment is not copied, as its address may contain a password. `given` is the part of `run`
     from the command line.
     """
-    storage, faults = _storage(run.storage, "storage" in given)
     tracking = given.get("tracking")
-    uri, more = _tracker(run.tracking.uri, isinstance(tracking, Mapping) and "uri" in tracking)
+    uri, tracker_faults = _tracker(run.tracking.uri, isinstance(tracking, Mapping) and "uri" in tracking)
+    storage, faults = _storage(run.storage, "storage" in given)
     changed = {"storage": storage, "tracking": run.tracking.model_copy(update={"uri": uri})}
-    return run.model_copy(update=changed), faults + more
+    return run.model_copy(update=changed), faults + tracker_faults
 
 
 def _storage(place: str, given: bool) -> tuple[str, list[str]]:
@@ -50,7 +50,7 @@ def _storage(place: str, given: bool) -> tuple[str, list[str]]:
 
 
 def _is_absolute(place: str) -> bool:
-    return "://" in place or local_path(place).is_absolute()
+    return "://" in place or os.path.isabs(os.path.expanduser(place))
 
 
 def _folder_faults(place: str) -> list[str]:

@@ -17,7 +17,6 @@ import difflib
 import itertools
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from latent_sweep.backbones.folder_checks import folder_faults
-from latent_sweep.backbones.identity import backbone_identity, pinned
-from latent_sweep.backbones.registry import PACKAGES, REGISTRY, canonical_targets, describe, family_of
+from latent_sweep.backbones.identity import backbone_identity, resolved_backbone
+from latent_sweep.backbones.registry import PACKAGES, REGISTRY, BackboneSettings, describe, family_of
 from latent_sweep.data.faults import validation_faults
-from latent_sweep.data.loaders import DATA_VARIABLE, count_examples, data_digest, source_digest, truncation_identity
+from latent_sweep.data.loaders import count_examples, data_digest, source_digest, truncation_identity
 from latent_sweep.data.prompts import CUE, cue_of, template_identity
 from latent_sweep.data.schema import (
     BenchmarkSettings,
@@ -38,12 +37,12 @@ from latent_sweep.data.schema import (
     Split,
     TaskSpec,
     load_benchmark,
-    order_key,
+    resolved_benchmark,
     scoring_metric,
     target_length,
     task_sequence,
 )
-from latent_sweep.errors import ConfigError, clause
+from latent_sweep.errors import ConfigError, clause, fault_report
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import checked, method_class, source_of
@@ -51,20 +50,20 @@ from latent_sweep.methods.protocol import EarlierRows, Method, MethodSettings
 from latent_sweep.metrics.answers import metric_source
 from latent_sweep.routing.gaussian import ROUTED, RouterSettings
 from latent_sweep.settings import (
+    Settings,
     canonical_json,
     content_hash,
     filled,
     flatten,
     json_list,
     json_object,
-    local_path,
     text_hash,
 )
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.trial_files import TrialFiles
-from latent_sweep.sweep.config import Draw, Sweep, fault_report, trial_settings
+from latent_sweep.sweep.config import Draw, Sweep, trial_settings
 from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTrial
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
@@ -117,13 +116,8 @@ class Trial:
 
     def rows_learned(self, position: int) -> dict[int, int]:
         """Count the training examples of a stage, for each of its tasks by position."""
-        b, carve = self.settings.benchmark, self.settings.training.select == "best_validation"
-
-        def count() -> dict[int, int]:
-            positions = self._learned[position]
-            return {i: count_examples(self.spec, self.tasks[i], "train", b, carve) for i in positions}
-
-        return memoized(("rows learned", position, carve), (self.settings.method, b, self.tasks, self.spec), count)
+        s, learned = self.settings, self._learned[position]
+        return _count_learned(self.spec, self.tasks, s.benchmark, s.training.select == "best_validation", learned)
 
     def steps(self, position: int) -> int:
         rows = self.rows_learned(position)
@@ -131,17 +125,11 @@ class Trial:
 
     @property
     def _learned(self) -> list[Sequence[int]]:
-        def find() -> list[Sequence[int]]:
-            method, count = self.method(), len(self.tasks)
-            return [method.learns_from(position, count) for position in range(count)]
-
-        return memoized(("learned", len(self.tasks)), (self.settings.method,), find)
+        return _learned_from(self.settings.method, len(self.tasks))
 
     def earlier_rows(self) -> EarlierRows:
         """Return which rows of other tasks its learners read."""
-        count = len(self.tasks)
-        find = lambda: checked.earlier_rows(self.method(), count)  # noqa: E731
-        return memoized(("earlier rows", count), (self.settings.method,), find)
+        return _earlier_rows(self.settings.method, len(self.tasks))
 
     def lineages(self) -> tuple[str, ...]:
         """Return the lineage of each task's snapshot.
@@ -153,13 +141,7 @@ class Trial:
 
     @cached_property
     def _lineages(self) -> tuple[str, ...]:
-        s = self.settings
-        parts = s.method, s.training, s.benchmark, self.backbone, self.spec, self.tasks, self.sources
-        return memoized(
-            ("lineages", s.seed, self.method_source),
-            parts,
-            lambda: tuple(text_hash(json_object(content)) for content in self._stage_contents()),
-        )
+        return _lineages(self)
 
     def stage_contents(self) -> list[dict[str, Any]]:
         """Return all that can change each task's snapshot, with the lineages of its parents."""
@@ -171,34 +153,8 @@ class Trial:
         carve = s.training.select == "best_validation"
         names = [canonical_json(task.name) for task in self.tasks]
         data = [canonical_json(self.data_digest_of(task, "train", carve)) for task in self.tasks]
-
-        def write_common() -> dict[str, str]:
-            common = {
-                "engine": versions.TRAINING,
-                "tokens": versions.TOKENS,
-                "method": {"name": s.method.name, "version": method.version} | self._method_source,
-                "backbone": self.backbone,
-                "training": s.training.training_identity(),
-                "max_source_length": s.benchmark.max_source_length,
-                "max_target_length": s.benchmark.max_target_length,
-                "truncation": truncation_identity(s.benchmark),
-                "bos": s.benchmark.bos,
-                **({"chat": True} if s.benchmark.chat else {}),  # the template is the tokenizer's
-            }
-            return {name: canonical_json(part) for name, part in common.items()}
-
-        def write_settings() -> list[str]:
-            try:
-                return [canonical_json(method.stage_identity(position)) for position in range(len(self.tasks))]
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"method {s.method.name}: stage_identity gave what cannot be written as JSON: {clause(error)}. "
-                    "Expected numbers that are finite, texts, booleans, None, and lists and dicts of them"
-                ) from error
-
-        parts = s.method, s.training, s.benchmark, self.backbone
-        common = memoized(("stages", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}
-        settings = memoized(("stage settings", len(self.tasks)), (s.method,), write_settings)
+        common = _common_to_stages(self) | {"seed": canonical_json(s.seed)}
+        settings = _stage_settings(s.method, len(self.tasks))
         contents: list[dict[str, str]] = []
         lineages: list[str] = []
         changes_rows = method.replays or method.virtual_tokens(len(self.tasks)) > 0
@@ -224,51 +180,22 @@ class Trial:
 
     @cached_property
     def _row_keys(self) -> tuple[str, ...]:
-        s = self.settings
-        parts = s.benchmark, self.spec, self.tasks, self.metric_sources, self.sources
-        return self._keys(memoized("tests", parts, self._test_contents), {"scoring": canonical_json(versions.SCORING)})
+        return self._keys(_test_contents(self), {"scoring": canonical_json(versions.SCORING)})
 
     def answer_keys(self) -> tuple[str, ...]:
         """Return a key for the answers of each row, independent of the metric."""
-        parts = self.settings.benchmark, self.spec, self.tasks, self.sources
-        digests = memoized("rows answered", parts, lambda: [self.data_digest_of(task, "test") for task in self.tasks])
-        return self._keys([canonical_json(digest) for digest in digests], {})
+        return self._keys(_test_digests(self), {})
 
     def _keys(self, tests: Sequence[str], scoring: Mapping[str, str]) -> tuple[str, ...]:
         """Hash, for each stage, its snapshots, how they answer, and the entries in `tests` of the tasks seen."""
         s = self.settings
         lineages = [f'"{lineage}"' for lineage in self.lineages()]
-
-        def write_common() -> dict[str, str]:
-            common = {
-                "decoding": versions.DECODING,
-                "router": router_identity(s),
-                "routing": _routing_versions(s.router.combine),
-                "method": s.method.answer_identity(self.method_source) | self._method_source,
-                "evaluation": s.evaluation.identity(),
-                "stop": list(self.spec.stop),
-            }
-            return {name: canonical_json(part) for name, part in common.items()}
-
-        parts = s.router, s.method, s.evaluation, self.spec
-        common = memoized(("rows", self.method_source), parts, write_common) | {
-            "seed": canonical_json(s.seed),
-            **scoring,
-        }
+        common = _common_to_rows(self) | {"seed": canonical_json(s.seed), **scoring}
         # a covariance of all tasks reads later snapshots too (A16)
         of_all = s.router.combine in ROUTED and s.router.cov.refresh == "final"
         common["tasks"] = json_list(lineages) if of_all else "null"
         seen = [(json_list(lineages[:n]), json_list(tests[:n])) for n in range(1, len(tests) + 1)]
         return tuple(text_hash(json_object(common | {"snapshots": own, "tests": t})) for own, t in seen)
-
-    def _test_contents(self) -> list[str]:
-        b, tests = self.settings.benchmark, []
-        for task in self.tasks:
-            metric = scoring_metric(b, task)
-            code = [self.metric_sources[metric]] if metric in self.metric_sources else []
-            stop = [] if task.stop in (None, self.spec.stop) else [{"stop": task.stop}]
-            tests.append(canonical_json([self.data_digest_of(task, "test"), metric, b.references, *code, *stop]))
-        return tests
 
     def files(self, sweep: SweepFolder) -> TrialFiles:
         return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
@@ -280,11 +207,108 @@ class Trial:
     def data_digest_of(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
         s = self.settings.benchmark
         source = self.source(task, split)
-        return memoized(
-            ("rows", split, carve_validation, source),
-            (task, self.spec, s),
-            lambda: data_digest(self.spec, task, split, s, carve_validation, source),
-        )
+        return _data_digest(self.spec, task, split, s, carve_validation, source)
+
+
+_data_digest = memoized(lambda *parts: parts)(data_digest)
+
+
+@memoized(lambda *parts: parts)
+def _learned_from(settings: MethodSettings, count: int) -> list[Sequence[int]]:
+    method = method_class(settings.name)(settings)
+    return [method.learns_from(position, count) for position in range(count)]
+
+
+@memoized(lambda *parts: parts)
+def _earlier_rows(settings: MethodSettings, count: int) -> EarlierRows:
+    return checked.earlier_rows(method_class(settings.name)(settings), count)
+
+
+@memoized(lambda *parts: parts)
+def _count_learned(
+    spec: BenchmarkSpec, tasks: Sequence[TaskSpec], b: BenchmarkSettings, carve: bool, learned: Sequence[int]
+) -> dict[int, int]:
+    return {i: count_examples(spec, tasks[i], "train", b, carve) for i in learned}
+
+
+def _stage_parts(trial: Trial) -> tuple[Any, ...]:
+    """Return what the lineages of a trial's stages depend on, apart from its seed and data."""
+    s = trial.settings
+    return s.method, s.training, s.benchmark, trial.backbone, trial.method_source
+
+
+@memoized(lambda trial: (trial.settings.seed, trial.spec, trial.tasks, trial.sources, *_stage_parts(trial)))
+def _lineages(trial: Trial) -> tuple[str, ...]:
+    return tuple(text_hash(json_object(content)) for content in trial._stage_contents())
+
+
+@memoized(_stage_parts)
+def _common_to_stages(trial: Trial) -> dict[str, str]:
+    s = trial.settings
+    common = {
+        "engine": versions.TRAINING,
+        "tokens": versions.TOKENS,
+        "method": {"name": s.method.name, "version": trial.method().version} | trial._method_source,
+        "backbone": trial.backbone,
+        "training": s.training.training_identity(),
+        "max_source_length": s.benchmark.max_source_length,
+        "max_target_length": s.benchmark.max_target_length,
+        "truncation": truncation_identity(s.benchmark),
+        "bos": s.benchmark.bos,
+        **({"chat": True} if s.benchmark.chat else {}),  # the template is the tokenizer's
+    }
+    return {name: canonical_json(part) for name, part in common.items()}
+
+
+@memoized(lambda *parts: parts)
+def _stage_settings(settings: MethodSettings, count: int) -> list[str]:
+    method = method_class(settings.name)(settings)
+    try:
+        return [canonical_json(method.stage_identity(position)) for position in range(count)]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"method {settings.name}: stage_identity gave what cannot be written as JSON: {clause(error)}. "
+            "Expected numbers that are finite, texts, booleans, None, and lists and dicts of them"
+        ) from error
+
+
+def _row_parts(trial: Trial) -> tuple[Any, ...]:
+    s = trial.settings
+    return s.router, s.method, s.evaluation, trial.spec, trial.method_source
+
+
+@memoized(_row_parts)
+def _common_to_rows(trial: Trial) -> dict[str, str]:
+    s = trial.settings
+    common = {
+        "decoding": versions.DECODING,
+        "router": router_identity(s.router),
+        "routing": _routing_versions(s.router.combine),
+        "method": s.method.answer_identity(trial.method_source) | trial._method_source,
+        "evaluation": s.evaluation.identity(),
+        "stop": list(trial.spec.stop),
+    }
+    return {name: canonical_json(part) for name, part in common.items()}
+
+
+def _test_parts(trial: Trial) -> tuple[Any, ...]:
+    return trial.settings.benchmark, trial.spec, trial.tasks, trial.sources, trial.metric_sources
+
+
+@memoized(_test_parts)
+def _test_digests(trial: Trial) -> list[str]:
+    return [canonical_json(trial.data_digest_of(task, "test")) for task in trial.tasks]
+
+
+@memoized(_test_parts)
+def _test_contents(trial: Trial) -> list[str]:
+    b, tests = trial.settings.benchmark, []
+    for task in trial.tasks:
+        metric = scoring_metric(b, task)
+        code = [trial.metric_sources[metric]] if metric in trial.metric_sources else []
+        stop = [] if task.stop in (None, trial.spec.stop) else [{"stop": task.stop}]
+        tests.append(canonical_json([trial.data_digest_of(task, "test"), metric, b.references, *code, *stop]))
+    return tests
 
 
 @dataclass(frozen=True)
@@ -322,11 +346,9 @@ class Pack:
         return self.trials[0].tasks
 
 
-def router_identity(settings: TrialSettings) -> dict[str, Any]:
+def router_identity(router: RouterSettings) -> dict[str, Any]:
     """Return the router settings that inference reads: only `combine` unless it uses the posterior."""
-    if settings.router.combine in ROUTED:
-        return settings.router.identity()
-    return {"combine": settings.router.combine}
+    return router.identity() if router.combine in ROUTED else {"combine": router.combine}
 
 
 def _routing_versions(mode: str) -> list[int] | None:
@@ -433,59 +455,29 @@ def _pack_key(run: Run, together: int | Sequence[str]) -> str:
 
 
 def resolve(written: WrittenTrial) -> TrialSettings:
-    spec, name = load_benchmark(written.benchmark.name), written.backbone.name
+    kind, name = method_class(written.method.name), written.backbone.name
     family = name if name in PROTOCOL else family_of(name)
-    kind = method_class(written.method.name)
-    parts = written.method, written.backbone, spec
-    method = memoized("method", parts, lambda: _resolved_method(written.method, kind, name, spec.name))
-
-    def training() -> TrainingSettings:
+    backbone = resolved_backbone(written.backbone)
+    spec = load_benchmark(written.benchmark.name)
+    benchmark = resolved_benchmark(written.benchmark, spec, SOURCE_LENGTHS[family])
+    group: tuple[str, type[Settings]] = "method", kind.settings_class
+    try:
+        method = kind.resolve(written.method, name, spec.name)
+        group = "training", TrainingSettings
         own = kind.training_defaults(method, name, spec.name)
-        try:
-            return filled(written.training, TrainingSettings, own, PROTOCOL[family])
-        except ValidationError as error:  # a written setting conflicts with a default
-            faults = validation_faults(error, TrainingSettings)
-            raise ConfigError("; ".join(f"training.{fault}" for fault in faults)) from error
-
+        training = filled(written.training, TrainingSettings, own, PROTOCOL[family])
+    except ValidationError as error:  # a written setting conflicts with a default
+        faults = validation_faults(error, group[1])
+        raise ConfigError("; ".join(f"{group[0]}.{fault}" for fault in faults)) from error
     return TrialSettings(
         method=method,
-        router=memoized(
-            ("router", kind.combinations[0]),
-            (written.router,),
-            lambda: filled(written.router, RouterSettings, {"combine": kind.combinations[0]}),
-        ),
-        backbone=memoized("pinned", (written.backbone,), lambda: pinned(canonical_targets(written.backbone))),
-        benchmark=memoized(
-            ("benchmark", family),
-            (written.benchmark, spec),
-            lambda: _resolved_benchmark(written.benchmark, spec, family),
-        ),
-        training=memoized("resolved", (written.training, *parts), training),
+        router=filled(written.router, RouterSettings, {"combine": kind.combinations[0]}),
+        backbone=backbone,
+        benchmark=benchmark,
+        training=training,
         evaluation=written.evaluation,
         seed=written.seed,
     )
-
-
-def _resolved_benchmark(written: BenchmarkSettings, spec: BenchmarkSpec, family: str) -> BenchmarkSettings:
-    lengths = {"max_source_length": SOURCE_LENGTHS[family], "max_target_length": spec.max_target_length}
-    return filled(written.model_copy(update=_located(written, spec)), BenchmarkSettings, lengths)
-
-
-def _resolved_method(written: MethodSettings, kind: type[Method], backbone: str, benchmark: str) -> MethodSettings:
-    try:
-        return kind.resolve(written, backbone, benchmark)
-    except ValidationError as error:  # a written setting conflicts with a default
-        faults = validation_faults(error, kind.settings_class)
-        raise ConfigError("; ".join(f"method.{fault}" for fault in faults)) from error
-
-
-def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]:
-    data_dir = settings.data_dir or os.environ.get(DATA_VARIABLE)
-    return {
-        "order": order_key(settings, spec),
-        "name": str(local_path(settings.name).resolve()) if spec.layout == "folder" else settings.name,
-        "data_dir": str(local_path(data_dir).resolve()) if data_dir else None,
-    }
 
 
 def points(sweep: Sweep) -> list[dict[str, Any]]:
@@ -542,25 +534,24 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
     """
     s = resolve(written)
     spec = load_benchmark(s.benchmark.name)
-    stream = memoized("stream", (s.benchmark,), lambda: _stream(s.benchmark, spec))
-    backbone = memoized("backbone", (s.backbone,), lambda: backbone_identity(s.backbone))
-    source = memoized(("source", s.method.name), (), lambda: source_of(s.method.name))
-    code = {} if source is None else {"source": source}
+    stream = _stream(s.benchmark, spec)
+    backbone, backbone_text = _backbone(s.backbone)
+    source = _source_of(s.method.name)
     training = json_object(
         {
-            "method": memoized("training", (s.method,), lambda: canonical_json(s.method.training_identity() | code)),
-            "backbone": memoized("JSON", (backbone,), lambda: canonical_json(backbone)),
+            "method": _method_text(s.method, source),
+            "backbone": backbone_text,
             "benchmark": stream.training,
-            "training": memoized("training", (s.training,), lambda: canonical_json(s.training.training_identity())),
+            "training": _text(s.training, Settings.training_identity),
             "seed": canonical_json(s.seed),
         }
     )
     inference = json_object(
         {
-            "method": memoized("inference", (s.method,), lambda: canonical_json(s.method.inference_identity())),
-            "router": memoized("inference", (s.router,), lambda: canonical_json(router_identity(s))),
+            "method": _text(s.method, Settings.inference_identity),
+            "router": _text(s.router, router_identity),
             "benchmark": stream.inference,
-            "evaluation": memoized("inference", (s.evaluation,), lambda: canonical_json(s.evaluation.identity())),
+            "evaluation": _text(s.evaluation, Settings.identity),
         }
     )
     # `values` leaves out router settings that the trial does not read
@@ -580,6 +571,9 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
     )
 
 
+_source_of = memoized(lambda name: (name,))(source_of)
+
+
 class _Stream(NamedTuple):
     """The parts of a trial that follow from `benchmark:`; see `Trial`."""
 
@@ -590,6 +584,23 @@ class _Stream(NamedTuple):
     inference: str
 
 
+@memoized(lambda settings: (settings,))
+def _backbone(settings: BackboneSettings) -> tuple[dict[str, Any], str]:
+    identity = backbone_identity(settings)
+    return identity, canonical_json(identity)
+
+
+@memoized(lambda settings, source: (settings, source))
+def _method_text(settings: MethodSettings, source: str | None) -> str:
+    return canonical_json(settings.training_identity() | ({} if source is None else {"source": source}))
+
+
+@memoized(lambda settings, identity: (settings, identity))
+def _text(settings: Any, identity: Callable[[Any], dict[str, Any]]) -> str:
+    return canonical_json(identity(settings))
+
+
+@memoized(lambda *parts: parts)
 def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
     tasks = task_sequence(settings, spec)
     # the benchmark's file is part of the identity, not the path of its folder
@@ -658,8 +669,7 @@ def setting(settings: Any, path: str) -> Any:
 
 def trial_faults(trial: Trial) -> list[str]:
     s = trial.settings
-    faults = memoized("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
-    faults = faults + memoized("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
+    faults = _backbone_faults(trial) + _definition_faults(trial)
     if s.router.combine not in trial.method().combinations:
         possible = ", ".join(trial.method().combinations)
         faults.append(f"router.combine: found {s.router.combine!r}; snapshots of {s.method.name} answer as {possible}")
@@ -669,14 +679,17 @@ def trial_faults(trial: Trial) -> list[str]:
             "held-out examples that it would select epochs by; use last"
         )
     if s.router.combine in ROUTED:
-        faults += memoized("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
-    # raises if test examples cannot be read
-    memoized(
-        "test rows", (s.benchmark,), lambda: [count_examples(trial.spec, t, "test", s.benchmark) for t in trial.tasks]
-    )
+        faults += _router_faults(trial)
+    _row_counts(trial, "test")  # raises if test examples cannot be read
     return faults
 
 
+@memoized(lambda trial, split: (trial.settings.benchmark, split))
+def _row_counts(trial: Trial, split: Split) -> list[int]:
+    return [count_examples(trial.spec, task, split, trial.settings.benchmark) for task in trial.tasks]
+
+
+@memoized(lambda trial: (trial.settings.backbone, trial.settings.method, trial.settings.training))
 def _backbone_faults(trial: Trial) -> list[str]:
     s, faults = trial.settings, []
     described = describe(s.backbone)
@@ -701,13 +714,9 @@ def _backbone_faults(trial: Trial) -> list[str]:
     return faults
 
 
+@memoized(lambda trial: (trial.settings.router, trial.settings.benchmark))
 def _router_faults(trial: Trial) -> list[str]:
-    s = trial.settings
-    counts = memoized(
-        "training rows",
-        (s.benchmark,),
-        lambda: [count_examples(trial.spec, t, "train", s.benchmark) for t in trial.tasks],
-    )
+    s, counts = trial.settings, _row_counts(trial, "train")
     rows, position = min((rows, position) for position, rows in enumerate(counts))
     wanted, task = s.router.components, trial.tasks[position]
     if wanted <= rows:
@@ -739,6 +748,7 @@ def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
     return []
 
 
+@memoized(lambda trial: (trial.settings.benchmark,))
 def _definition_faults(trial: Trial) -> list[str]:
     wanted, name = trial.settings.benchmark.prompts.definition, trial.settings.benchmark.name
     instructed = [task for task in trial.tasks if task.instruction.strip()]

@@ -288,19 +288,19 @@ def _memory_unknown(packs: Sequence[Pack]) -> dict[str, str]:
     return unknown
 
 
+def _memory_parts(trial: Trial, run: RunSettings, runs: int) -> tuple[Any, ...]:
+    s = trial.settings
+    return s.method, s.backbone, s.benchmark, s.training, s.evaluation, trial.tasks, run, runs
+
+
+@memoized(_memory_parts)
 def _predicted(trial: Trial, run: RunSettings, runs: int) -> Memory | None:
     """Predict memory, with `gradient_checkpointing: auto` as decided on the smallest card of that name."""
-    s = trial.settings
-    parts = s.method, s.backbone, s.benchmark, s.training, s.evaluation, trial.tasks, run
-
-    def compute() -> Memory | None:
-        memory, room = predict(trial, run, runs), min(cards(run.resources).values(), default=math.inf)
-        automatic = s.training.gradient_checkpointing == "auto"
-        if automatic and memory is not None and memory.learning + RESERVE > room:
-            return predict(with_checkpointing(trial, True), run, runs)
-        return memory
-
-    return memoized(("memory", runs), parts, compute)
+    memory, room = predict(trial, run, runs), min(cards(run.resources).values(), default=math.inf)
+    automatic = trial.settings.training.gradient_checkpointing == "auto"
+    if automatic and memory is not None and memory.learning + RESERVE > room:
+        return predict(with_checkpointing(trial, True), run, runs)
+    return memory
 
 
 def _memory_text(memory: Memory, prompt: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
 from latent_sweep.compatibility import untested
-from latent_sweep.errors import ConfigError, MissingData, StorageError
+from latent_sweep.errors import ConfigError, MissingData, StorageError, fault_report
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope
 from latent_sweep.settings import canonical_json, flatten
@@ -17,7 +17,7 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.trial_files import final_event, recorded_rows
-from latent_sweep.sweep.config import Sweep, fault_report
+from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.plan import Pack, Trial, corners, expand, pack
 from latent_sweep.sweep.search import recorded_trials

@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from latent_sweep.data.schema import load_benchmark, task_sequence
-from latent_sweep.errors import ConfigError, LatentSweepError, StorageError
+from latent_sweep.errors import ConfigError, LatentSweepError, StorageError, fault_report
 from latent_sweep.labels import format_value, label, label_paths, short_names
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import Settings, canonical_json, flatten
 from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
 from latent_sweep.storage.journal import Failed, stages, status
-from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
+from latent_sweep.sweep.config import MOST_TRIALS, Sweep, trial_settings
 from latent_sweep.sweep.plan import Trial, has_setting, plan_trial, points, resolve, setting, trial_faults
 from latent_sweep.sweep.schema import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
 

@@ -5,7 +5,7 @@ import torch
 from helpers.sweeps import tiny, write, write_benchmark
 
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import DATA_VARIABLE
+from latent_sweep.data.schema import DATA_VARIABLE
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage

@@ -12,7 +12,7 @@ from helpers.sweeps import tiny, write, write_benchmark
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import DATA_VARIABLE
+from latent_sweep.data.schema import DATA_VARIABLE
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from latent_sweep.cli.main import main
 from latent_sweep.data import loaders
-from latent_sweep.data.loaders import DATA_VARIABLE
+from latent_sweep.data.schema import DATA_VARIABLE
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings

@@ -12,8 +12,7 @@ from helpers.sweeps import tiny
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import DATA_VARIABLE
-from latent_sweep.data.schema import load_benchmark
+from latent_sweep.data.schema import DATA_VARIABLE, load_benchmark
 from latent_sweep.errors import StorageError
 from latent_sweep.storage.checksummed import write_checksummed_json
 from latent_sweep.storage.snapshots import SnapshotStorage
