@@ -37,8 +37,8 @@ ORDER = (
     ("backbones",),
     ("adapters", "data"),
     ("storage",),
-    ("memo", "metrics", "settings"),
-    ("security", "plugins"),
+    ("metrics", "settings"),
+    ("memo", "plugins", "security"),
     ("compatibility", "errors", "labels"),
 )
 """Chapters and root files from top to bottom: each imports only from lower lines, and no files import in a circle."""
