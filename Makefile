@@ -20,7 +20,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the tests' processes share compiled bytecode, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow compatibility compatibility-tests bench snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook lint types check clean
+.PHONY: setup quickstart test test-slow compatibility compatibility-tests bench snapshots conformance portability faults mutants chaos scale launches gpu-kit reference docs notebook recompute lint types check clean
 
 setup: $(STAMP)
 
@@ -107,6 +107,10 @@ notebook: quickstart
 	PYTHONWARNINGS="ignore:IProgress not found" $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 		--ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True docs/notebook.ipynb
 	sed -i 's|$(CURDIR)/||g' docs/notebook.ipynb
+
+# recomputes the tables of docs/experiments from the archives of answers, without this package
+recompute: $(STAMP)
+	$(BIN)/python sweeps/results/recompute.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
