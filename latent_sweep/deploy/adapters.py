@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,27 +47,19 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
             "`--to mlflow`"
         )
     # how snapshots are combined must be defined, or inherited, where the pairs are
-    if not issubclass(defined_in(type(method), "low_rank_pairs"), defined_in(type(method), "combine")):
+    exported = {defined_in(type(method), name) for name in ("low_rank_pairs", *(["low_rank_sum"] * (mode == SUM)))}
+    if not any(issubclass(kind, defined_in(type(method), "combine")) for kind in exported):
         raise ConfigError(
             f"method {method.settings.name}: it combines its snapshots in its own way, which peft adapters cannot; "
             "export it with `--to model` or `--to mlflow`"
         )
+    if mode == SUM:
+        return [Adapter(SUM, model.tasks, method.low_rank_sum([task.snapshot.tensors for task in learned]))]
     pairs = [method.low_rank_pairs(task.snapshot.tensors) for task in learned]
-    if mode == "last":
+    if mode == LAST:
         carried_on = method.combinations == (LAST,)
         return [Adapter(LAST, model.tasks if carried_on else model.tasks[-1:], pairs[-1], carried_on)]
-    if mode == "sum":
-        return [Adapter(SUM, model.tasks, summed(pairs))]
     return [Adapter(name, (name,), own) for name, own in zip(model.tasks, pairs, strict=True)]
-
-
-def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:
-    """Sum adapters of equal scale by concatenating them; the ranks add up."""
-    import torch
-
-    A = [torch.cat(list(of_projection)) for of_projection in zip(*(own.A for own in pairs), strict=True)]
-    B = [torch.cat(list(of_projection), 1) for of_projection in zip(*(own.B for own in pairs), strict=True)]
-    return LowRankPairs(A, B, pairs[0].scale)
 
 
 def adapter_for(model: ContinualModel, task: str | None) -> Adapter:

@@ -230,6 +230,17 @@ class Method:
         """Return bytes on the device that a learner needs besides its parameters and the history, for the forecast."""
         return 0
 
+    def kept_rank(self, n_tasks: int) -> int:
+        """Return the width of the products inside a projection's adapters that a step keeps, at the last of the tasks.
+
+        More than `rank` if factors of earlier adapters are trained.
+        """
+        return self.rank()
+
+    def dense_entries(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        """Count the entries of the dense matrices in which snapshots answer; 0 if they answer as they are stored."""
+        return 0
+
     @property
     def packable(self) -> bool:
         """Whether a learner trains the same in a pack as alone: False if random masks are drawn for a whole batch."""
@@ -286,6 +297,19 @@ class Method:
     def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
         """Return a snapshot as LoRA adapters in float32, for export to other programs."""
         raise NotImplementedError
+
+    def low_rank_sum(self, history: Snapshots) -> LowRankPairs:
+        """Return the adapter in which these snapshots answer together (`sum`), for export.
+
+        By default it is the sum of `low_rank_pairs`, with equal scales, concatenated: the ranks add up. ConfigError if
+        it has no low rank.
+        """
+        import torch
+
+        pairs = [self.low_rank_pairs(snapshot) for snapshot in history]
+        A = [torch.cat(list(of_projection)) for of_projection in zip(*(own.A for own in pairs), strict=True)]
+        B = [torch.cat(list(of_projection), 1) for of_projection in zip(*(own.B for own in pairs), strict=True)]
+        return LowRankPairs(A, B, pairs[0].scale)
 
 
 class Learner:

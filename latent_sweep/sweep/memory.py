@@ -9,6 +9,7 @@ r rank, V vocabulary, P trainable parameters, M adapted projections of o x n.
     adapter      8 P: values and gradients in float32
     optimizer    8 P: AdamW's two moments
     history      (4 + b) P for each task, if earlier task adapters stay active or answer together
+    merged       b o n for each projection, if adapters answer merged into dense matrices, and 24 o n to merge one
     moments      InfLoRA and GainLoRA, before and after a task: 8 n^2 for each input that projections read, and
                  64 n^2 to find the directions of one, or 16 n for each token of a batch
     fisher       EWC, after a task: a pass of as many examples as a step's, at most 8, and 8 P for each: its own
@@ -103,6 +104,8 @@ class Memory:
     """Of the backbone, in host memory."""
     factors: int
     history: int
+    merged: int
+    """Of the dense matrices in which snapshots answer."""
     activations: int
     working: int
     """Of one block in the backward pass, with recomputed activations."""
@@ -127,7 +130,7 @@ class Memory:
 
     @property
     def answering(self) -> int:
-        return self._resident + self.gathered_to_answer + self.cache + self.reading
+        return self._resident + self.merged + self.gathered_to_answer + self.cache + self.reading
 
     @property
     def measuring(self) -> int:
@@ -167,6 +170,7 @@ def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
     weights, gathered, gathered_to_answer, host = _weights(shape, run)
     cache, reading = _answer(trial, shape)
     sides = sum(m + n for m, n in shape.targets.values())
+    dense, largest = method.dense_entries(shape.targets), max((m * n for m, n in shape.targets.values()), default=0)
     return Memory(
         weights=weights,
         gathered=gathered,
@@ -174,6 +178,7 @@ def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
         host=host,
         factors=runs * shape.bytes * method.rank() * sides if method.factored else 0,
         history=tasks * trained * (4 + shape.bytes) if "sum" in method.combinations else 0,
+        merged=shape.bytes * dense + 6 * 4 * largest if dense else 0,
         activations=activations,
         working=working,
         logits=logits,
@@ -323,7 +328,7 @@ def _adapters(trial: Trial, shape: Shape, trained: int, runs: int) -> _Adapters:
         products = runs * (b + (4 if b < 4 else 0)) * out
     else:
         products = b * trained if b < 4 else 0
-    one = b * method.rank()
+    one = b * method.kept_rank(len(trial.tasks))
     inputs = _share(read * sum(shape.inputs.values()), shape.attentions)
     return _Adapters(inputs, _share(one * len(shape.targets), shape.attentions), one, products)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods import method_class
+from latent_sweep.settings import as_written
+
 TASKS = ["mood", "ticket", "past"]
 OPTIONS = {
     "latent_lora": {"rank": 8, "alpha": 32.0, "ortho_lambda": 1e-3},
     "n_lora": {"lambda_1": 1e-3},
     "c_lora": {"k": 4},
     "ella": {"lambda_1": 1.0},
+    "merge_lora": {"merge": "ties"},
     "inf_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "gain_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "lfpt5": {"prompt_length": 4, "sample_length": 24, "tries": 2},
@@ -24,3 +31,15 @@ def changes(method, family):
         "trial__training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},
         "trial__router": {"components": 2},
     }
+
+
+def has_official(method):
+    """Whether the method has released scripts, for any family."""
+    kind = method_class(method)
+    if "preset" not in kind.settings_class.model_fields:
+        return False
+    for backbone in ("tiny-llama", "tiny-t5"):
+        with contextlib.suppress(ConfigError):
+            kind.resolve(as_written(kind.settings_class)(preset="official"), backbone, "superni")
+            return True
+    return False

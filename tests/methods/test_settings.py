@@ -2,14 +2,13 @@
 
 import pytest
 from helpers.in_turn import check_identity_is_what_training_reads
+from helpers.methods import has_official
 from helpers.tiny import bank_of
 from pydantic import ValidationError
 
 from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, target_shapes
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
-from latent_sweep.methods.checked import defined_in
-from latent_sweep.methods.lora import LoraMethod
 from latent_sweep.settings import as_written
 
 GPM = {"eps_0": 0.7, "chunks": 1, "mask_padding": True, "cross_attention_v": "own_input"}
@@ -120,6 +119,12 @@ UNREAD = [
             {"old_branch_grad": "detach"},
         )
     ),
+    ("merge_lora", {}, {"start": "carried"}, [False, True]),
+    *(("merge_lora", {}, {"merge": merge}, [False, False]) for merge in ("ties", "dare_linear", "dare_ties")),
+    ("merge_lora", {"start": "carried"}, {"merge": "magmax", "merge_lambda": 0.5}, [False, False]),
+    ("merge_lora", {"merge": "dare_ties"}, {"density": 0.5, "rescale": "l1"}, [False, False]),
+    ("sd_lora", {}, {"norm": "product"}, [False, True]),
+    ("sd_lora", {}, {"magnitude": 1.0}, [True, True]),
     ("o_lora", {}, {"lambda_2": 0.1}, [True, True]),
     ("o_lora", {"lambda_1": [9.0, 0.5, 5.0]}, {"lambda_1": 5.0}, [False, True, False]),
     ("inc_lora", {}, {"train_active": "current"}, [False, True]),
@@ -159,6 +164,11 @@ def test_the_identity_of_a_stage_leaves_out_settings_that_it_does_not_read(name,
         ("o_lora", {"train_active": "current"}, True),
         ("o_lora", {"train_active": "current", "lambda_1": 0.0}, False),
         ("o_lora", {"lambda_1": 0.0}, True),
+        ("slao", {}, True),
+        ("sd_lora", {}, True),
+        ("merge_lora", {"merge": "ties"}, False),
+        ("merge_lora", {"merge": "magmax"}, True),
+        ("merge_lora", {"merge": "magmax", "start": "fresh"}, False),
         ("inf_lora", {"train_active": "current"}, True),
         ("gain_lora", {"train_active": "current"}, True),
         ("joint_lora", {}, False),
@@ -176,12 +186,10 @@ def test_history_is_read_from_the_second_task_on_if_a_setting_needs_it(name, set
 @pytest.mark.parametrize("name", METHODS)
 def test_resolved_settings_are_complete_and_can_be_read_back(name):
     kind = method_class(name)
-    unreleased = issubclass(kind, LoraMethod) and defined_in(kind, "official") is LoraMethod
-    presets = ["unified", *([] if unreleased else ["official"])]
-    for preset in presets if "preset" in kind.settings_class.model_fields else (None,):
+    for preset in ("unified", "official") if has_official(name) else (None,):
         settings = planned(name, **({"preset": preset} if preset else {})).settings
         assert kind.settings_class.model_validate(settings.model_dump()) == settings
-        if preset == "unified":
+        if preset != "official":
             assert kind.training_defaults(settings, "t5-large", "superni") == {}
 
 
@@ -248,6 +256,9 @@ def test_dropout_prevents_packing():
         ("seq_lora", "llama-2-7b", {}, 4_194_304),
         ("seq_lora", "llama-3-8b", {}, 3_407_872),
         ("seq_lora", "llama-2-13b", {}, 6_553_600),
+        ("slao", "t5-large", {}, 2_359_296),
+        ("merge_lora", "t5-large", {"merge": "ties"}, 2_359_296),
+        ("sd_lora", "t5-large", {}, 2_359_297),
         ("latent_lora", "t5-large", {"rank": 8}, 144 * 64),
         ("inf_lora", "t5-large", {}, 1_179_648),
         ("gain_lora", "t5-large", {"gate": {"width": 100}}, 1_179_648 + 205_824),
@@ -289,6 +300,14 @@ REFUSED = {
         {"penalty": "l2"},
         {"train_active": "all"},
     ],
+    "merge_lora": [
+        {"merge": "dare"},
+        {"start": "old"},
+        {"merge_lambda": 0.0},
+        {"merge": "ties", "density": 0.0},
+        {"merge": "ties", "density": 1.1},
+    ],
+    "sd_lora": [{"magnitude": 0.0}, {"norm": "spectral"}],
     "inf_lora": [
         {"gpm": gpm} for gpm in ({"eps_0": 1.0}, {"eps_0": 0.0}, {"ramp": 0}, {"energy": "x"}, {"max_batches": 0})
     ],
@@ -317,6 +336,9 @@ def test_invalid_values_are_refused(name, settings):
     [
         ("ewc", {"fisher": "separate", "gamma": 0.5}, r"gamma = 0\.5"),
         ("o_lora", {"lambda_1": [0.5, -1.0]}, r"\(0\.5, -1\.0\)"),
+        ("merge_lora", {"density": 0.5}, "density .*'average'"),
+        ("merge_lora", {"merge": "magmax", "density": 0.5}, "density .*'magmax'"),
+        ("merge_lora", {"merge": "ties", "rescale": "l1"}, "rescale .*'ties'"),
         ("gain_lora", {"lambda_1": 0.5}, "lambda_1 .*'inf_lora'"),
         ("gain_lora", {"variant": "o_lora", "design": "svd"}, "design .*'o_lora'"),
     ],

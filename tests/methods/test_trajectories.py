@@ -190,6 +190,26 @@ def seq_lora(ref, task):
     return trained(ref.carried(task), task, lambda p, rows: ref.dense.loss(rows, ref.pair(p)))
 
 
+def slao(ref, task):
+    if not ref.history:
+        pair = seq_lora(ref, task)
+        return pair | {"B_tuned": pair["B"]}
+    last = ref.history[-1]
+    start = {"A": torch.stack([gram_schmidt(A.double()) for A in last["A"]]), "B": last["B_tuned"]}
+    pair = trained(start, task, lambda p, rows: ref.dense.loss(rows, ref.pair(p)))
+    i = task.position + 1
+    return {"A": pair["A"], "B": last["B"] + (pair["B"] - last["B"]) / math.sqrt(i), "B_tuned": pair["B"]}
+
+
+def gram_schmidt(rows):
+    """Orthonormal rows: each minus its projections on the ones before, which fixes the signs."""
+    basis = []
+    for row in rows:
+        rest = row - sum(((row @ other) * other for other in basis), torch.zeros_like(row))
+        basis.append(rest / rest.norm())
+    return torch.stack(basis)
+
+
 def ewc(ref, task):
     s, dense = ref.settings, ref.dense
 
@@ -308,6 +328,32 @@ def kif_lora(ref, task):
 
 
 # --- a pair for every task -------------------------------------------------------------------------------------------
+
+
+def merge_lora(ref, task):
+    """Training; how the pairs are merged to answer is tested in `test_merge_lora.py`."""
+    start = ref.carried(task) if ref.settings.start == "carried" else task.fresh
+    return trained(start, task, lambda p, rows: ref.dense.loss(rows, ref.pair(p)))
+
+
+def sd_lora(ref, task):
+    s, dense = ref.settings, ref.dense
+    scale = s.alpha / s.rank
+
+    def direction(A, B):
+        return B @ A / ((B @ A).norm() if s.norm == "product" else B.norm() * A.norm())
+
+    earlier = [
+        [direction(A, B) for A, B in zip(old["A"], old["B"].split(dense.outputs), strict=True)] for old in ref.history
+    ]
+
+    def loss(p, rows):
+        *before, own = p["magnitudes"]
+        new = [own * matrix for matrix in dense.matrices(p, scale)]
+        old = [[scale * a * matrix for matrix in of_task] for a, of_task in zip(before, earlier, strict=True)]
+        return dense.loss(rows, [(matrices, False) for matrices in (new, *old)])
+
+    return trained(task.fresh | {"magnitudes": torch.full((task.position + 1,), s.magnitude)}, task, loss)
 
 
 def inc_lora(ref, task):
@@ -625,7 +671,10 @@ CASES = [
     ("lwf", lwf, PAIR | {"alpha_kd": 0.7}),
     ("tasl", tasl, PAIR | SKILL),
     ("kif_lora", kif_lora, PAIR),
+    ("slao", slao, PAIR),
     ("inc_lora", inc_lora, PAIR),
+    ("merge_lora", merge_lora, PAIR | {"merge": "magmax"}),
+    ("sd_lora", sd_lora, PAIR),
     ("o_lora", o_lora, PAIR | LAMBDAS),
     ("n_lora", n_lora, PAIR | {"lambda_1": [0.02, 0.05]}),
     ("c_lora", c_lora, PAIR | {"k": 5, "lambda_1": 0.3, "subspace_seed": 7}),
@@ -639,6 +688,8 @@ CASES = [
 MORE = [
     ("ewc", ewc, PAIR | {"ewc_lambda": 300.0, "fisher": "separate"}),
     ("inc_lora", inc_lora, PAIR | {"old_branch_grad": "detach"}),
+    ("merge_lora", merge_lora, PAIR),
+    ("sd_lora", sd_lora, PAIR | {"norm": "product", "magnitude": 1.5}),
     ("o_lora", o_lora, PAIR | LAMBDAS | {"penalty": "squared"}),
 ]
 RELEASED = [
@@ -651,7 +702,7 @@ RELEASED = [
 
 
 def case(name, reference, settings, family, slow):
-    named = ("preset", "variant", "fisher", "old_branch_grad", "penalty", "product")
+    named = ("preset", "variant", "fisher", "old_branch_grad", "penalty", "product", "merge", "norm")
     values = [str(settings[key]) for key in named if key in settings]
     marks = [pytest.mark.slow] if slow else []
     return pytest.param(name, reference, settings, family, id=" ".join([name, *values, family]), marks=marks)

@@ -32,7 +32,7 @@ from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, stop_of, target_le
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.routing.combination import Combiner
-from latent_sweep.settings import INFERENCE_ONLY, content_hash
+from latent_sweep.settings import INFERENCE_ONLY, content_hash, flatten
 from latent_sweep.storage import versions
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
@@ -157,7 +157,9 @@ METHOD_SETTINGS = {
         *("design", "gpm.batch_size", "gpm.chunks", "gpm.cross_attention_v", "gpm.energy", "gpm.eps_0"),
         *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp", "gpm.padding", "gpm.group_by_length"),
         *("variant", "gate.chunks", "gate.form", "gate.key_design", "gate.pooling", "gate.rescale_rows", "gate.width"),
+        *("start", "magnitude", "norm"),
     },
+    "trial rows answers": {"merge", "merge_lambda", "density", "rescale"},
 }
 """Settings of the other methods; which stages read them is what `test_declared.py` learns them for."""
 
@@ -568,8 +570,9 @@ def test_every_setting_of_a_method_enters_its_training_or_stands_in_the_table(me
     identity = trial.settings.method.training_identity()
     for path, other in variants(trial.settings.method):
         if path != "name":
-            assert (other.training_identity() != identity) == bool(listed[path]), path
-            assert not other.inference_identity()
+            assert (other.training_identity() != identity) == ("training" in listed[path]), path
+            answering = [leaf for leaf in leaves(other) if "answers" in listed.get(leaf, NOTHING)]
+            assert set(flatten("", other.inference_identity())) == {f".{leaf}" for leaf in answering}, path
 
 
 def test_no_method_setting_of_the_table_is_unknown():

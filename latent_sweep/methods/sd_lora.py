@@ -1,0 +1,140 @@
+"""SD-LoRA (ICLR 2025): directions of earlier tasks are kept at unit norm, and all magnitudes are learned anew.
+
+    dW_t = s (alpha_t B_t A_t + sum_{k<t} alpha_k B_k A_k / norm_k)
+
+Training task t moves A_t, B_t and the magnitudes alpha_1 to alpha_t, one for each task and the same in all projections;
+they start at 0.8. The newest snapshot holds all magnitudes, and all tasks are answered with its dW_t. As in the released
+code (vision transformers, WuYichen-97/SD-Lora-CL at 8bacded) only earlier directions are normalized, so a task's own
+update is rescaled when the next task begins, and norm_k is |B_k| |A_k|, each a Frobenius norm; `norm: product` divides
+by |B_k A_k|. It has s = 1, hence `alpha` equal to `rank` reproduces it; its loss on overlaps is switched off there.
+
+Departures: its scripts train classifiers of images, so that no preset `official` exists. Left out: SD-LoRA-RR, whose
+rank falls from task to task, and SD-LoRA-KD, which distills directions into earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.protocol import LowRankPairs, Snapshots, TaskData, without
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.adapters.lora import LoraPair
+
+
+class SdLoraSettings(LoraSettings):
+    """The `method:` group of a sweep file for SD-LoRA; the defaults are the released code's."""
+
+    name: Literal["sd_lora"] = "sd_lora"
+    """Name of the method."""
+    magnitude: float = Field(0.8, gt=0)
+    """Value at which every magnitude starts, in every task."""
+    norm: Literal["factors", "product"] = "factors"
+    """What an earlier direction B A is divided by: |B| |A|, as in the released code (`factors`), or its own Frobenius
+    norm, |B A| (`product`)."""
+
+
+class SdLora(LoraMethod):
+    """A pair for every task; the newest magnitudes weigh all of them."""
+
+    settings_class = SdLoraSettings
+    combinations = ("sum",)
+    settings: SdLoraSettings
+
+    # --- planning ---
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        return without(super().stage_identity(position), *(() if position else ("norm",)))
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        """As for every pair, and the magnitude of the first task; each further task has one more."""
+        return super().parameter_count(shapes, width) + 1
+
+    def kept_rank(self, n_tasks: int) -> int:
+        return self.rank() * n_tasks
+
+    # --- learning and answering ---
+
+    def begin_task(self, task: TaskData, history: Snapshots) -> SdLoraLearner:
+        directions = [self.direction(self.pair(snapshot)) for snapshot in history]
+        return SdLoraLearner(self.fresh(task), self.outputs, self.settings, directions)
+
+    def direction(self, pair: LoraPair) -> LoraPair:
+        """Return the pair with every projection's B divided by the direction's norm; zero updates stay zero."""
+        import torch
+
+        A, B = pair
+        norms = []
+        for a, b in zip(A.double(), B.double().split(self.outputs), strict=True):
+            if self.settings.norm == "factors":
+                norms.append(a.norm() * b.norm())
+            else:
+                norms.append(((b.T @ b) * (a @ a.T)).sum().clamp(min=0).sqrt())  # |B A|^2 = tr(B'B A A')
+        divisors = torch.stack([norm if norm > 0 else torch.ones_like(norm) for norm in norms]).float()
+        return A, B / divisors.repeat_interleave(torch.tensor(self.outputs, device=B.device)).unsqueeze(1)
+
+    def _weighted(self, history: Snapshots) -> list[LoraPair]:
+        """Return the pairs that add up to dW of the newest snapshot."""
+        *earlier, newest = map(self.pair, history)
+        magnitudes = history[-1]["magnitudes"].tolist()
+        pairs = [*map(self.direction, earlier), newest]
+        return [(A, magnitude * B) for (A, B), magnitude in zip(pairs, magnitudes, strict=True)]
+
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.lora import summed
+
+        dtype = self.context.backbone.model.dtype
+        return Adaptation(summed(self._weighted(history), self.outputs, self.settings.s, dtype))
+
+    def low_rank_sum(self, history: Snapshots) -> LowRankPairs:
+        return super().low_rank_sum([{"A": A, "B": B} for A, B in self._weighted(history)])
+
+
+class SdLoraLearner(LoraLearner):
+    """Trains one pair and the magnitudes of all pairs, (tasks,), this task's last."""
+
+    settings: SdLoraSettings
+
+    def __init__(
+        self, pair: LoraPair, outputs: Sequence[int], settings: SdLoraSettings, directions: Sequence[LoraPair]
+    ):
+        import torch
+
+        super().__init__(pair, outputs, settings)
+        start = torch.full((len(directions) + 1,), settings.magnitude, device=self.A.device)
+        self.magnitudes = start.requires_grad_(True)
+        self._directions = None
+        if directions:
+            self._directions = torch.cat([A for A, _ in directions], 1), torch.cat([B for _, B in directions], 1)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return super().parameters() | {"magnitudes": self.magnitudes}
+
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
+        import torch
+
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.lora import DeltaSum, LoraDeltas
+
+        s, rate = self.settings.s, self.settings.dropout if torch.is_grad_enabled() else 0.0
+        own = LoraDeltas(self.A, self.magnitudes[-1] * self.B, self.outputs, s)
+        if self._directions is None:
+            return Adaptation(DeltaSum([own], rate) if rate else own)
+        # weighing the narrow products, not B, leaves magnitudes without gradients of frozen factors
+        w = self.magnitudes[:-1].repeat_interleave(self.A.shape[1]).expand(len(rows), -1)
+        return Adaptation(DeltaSum([own, LoraDeltas(*self._directions, self.outputs, s, w=w)], rate))
+
+    def finish(self) -> dict[str, Tensor]:
+        return super().finish() | {"magnitudes": self.magnitudes.detach().cpu().clone()}
+
+    def facts(self) -> dict[str, float]:
+        return {"own_magnitude": float(self.magnitudes[-1])}

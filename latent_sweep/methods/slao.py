@@ -1,0 +1,85 @@
+"""SLAO, sequential LoRA with asymmetric merging ("Merge before Forget", 2025): one pair, merged after each task.
+
+Task i starts from the pair that training left at task i - 1, with A replaced by an orthonormal basis of its rows: with
+the QR decomposition A^T = Q R and the signs that make R's diagonal positive, A <- Q^T, and B is kept. After training
+
+    A_merged <- A        B_merged <- B_merged + (B - B_merged) / sqrt(i)
+
+and texts are answered with A_merged and B_merged. A is replaced and B averaged because the A of all tasks are alike
+while their B differ. No code was released. Read from the paper: the basis has unit rows, without a further scale, and
+the update itself is not preserved, as B is not multiplied by R. Choices here: the first task starts as LoRA does (random
+A, B = 0), its merged pair is its own, and every projection is merged by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.protocol import Snapshots, TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.lora import LoraPair
+
+TUNED = "B_tuned"
+"""The snapshot's B as training left it; its `A` and `B` are the merged pair."""
+
+
+class SlaoSettings(LoraSettings):
+    """The `method:` group of a sweep file for SLAO."""
+
+    name: Literal["slao"] = "slao"
+    """Name of the method."""
+
+
+class Slao(LoraMethod):
+    """One pair trained on all tasks in turn; the merged pair answers."""
+
+    settings_class = SlaoSettings
+
+    def begin_task(self, task: TaskData, history: Snapshots) -> SlaoLearner:
+        if not history:
+            return SlaoLearner(self.fresh(task), self.outputs, self.settings)
+        last = history[-1]
+        A, B = self.pair({"A": orthonormal(last["A"], self.inputs), "B": last[TUNED]})
+        return SlaoLearner((A, B), self.outputs, self.settings, last["B"], 1 / math.sqrt(task.position + 1))
+
+
+class SlaoLearner(LoraLearner):
+    """Trains one pair and merges its B into that of the earlier tasks.
+
+    Args:
+        merged: the merged B of the earlier tasks; None at the first.
+        share: lambda(i), the weight of the new B.
+    """
+
+    def __init__(
+        self,
+        pair: LoraPair,
+        outputs: Sequence[int],
+        settings: LoraSettings,
+        merged: Tensor | None = None,
+        share: float = 1.0,
+    ):
+        super().__init__(pair, outputs, settings)
+        self._merged, self._share = merged, share
+
+    def finish(self) -> dict[str, Tensor]:
+        tuned = super().finish()
+        B = tuned["B"] if self._merged is None else self._merged.lerp(tuned["B"], self._share)
+        return {"A": tuned["A"], "B": B, TUNED: tuned["B"]}
+
+
+def orthonormal(A: Tensor, inputs: Sequence[int]) -> Tensor:
+    """Return an orthonormal basis of the rows of each projection's A (M, r, n): Q^T of A^T = Q R with diag(R) > 0."""
+    import torch
+
+    basis = torch.zeros_like(A)
+    for own, target, n in zip(A, basis, inputs, strict=True):
+        Q, R = torch.linalg.qr(own[:, :n].double().T)
+        target[:, :n] = (Q * torch.where(R.diagonal() < 0, -1.0, 1.0)).T
+    return basis
