@@ -137,4 +137,5 @@ class SdLoraLearner(LoraLearner):
         return super().finish() | {"magnitudes": self.magnitudes.detach().cpu().clone()}
 
     def facts(self) -> dict[str, float]:
-        return {"own_magnitude": float(self.magnitudes[-1])}
+        *earlier, own = self.magnitudes.tolist()
+        return {"own_magnitude": own} | ({"earlier_magnitude": sum(earlier) / len(earlier)} if earlier else {})

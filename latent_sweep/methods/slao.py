@@ -70,7 +70,7 @@ class SlaoLearner(LoraLearner):
 
     def finish(self) -> dict[str, Tensor]:
         tuned = super().finish()
-        B = tuned["B"] if self._merged is None else self._merged.lerp(tuned["B"], self._share)
+        B = tuned["B"].clone() if self._merged is None else self._merged.lerp(tuned["B"], self._share)
         return {"A": tuned["A"], "B": B, TUNED: tuned["B"]}
 
 

@@ -14,7 +14,7 @@ OPTIONS = {
     "n_lora": {"lambda_1": 1e-3},
     "c_lora": {"k": 4},
     "ella": {"lambda_1": 1.0},
-    "merge_lora": {"merge": "ties"},
+    "merge_lora": {"merge": "dare_ties"},
     "inf_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "gain_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "lfpt5": {"prompt_length": 4, "sample_length": 24, "tries": 2},
