@@ -1,7 +1,7 @@
 """Merging: a LoRA pair is learned for every task, and the updates of all tasks seen are merged into one.
 
-With `start: fresh` every task starts from the frozen backbone, independently of the others, as model averaging, TIES and
-DARE assume. With `start: carried` it starts from the pair before, as MagMax does; tau_t is the difference to the
+With `start: fresh` every task starts from the frozen backbone, independently of the others, as averaging, TIES and DARE
+assume. With `start: carried` it starts from the pair before, as MagMax does; tau_t is the difference to the
 backbone either way. After every task the updates tau_t = s B_t A_t of all projections are merged anew:
 
     average      dW = lambda / T sum_t tau_t

@@ -3,10 +3,11 @@
     dW_t = s (alpha_t B_t A_t + sum_{k<t} alpha_k B_k A_k / norm_k)
 
 Training task t moves A_t, B_t and the magnitudes alpha_1 to alpha_t, one for each task and the same in all projections;
-they start at 0.8. The newest snapshot holds all magnitudes, and all tasks are answered with its dW_t. As in the released
-code (vision transformers, WuYichen-97/SD-Lora-CL at 8bacded) only earlier directions are normalized, so a task's own
-update is rescaled when the next task begins, and norm_k is |B_k| |A_k|, each a Frobenius norm; `norm: product` divides
-by |B_k A_k|. It has s = 1, hence `alpha` equal to `rank` reproduces it; its loss on overlaps is switched off there.
+they start at 0.8. The newest snapshot holds all magnitudes, and all tasks are answered with its dW_t. As in the
+released code (vision transformers, WuYichen-97/SD-Lora-CL at 8bacded) only earlier directions are normalized, so a
+task's own update is rescaled when the next task begins, and norm_k is |B_k| |A_k|, each a Frobenius norm; `norm:
+product` divides by |B_k A_k|. It has s = 1, hence `alpha` equal to `rank` reproduces it; its term for overlaps is
+switched off there.
 
 Departures: its scripts train classifiers of images, so that no preset `official` exists. Left out: SD-LoRA-RR, whose
 rank falls from task to task, and SD-LoRA-KD, which distills directions into earlier ones.

@@ -5,10 +5,9 @@ the QR decomposition A^T = Q R and the signs that make R's diagonal positive, A 
 
     A_merged <- A        B_merged <- B_merged + (B - B_merged) / sqrt(i)
 
-and texts are answered with A_merged and B_merged. A is replaced and B averaged because the A of all tasks are alike
-while their B differ. No code was released. Read from the paper: the basis has unit rows, without a further scale, and
-the update itself is not preserved, as B is not multiplied by R. Choices here: the first task starts as LoRA does (random
-A, B = 0), its merged pair is its own, and every projection is merged by itself.
+and texts are answered with A_merged and B_merged. No code was released. Read from the paper: the basis has unit rows,
+without a further scale, and the update itself is not preserved, as B is not multiplied by R. Choices here: the first
+task starts as LoRA does (random A, B = 0), its merged pair is its own, and every projection is merged by itself.
 """
 
 from __future__ import annotations
