@@ -12,6 +12,8 @@ METHOD_NAMES: Mapping[str, str] = {
     "lfpt5": "LFPT5",
     "ewc": "EWC",
     "lwf": "LwF",
+    "replay": "Replay",
+    "a_gem": "A-GEM",
     "tasl": "TaSL",
     "kif_lora": "KIFLoRA",
     "seq_lora": "SeqLoRA",

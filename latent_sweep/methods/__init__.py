@@ -19,6 +19,8 @@ METHODS: Mapping[str, str] = {
     "lfpt5": "latent_sweep.methods.lfpt5:Lfpt5",
     "ewc": "latent_sweep.methods.ewc:Ewc",
     "lwf": "latent_sweep.methods.lwf:Lwf",
+    "replay": "latent_sweep.methods.replay:Replay",
+    "a_gem": "latent_sweep.methods.a_gem:AGem",
     "tasl": "latent_sweep.methods.tasl:Tasl",
     "kif_lora": "latent_sweep.methods.kif_lora:KifLora",
     "seq_lora": "latent_sweep.methods.seq_lora:SeqLora",

@@ -123,6 +123,16 @@ class LowRankPairs:
 
 
 @dataclass(frozen=True)
+class Replayed:
+    """Examples of earlier tasks that are mixed into every batch of a task."""
+
+    rows: Sequence[Example]
+    """They take turns, shuffled anew in each turn, so that all are read equally often."""
+    in_an_epoch: int
+    """Number of them that an epoch reads in addition to the task's own examples."""
+
+
+@dataclass(frozen=True)
 class GradientStep:
     """An optimizer step between its backward passes and clipping."""
 
@@ -147,7 +157,8 @@ class Method:
     Attributes:
         settings_class: the pydantic class of its `method:` group.
         version: part of every lineage; raise it when the same settings would train to a different result.
-        combinations: the possible ways for its snapshots to answer together; the first is the default.
+        combinations: the possible ways for its snapshots to answer together; the first is the default. A method may
+            narrow them by its settings.
         factored: whether its adapters live in truncated SVD factors of the frozen weights.
         replays: whether its learners override `examples`.
         keeps_rows: whether its snapshots hold rows that later tasks train on.
@@ -193,6 +204,10 @@ class Method:
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
         """Return the positions of the tasks whose training rows this stage reads; empty if it trains nothing."""
         return (position,)
+
+    def replayed_rows(self, position: int, rows: int) -> int:
+        """Return the number of examples that `Learner.replayed` adds to an epoch over this number of the task's own."""
+        return 0
 
     def reads_history(self, position: int) -> bool:
         """Whether learning the task at this position (0-based) reads earlier snapshots; they then name the lineage."""
@@ -329,6 +344,10 @@ class Learner:
         May add virtual tokens, as `Method.prompts` does. Called once for each example.
         """
         return ids
+
+    def replayed(self) -> Replayed | None:
+        """Return earlier examples to spread evenly over the batches of an epoch; None for none."""
+        return None
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
         """Return the adaptation of the backbone for these rows during training and validation."""

@@ -175,7 +175,8 @@ def _settings_key(trial: TrialResults, keep: Callable[[str], bool]) -> str:
 def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Interference | None:
     """Measure one trial's snapshots; None if there is nothing to measure. Raises an error of `UNREADABLE`."""
     snapshots = trial.sweep.snapshots
-    if "sum" not in method_class(trial.folder.params["method.name"]).combinations or len(trial.tasks) < 2:
+    settings = _method_settings(trial)
+    if "sum" not in method_class(settings.name)(settings).combinations or len(trial.tasks) < 2:
         return None  # only the newest snapshot answers, or it contains the earlier ones
     tensors = []
     for lineage in (stage.lineage for stage in trial.stages):
@@ -198,12 +199,16 @@ def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:
     return np.stack([snapshot[name].double().numpy() for snapshot in tensors])
 
 
+def _method_settings(trial: TrialResults) -> Any:
+    written = trial.folder.settings["method"]
+    return method_class(written["name"]).settings_class.model_validate(written)
+
+
 def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -> Interference:
     from latent_sweep.adapters.factors import stored_singular_values  # imports torch
 
-    groups = trial.folder.settings
-    settings: Any = method_class(groups["method"]["name"]).settings_class.model_validate(groups["method"])
-    backbone = BackboneSettings.model_validate(groups["backbone"])
+    settings = _method_settings(trial)
+    backbone = BackboneSettings.model_validate(trial.folder.settings["backbone"])
     spec = describe(backbone)
     if spec is None:
         raise StorageError("the shapes of its backbone are unknown on this machine")

@@ -121,7 +121,8 @@ class Trial:
 
     def steps(self, position: int) -> int:
         rows = self.rows_learned(position)
-        return self.settings.training.step_count(sum(rows.values()), len(rows))
+        own = sum(rows.values())
+        return self.settings.training.step_count(own + self.method().replayed_rows(position, own), len(rows))
 
     @property
     def _learned(self) -> list[Sequence[int]]:
@@ -471,7 +472,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
         raise ConfigError("; ".join(f"{group[0]}.{fault}" for fault in faults)) from error
     return TrialSettings(
         method=method,
-        router=filled(written.router, RouterSettings, {"combine": kind.combinations[0]}),
+        router=filled(written.router, RouterSettings, {"combine": kind(method).combinations[0]}),
         backbone=backbone,
         benchmark=benchmark,
         training=training,

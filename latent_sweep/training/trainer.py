@@ -11,18 +11,19 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones.batches import epoch_batches, forward
+from latent_sweep.backbones.batches import epoch_batches, forward, mixed_batches, taking_turns
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.methods import checked
-from latent_sweep.methods.protocol import Learner
+from latent_sweep.methods.protocol import Learner, Replayed
 from latent_sweep.storage.snapshots import TaskCheckpoint
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.engine import Engine
@@ -102,14 +103,17 @@ class Trainer:
         drawn = _named(self._checkpointed[0], "drawn.") if self._checkpointed else {}
         if drawn:  # the rows of the steps taken so far were made of these draws
             self.learner.load_drawn(drawn)
-        rows = self.learner.examples(self.examples)
+        own, replayed = self.learner.examples(self.examples), self.learner.replayed() or Replayed((), 0)
+        rows = [*own, *replayed.rows]
         self.rows = [{**row, "prompt_ids": self.learner.prompt_ids(row["prompt_ids"])} for row in rows]
         self.parameters = self.learner.parameters()
         self.observer = self.learner.observer()
         self.shapes_gradients = checked.shapes_gradients(self.learner)
         self.step = 0
-        self.steps = self.settings.step_count(len(self.rows), self.tasks)
-        self.steps_per_epoch = math.ceil(len(self.rows) / self.settings.batch_size)
+        self._own, self._replayed = len(own), replayed.in_an_epoch if replayed.rows else 0
+        read = self._own + self._replayed
+        self.steps = self.settings.step_count(read, self.tasks)
+        self.steps_per_epoch = math.ceil(read / self.settings.batch_size)
         self.optimizer: tuple[Any, int]  # and this trainer's index there
         self.selection = BestOnValidation(self, engine.backbone, bank) if self.validation else None
         self.history = History()
@@ -180,10 +184,20 @@ class Trainer:
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch not in self._epochs:
             shuffle = torch.Generator().manual_seed(derived_seed(*self.seed_parts, "batches", epoch))
-            batches = epoch_batches(self._lengths, self.settings.batch_size, shuffle, self.settings.group_by_length)
+            how = self.settings.batch_size, shuffle, self.settings.group_by_length
+            if self._replayed:
+                batches = mixed_batches(self._lengths[: self._own], self._replayed_in(epoch), *how)
+            else:
+                batches = epoch_batches(self._lengths, *how)
             # the loop prepares one step ahead, so the previous epoch may still be needed
             self._epochs = {key: value for key, value in self._epochs.items() if key == epoch - 1} | {epoch: batches}
         return self._epochs[epoch][position]
+
+    def _replayed_in(self, epoch: int) -> list[int]:
+        first, turns = epoch * self._replayed, partial(derived_seed, *self.seed_parts, "replayed")
+        generator = lambda turn: torch.Generator().manual_seed(turns(turn))  # noqa: E731
+        pool = len(self.rows) - self._own
+        return [self._own + i for i in taking_turns(pool, first, first + self._replayed, generator)]
 
     def advance(self, losses: Mapping[str, float], norm: float) -> None:
         """Complete a step with these losses and gradient norm; an error ends this trainer alone."""

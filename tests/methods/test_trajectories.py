@@ -125,14 +125,26 @@ def adafactor(leaves):
     return Adafactor(leaves, lr=1.0, weight_decay=DECAY, scale_parameter=False, relative_step=False)
 
 
-def trained(start, task, loss, after=lambda now, before, step: None, optimizer=adamw, clip=CLIP):
-    """Parameters after the task's steps; `after` gets them with clipped gradients, and the values before the step."""
+def trained(
+    start,
+    task,
+    loss,
+    after=lambda now, before, step: None,
+    optimizer=adamw,
+    clip=CLIP,
+    shape=lambda leaves, step: None,
+):
+    """Parameters after the task's steps; `after` gets them with clipped gradients, and the values before the step.
+
+    `shape` changes the gradients before they are clipped.
+    """
     leaves = {name: value.detach().double().clone().requires_grad_(True) for name, value in start.items()}
     stepper = optimizer(list(leaves.values()))
     for step, rows in enumerate(task.batches):
         before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         stepper.zero_grad()
         loss(leaves, rows).backward()
+        shape(leaves, step)
         norm = math.sqrt(sum(float(leaf.grad.square().sum()) for leaf in leaves.values()))
         for leaf in leaves.values():
             leaf.grad *= min(1.0, clip / norm)
@@ -157,6 +169,8 @@ class Task:
     """The designed A, for its signs."""
     fresh: dict
     """A and B as drawn."""
+    references: list
+    """Further batches that each step read."""
 
 
 @dataclass
@@ -252,6 +266,79 @@ def lwf(ref, task):
         return total
 
     return trained(ref.carried(task), task, loss)
+
+
+def kept(ref, task, added):
+    """The tokens of the examples with the highest mean negative log-likelihood."""
+    with torch.no_grad():
+        means = [float(ref.dense.nll(row, added)) / len(row["target_ids"]) for row in task.rows]
+    chosen = sorted(np.argsort(means)[-int(ref.settings.keep) :])
+    ref.memory.setdefault("kept", []).append([task.rows[i] for i in chosen])
+    parts = ("prompt_ids", "input_ids", "target_ids")
+    return {"kept.tokens": torch.tensor([t for i in chosen for p in parts for t in task.rows[i][p]]).double()}
+
+
+def replay(ref, task):
+    """The rows of the steps contain kept ones: every batch its share, each of them in its turn."""
+    s, earlier = ref.settings, [] if ref.settings.under == "seq_lora" else ref.earlier()
+    pool = [row["prompt_ids"] for rows in ref.memory.get("kept", []) for row in rows]
+    counts = [[row["prompt_ids"] in pool for row in rows] for rows in task.batches]
+    if task.position:
+        assert [sum(batch) for batch in counts] == [1] * STEPS
+        read = [row["prompt_ids"] for rows in task.batches for row in rows if row["prompt_ids"] in pool]
+        assert len({tuple(ids) for ids in read[: len(pool)]}) == min(STEPS, len(pool))
+    else:
+        assert not any(map(any, counts))
+    start = ref.carried(task) if s.under == "seq_lora" else {name: task.draws[name] for name in "AB"}
+    pair = trained(start, task, lambda p, rows: ref.dense.loss(rows, ref.pair(p) + earlier))
+    return pair | kept(ref, task, ref.pair(pair) + earlier)
+
+
+def projected(g, G, margin):
+    """g + G'v: tries which entries of v stay at the margin, of which one choice fulfills the optimality conditions."""
+    if bool((G @ g >= 0).all()):
+        return g
+    P, q, found = G @ G.T, G @ g, []
+    for at_margin in itertools.product((True, False), repeat=len(G)):
+        v = torch.full((len(G),), margin, dtype=torch.float64)
+        free = [i for i, fixed in enumerate(at_margin) if not fixed]
+        if free:
+            v[free] = 0
+            fixed = [i for i in range(len(G)) if i not in free]
+            v[free] = torch.linalg.solve(P[free][:, free], -q[free] - P[free][:, fixed] @ v[fixed])
+        slope = P @ v + q
+        if bool((v >= margin).all()) and all(slope[i] >= 0 for i in range(len(G)) if at_margin[i]):
+            found.append(v)
+    (v,) = found
+    return g + G.T @ v
+
+
+def a_gem(ref, task):
+    def shape(leaves, step):
+        if not task.position:
+            return
+        pools = ref.memory["kept"]
+        pools = pools if s.constraints == "each_task" else [list(itertools.chain.from_iterable(pools))]
+        assert len(task.references[step]) == len(pools)
+        G = []
+        for rows, pool in zip(task.references[step], pools, strict=True):
+            assert len(rows) == min(s.reference_rows, len(pool))
+            assert all(row in pool for row in rows)
+            gradients = torch.autograd.grad(ref.dense.loss(rows, ref.pair(leaves)), list(leaves.values()))
+            G.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        g = torch.cat([leaf.grad.flatten() for leaf in leaves.values()])
+        if s.constraints == "each_task":
+            changed = projected(g, torch.stack(G), s.margin)
+        else:
+            changed = g - (g @ G[0]) / (G[0] @ G[0]) * G[0] if g @ G[0] < 0 else g
+        shares.append(not changed.equal(g))
+        for leaf, part in zip(leaves.values(), changed.split([leaf.numel() for leaf in leaves.values()]), strict=True):
+            leaf.grad.copy_(part.view_as(leaf))
+
+    s, shares = ref.settings, ref.memory.setdefault("projected", [])
+    pair = trained(ref.carried(task), task, lambda p, rows: ref.dense.loss(rows, ref.pair(p)), shape=shape)
+    assert task.position < TASKS - 1 or any(shares), "some step must be projected for this to mean anything"
+    return pair | kept(ref, task, ref.pair(pair))
 
 
 def importance(task_loss, sensitivity):
@@ -660,6 +747,7 @@ PAIR = {"rank": 3, "alpha": 6.0, "dropout": 0.0}
 GPM = {"gpm": {"eps_0": 0.7}}
 LAMBDAS = {"lambda_1": [0.5, 0.02, 0.05], "lambda_2": [0.01, 0.03]}
 SKILL = {"percentile": 60.0}
+KEPT = {"keep": 2, "choose": "surprise"}
 LATENT = {"rank": 4, "alpha": 8.0, "ortho_lambda": 1e-3, "R_std": 0.01}
 PROMPT = {"prompt_length": 4, "kl_weight": 0.2}
 OFFICIAL = {"preset": "official"}
@@ -669,6 +757,8 @@ CASES = [
     ("seq_lora", seq_lora, PAIR),
     ("ewc", ewc, PAIR | {"ewc_lambda": 300.0, "gamma": 0.5}),
     ("lwf", lwf, PAIR | {"alpha_kd": 0.7}),
+    ("replay", replay, PAIR | KEPT | {"ratio": 0.5}),
+    ("a_gem", a_gem, PAIR | KEPT | {"reference_rows": 3}),
     ("tasl", tasl, PAIR | SKILL),
     ("kif_lora", kif_lora, PAIR),
     ("slao", slao, PAIR),
@@ -686,6 +776,9 @@ CASES = [
     ("lfpt5", lfpt5, PROMPT),
 ]
 MORE = [
+    ("replay", replay, PAIR | KEPT | {"ratio": 0.5, "under": "inc_lora", "old_branch_grad": "detach"}),
+    ("a_gem", a_gem, PAIR | KEPT | {"reference_rows": 1, "constraints": "each_task"}),
+    ("a_gem", a_gem, PAIR | KEPT | {"reference_rows": 2, "constraints": "each_task", "margin": 0.5}),
     ("ewc", ewc, PAIR | {"ewc_lambda": 300.0, "fisher": "separate"}),
     ("inc_lora", inc_lora, PAIR | {"old_branch_grad": "detach"}),
     ("merge_lora", merge_lora, PAIR),
@@ -702,7 +795,10 @@ RELEASED = [
 
 
 def case(name, reference, settings, family, slow):
-    named = ("preset", "variant", "fisher", "old_branch_grad", "penalty", "product", "merge", "norm")
+    named = (
+        *("preset", "variant", "fisher", "old_branch_grad", "penalty", "product", "merge", "norm"),
+        *("under", "constraints", "margin"),
+    )
     values = [str(settings[key]) for key in named if key in settings]
     marks = [pytest.mark.slow] if slow else []
     return pytest.param(name, reference, settings, family, id=" ".join([name, *values, family]), marks=marks)
@@ -728,10 +824,10 @@ def learned(tmp_path, monkeypatch):
             draws = {n: value.detach().clone() for n, value in learner.parameters().items()}
             A = learner.A.detach().clone() if hasattr(learner, "A") else None
             fresh = dict(zip("AB", method.fresh(task), strict=True)) if hasattr(method, "fresh") else {}
-            batches = recorded(learner)
+            batches, references = recorded(learner)
             learn(learner, rows, backbone, banks[0], training, tmp_path / f"{position}.safetensors")
             history.append(learner.finish())
-            yield Task(position, rows, batches, draws, A, fresh), history[-1], resolved
+            yield Task(position, rows, batches, draws, A, fresh, references), history[-1], resolved
 
     yield learned
     for bank in banks:
@@ -745,15 +841,19 @@ def pseudo_samples(context, prompt, format, settings, generator):
 
 
 def recorded(learner):
-    """Return a list to which the rows of each step are added."""
-    batches, loss = [], learner.loss
+    """Return lists to which the rows of each step, and those it reads besides, are added."""
+    batches, references, loss, refer = [], [], learner.loss, learner.reference_batches
 
     def record(outputs):
         batches.append(outputs.rows)
         return loss(outputs)
 
-    learner.loss = record
-    return batches
+    def record_references(step):
+        references.append(refer(step))
+        return references[-1]
+
+    learner.loss, learner.reference_batches = record, record_references
+    return batches, references
 
 
 @pytest.mark.parametrize(

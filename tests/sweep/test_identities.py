@@ -154,6 +154,7 @@ METHOD_SETTINGS = {
         *("prompt_length", "lm_weight", "kl_weight", "sample_length", "samples_per_label", "samples_per_task"),
         *("tries", "top_k", "repetition_penalty", "accumulation"),
         *("lambda_1", "lambda_2", "penalty", "product", "k", "subspace_seed"),
+        *("keep", "choose", "under", "ratio", "constraints", "reference_rows", "margin"),
         *("design", "gpm.batch_size", "gpm.chunks", "gpm.cross_attention_v", "gpm.energy", "gpm.eps_0"),
         *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp", "gpm.padding", "gpm.group_by_length"),
         *("variant", "gate.chunks", "gate.form", "gate.key_design", "gate.pooling", "gate.rescale_rows", "gate.width"),
