@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.methods._kept_rows import KeptRowsSettings, kept_rows, of_earlier_tasks
+from latent_sweep.methods._kept_rows import KeptRowsSettings, count_kept, kept_rows, of_earlier_tasks
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, o_lora_scripts
 from latent_sweep.methods.protocol import GradientStep, Snapshots, TaskData, without
 
@@ -74,6 +74,15 @@ class AGem(LoraMethod):
         unread = ["margin"] if self.settings.constraints == "average" or not position else []
         unread += [] if position else ["constraints", "reference_rows"]
         return without(super().stage_identity(position), *unread)
+
+    def reference_rows(self, earlier: Sequence[int]) -> int:
+        s, kept = self.settings, [count_kept(self.settings.keep, rows) for rows in earlier]
+        pools = kept if s.constraints == "each_task" else [sum(kept)]
+        return sum(min(s.reference_rows, pool) for pool in pools)
+
+    def held_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        """Return the bytes of a reference's gradient; with `each_task` there are as many as earlier tasks."""
+        return 4 * self.parameter_count(shapes, 0)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> KeepingLearner:
         pair, kept = self.carried(task, history), of_earlier_tasks(history)

@@ -209,6 +209,14 @@ class Method:
         """Return the number of examples that `Learner.replayed` adds to an epoch over this number of the task's own."""
         return 0
 
+    def reference_rows(self, earlier: Sequence[int]) -> int:
+        """Return the number of examples in `Learner.reference_batches` at a step, for the forecast.
+
+        Args:
+            earlier: numbers of training examples of the earlier tasks.
+        """
+        return 0
+
     def reads_history(self, position: int) -> bool:
         """Whether learning the task at this position (0-based) reads earlier snapshots; they then name the lineage."""
         return position > 0
@@ -377,7 +385,7 @@ class Learner:
     def reference_batches(self, step: int) -> Sequence[Sequence[Example]]:
         """Return further batches, whose gradients `shape_gradients` receives at this step (0-based); none by default.
 
-        Their passes are split as those of training are. All workers of a group must return the same rows.
+        Their passes have no more rows than those of training. All workers of a group must return the same rows.
         """
         return ()
 

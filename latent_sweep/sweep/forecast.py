@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -332,13 +333,20 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStorage, reader: Rea
     lineages = {trial.training_id: trial.lineages() for trial in trainings_of(trials)}
     lengths: dict[Any, float] = {}
     tokens = 0.0
+
+    def length(trial: Trial, i: int) -> float:
+        key = trial.tasks[i].name, trial.settings.benchmark
+        lengths[key] = lengths.get(key) or _tokens_per_example(trial, i, reader)
+        return lengths[key]
+
     for trial, position in _missing_stages(trials, lineages, store.lineages()).values():
-        batch_size, counts = trial.settings.training.batch_size, trial.rows_learned(position)
-        for i in counts:
-            key = trial.tasks[i].name, trial.settings.benchmark
-            lengths[key] = lengths.get(key) or _tokens_per_example(trial, i, reader)
-            epochs = trial.steps(position) / math.ceil(sum(counts.values()) / batch_size)
-            tokens += epochs * counts[i] * lengths[key]
+        counts, steps = trial.rows_learned(position), trial.steps(position)
+        own, replayed = sum(counts.values()), trial.rows_replayed(position)
+        epochs = steps / math.ceil((own + replayed) / trial.settings.training.batch_size) if own else 0.0
+        tokens += sum(epochs * count * length(trial, i) for i, count in counts.items())
+        earlier = [trial.rows_learned(i).get(i, 0) for i in range(position)]
+        if others := epochs * replayed + steps * trial.method().reference_rows(earlier):
+            tokens += others * statistics.fmean(length(trial, i) for i in range(position))
     return tokens
 
 

@@ -121,8 +121,11 @@ class Trial:
 
     def steps(self, position: int) -> int:
         rows = self.rows_learned(position)
-        own = sum(rows.values())
-        return self.settings.training.step_count(own + self.method().replayed_rows(position, own), len(rows))
+        return self.settings.training.step_count(sum(rows.values()) + self.rows_replayed(position), len(rows))
+
+    def rows_replayed(self, position: int) -> int:
+        """Count the examples of earlier tasks that an epoch of a stage reads besides."""
+        return self.method().replayed_rows(position, sum(self.rows_learned(position).values()))
 
     @property
     def _learned(self) -> list[Sequence[int]]:

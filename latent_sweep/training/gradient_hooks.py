@@ -72,7 +72,9 @@ def _references(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) 
     references: list[list[Gradients]] = [[] for _ in trainers]
     for together in itertools.zip_longest(*batches, fillvalue=()):
         reading = [(trainer, rows) for trainer, rows in zip(trainers, together, strict=True) if rows]
-        chunks = [micro_batches(rows, t.settings.micro_batch_size, engine.group) for t, rows in reading]
+        chunks = [
+            micro_batches(rows, t.settings.rows_in_a_pass(engine.group.size), engine.group) for t, rows in reading
+        ]
         denominators = [denominator(rows, t.settings) for t, rows in reading]
         for parts in itertools.zip_longest(*chunks, fillvalue=MicroBatch(())):
             _backward([t for t, _ in reading], parts, denominators, engine, bank)

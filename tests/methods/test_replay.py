@@ -252,7 +252,7 @@ class _OnLlama(MethodConformance):
 
 class TestUnderIncLora(_OnLlama):
     method = "replay"
-    settings: ClassVar = {"under": "inc_lora", "keep": 3, "choose": "surprise", "ratio": 0.3}
+    settings: ClassVar = {"under": "inc_lora", "keep": 0.3, "choose": "surprise", "ratio": 0.3}
     __test__ = True
 
 
@@ -260,7 +260,7 @@ class TestGem(_OnLlama):
     method = "a_gem"
     settings: ClassVar = {
         "constraints": "each_task",
-        "keep": 3,
+        "keep": 0.3,
         "choose": "balanced",
         "reference_rows": 2,
         "margin": 0.1,

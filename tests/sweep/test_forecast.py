@@ -201,6 +201,28 @@ def test_training_tokens_follow_from_characters(tmp_path):
     assert training_tokens(limited, SnapshotStorage(Storage(tmp_path)), BYTES) == pytest.approx(4 / 5 * characters)
 
 
+@pytest.mark.parametrize(
+    ("method", "others"),
+    [
+        # 3 epochs with a row for each of 24 own ones; at each of 15 steps, 5 of the 12 kept rows
+        ({"name": "replay", "ratio": 0.5}, 3 * 24),
+        ({"name": "a_gem", "keep": 12, "reference_rows": 5}, 15 * 5),
+        ({"name": "a_gem", "keep": 2, "reference_rows": 5, "constraints": "each_task"}, 15 * 2),
+    ],
+)
+def test_training_tokens_include_those_of_earlier_rows(tmp_path, method, others):
+    benchmark = {"name": str(write_benchmark(tmp_path / "own")), "max_source_length": 64}
+    training = {"epochs": 3, "batch_size": 5, "learning_rate": 0.1}
+    common = {"trial__benchmark": benchmark, "trial__training": training, "search": {}}
+    counts = []
+    for each in ({"name": "seq_lora"}, method):
+        trials = trials_of(trial__method={"rank": 2, **each}, **common)
+        counts.append(training_tokens(trials, SnapshotStorage(Storage(tmp_path)), BYTES))
+    alone, together = counts
+    of_row = alone / (2 * 3 * 24)
+    assert together - alone == pytest.approx(others * of_row, rel=0.05)
+
+
 def test_characters_of_several_bytes_are_several_tokens(tmp_path):
     folder = write_benchmark(tmp_path / "own")
     for path in folder.glob("*/train.json"):
