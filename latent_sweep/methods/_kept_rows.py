@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.protocol import MethodContext, Snapshots, TaskData
+from latent_sweep.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ def _check_count(value: float) -> float:
     return value
 
 
-class KeptRowsSettings(BaseModel):
+class KeptRowsSettings(Settings):
     """The settings of methods whose snapshots keep examples."""
 
     keep: Annotated[float, AfterValidator(_check_count)] = Field(0.02, gt=0)
