@@ -42,6 +42,13 @@ def add(commands: Commands) -> None:
         help="compare all others with this configuration, e.g. method=seq_lora; repeat it for several settings",
     )
     report.add_argument(
+        "--measures",
+        choices=["short", "all"],
+        default="short",
+        help="all: also print backward and forward transfer, flips, unparsable answers, categories and costs; an HTML "
+        "report always has them",
+    )
+    report.add_argument(
         "-v",
         "--verbose",
         action="store_true",
@@ -93,8 +100,9 @@ def _report(options: argparse.Namespace) -> int:
         text = render_page(sweeps, options.over, options.baseline)
     else:
         width = terminal_width() if output is None else None
-        summaries = summarize_all(sweeps, options.over, options.baseline)
-        text = render_all(summaries, options.format, width, options.verbose)
+        everything = options.measures == "all"
+        summaries = summarize_all(sweeps, options.over, options.baseline, everything)
+        text = render_all(summaries, options.format, width, options.verbose, everything)
     if output is None:
         print(text)
     else:

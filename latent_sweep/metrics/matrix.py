@@ -55,6 +55,16 @@ class ScoreMatrix:
         lower = self._lower()
         return _mean_of_earlier(lower[-1] - lower.diagonal())
 
+    def forgetting_by_task(self) -> dict[str, float]:
+        """Return the terms of FM by task, for all tasks but the last."""
+        lower = self._lower()
+        terms = (lower.max(axis=0) - lower[-1])[:-1]
+        return dict(zip(self.tasks, map(float, terms), strict=False))
+
+    def average_of_stages(self) -> float:
+        """Return Avg, the mean over stages i of the mean over j <= i of a[i, j]."""
+        return float(np.mean([np.mean(row) for row in self._rows_learned()]))
+
     def mean_diagonal(self) -> float:
         """Return the mean over j of a[j, j]."""
         return float(self._lower().diagonal().mean())
@@ -71,12 +81,16 @@ class ScoreMatrix:
             "BWT": self.backward_transfer(),
         }
 
-    def _lower(self) -> npt.NDArray[np.float64]:
-        """Return the scores, (T, T), with zeros above the diagonal."""
+    def _rows_learned(self) -> tuple[tuple[float, ...], ...]:
         if not self.rows:
             raise ValueError("score matrix: it has no rows yet; learn and score a task first")
-        lower = np.zeros((len(self.rows), len(self.rows)))
-        for i, row in enumerate(self.rows):
+        return self.rows
+
+    def _lower(self) -> npt.NDArray[np.float64]:
+        """Return the scores, (T, T), with zeros above the diagonal."""
+        rows = self._rows_learned()
+        lower = np.zeros((len(rows), len(rows)))
+        for i, row in enumerate(rows):
             lower[i, : i + 1] = row
         return lower
 

@@ -16,9 +16,10 @@ from latent_sweep.monitor.log_lines import time_spent
 from latent_sweep.report.embedding_map import embedding_map
 from latent_sweep.report.figures import Picture
 from latent_sweep.report.interference_pictures import interference_pictures
+from latent_sweep.report.measure_tables import sections_with_measures
 from latent_sweep.report.pictures import loss_pictures, sweep_pictures
 from latent_sweep.report.router_pictures import router_pictures
-from latent_sweep.report.tables import counts, has_held_out, joint_sections, sections, without_comparison
+from latent_sweep.report.tables import counts, has_held_out, joint_sections, without_comparison
 from latent_sweep.results.definition import trial_name
 from latent_sweep.results.flips import Flip, flips
 from latent_sweep.results.summaries import Configuration, Summary, summarize_all
@@ -32,7 +33,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
     """Return the report of one or several sweeps as HTML; several are compared first. Arguments as `summarize_all`."""
     from jinja2 import Environment
 
-    summaries = summarize_all(sweeps, over, baseline)
+    summaries = summarize_all(sweeps, over, baseline, read_answers=True)
     alone = len(sweeps) == 1
     parts = [_part(sweep, summary, alone) for sweep, summary in zip(sweeps, summaries, strict=True)]
     source = resources.files("latent_sweep.report").joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -77,7 +78,7 @@ def _extreme_trial(
 
 def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> dict[str, Any]:
     pictures, not_drawn = all_pictures(sweep, summary)
-    parts = sections(summary if alone else without_comparison(summary))
+    parts = sections_with_measures(summary if alone else without_comparison(summary))
     return {
         "name": summary.name,
         "counts": counts(summary),

@@ -15,6 +15,7 @@ from typing import Any
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value
 from latent_sweep.report.latex import latex
+from latent_sweep.report.measure_tables import sections_with_measures
 from latent_sweep.report.plain_text import plain
 from latent_sweep.report.tables import (
     Section,
@@ -23,13 +24,15 @@ from latent_sweep.report.tables import (
     joint_sections,
     one_line,
     router_value,
-    sections,
     tasks_of,
     value_range,
     without_comparison,
 )
 from latent_sweep.results.comparison import Comparison
+from latent_sweep.results.costs import COSTS
 from latent_sweep.results.definition import MEASURES
+from latent_sweep.results.marks import UNKNOWN
+from latent_sweep.results.measures import MORE
 from latent_sweep.results.summaries import ROUTING_METRICS, Summary, protocol
 from latent_sweep.security import printable
 
@@ -38,11 +41,16 @@ DECIMALS = 4
 """Of scores in CSV."""
 
 
-def records(summary: Summary) -> list[dict[str, Any]]:
-    """Return one flat row per configuration, with scores in percent and None for missing values."""
+def records(summary: Summary, all_measures: bool = False) -> list[dict[str, Any]]:
+    """Return one flat row per configuration, with scores in percent and None for missing values.
+
+    Args:
+        all_measures: include the further measures and the costs that some configuration has.
+    """
     tasks = tasks_of(summary)
     measures = ROUTING_METRICS if any(one.router for one in summary.configurations) else ()
     with_constants = any(one.constants for one in summary.configurations)
+    further = list(dict.fromkeys(name for one in summary.configurations for name in one.further))
     rows = []
     for one in summary.configurations:
         row: dict[str, Any] = dict(one.read)
@@ -53,7 +61,12 @@ def records(summary: Summary) -> list[dict[str, Any]]:
         for name, statistic in statistics.items():
             row |= {f"{name}_{part}": _percent(getattr(statistic, part, None)) for part in ("mean", "std")}
         row["best_AP"] = summary.is_best(one)
+        row["earlier_rows"] = " or ".join(dict.fromkeys(each.earlier_rows or UNKNOWN for each in one.marks)) or None
+        row["knows_task"] = any(each.knows_task for each in one.marks)
         row |= {name: value_range(values, json.dumps) or None for name, values in protocol(one).items()}
+        if all_measures:
+            row |= {f"{name}_mean": _percent(getattr(one.further.get(name), "mean", None)) for name in further}
+            row |= {column.name: getattr(one.costs.get(column.name), "mean", None) for column in COSTS}
         if summary.is_compared:
             row |= _comparison_record(one.comparison or Comparison("", 0, {}))
         row |= {f"score/{task}": _percent(getattr(one.task_scores.get(task), "mean", None)) for task in tasks}
@@ -108,7 +121,13 @@ def _inert(cell: Any) -> Any:
     return cell
 
 
-def render(summary: Summary, format: str = "text", width: int | None = None, verbose: bool = False) -> str:
+def render(
+    summary: Summary,
+    format: str = "text",
+    width: int | None = None,
+    verbose: bool = False,
+    all_measures: bool = False,
+) -> str:
     """Return a summary in one of `FORMATS`, with the highest AP marked.
 
     Names, values and reasons are untrusted: they are redacted and escaped for the format.
@@ -116,14 +135,15 @@ def render(summary: Summary, format: str = "text", width: int | None = None, ver
     Args:
         width: columns of the terminal, for text; None does not limit the lines.
         verbose: include definitions and other details.
+        all_measures: include further measures, categories and costs.
 
     Raises ConfigError for another format.
     """
     if format not in FORMATS:
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")
     if format == "csv":
-        return printable(_csv(list(map(_csv_cells, records(summary)))))
-    parts = _noted(sections(summary), verbose)
+        return printable(_csv(list(map(_csv_cells, records(summary, all_measures)))))
+    parts = _noted(sections_with_measures(summary, all_measures), verbose)
     if format != "markdown":
         return printable(_listed(format, parts, summary.name, width))
     marked = " Highest AP in bold." * any(map(summary.is_marked, summary.configurations))
@@ -132,22 +152,26 @@ def render(summary: Summary, format: str = "text", width: int | None = None, ver
 
 
 def render_all(
-    summaries: Sequence[Summary], format: str = "text", width: int | None = None, verbose: bool = False
+    summaries: Sequence[Summary],
+    format: str = "text",
+    width: int | None = None,
+    verbose: bool = False,
+    all_measures: bool = False,
 ) -> str:
     """Return several summaries, preceded by a table of all configurations; CSV has only that, by `sweep`."""
     if len(summaries) == 1:
-        return render(summaries[0], format, width, verbose)
+        return render(summaries[0], format, width, verbose, all_measures)
     if format == "csv":
-        rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary)]
+        rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary, all_measures)]
         return printable(_csv(list(map(_csv_cells, rows))))
-    single = [render(without_comparison(summary), format, width, verbose) for summary in summaries]
+    single = [render(without_comparison(one), format, width, verbose, all_measures) for one in summaries]
     names = " and ".join(summary.name for summary in summaries)
     joint = _listed(format, _noted(joint_sections(summaries), verbose), names, width)
     return printable(joint) + "\n" + "\n".join(single)
 
 
 def _csv_cells(row: Mapping[str, Any]) -> dict[str, str | None]:
-    scores = ("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_")
+    scores = ("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_", "category_", *(f"{m.name}_" for m in MORE))
     return {
         name: f"{value:.{DECIMALS}f}"
         if isinstance(value, float) and name.startswith(scores)

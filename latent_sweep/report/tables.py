@@ -125,6 +125,11 @@ _MEASURE_DETAILS = (
     "LA, learning accuracy: mean score of each task right after it was learned",
     "FM, forgetting measure: mean over the earlier tasks of the best score minus the last one",
 )
+ALSO_READS = "also reads"
+_MARKS = (
+    "also reads: what a method gets beyond a task's own rows and the prompts: rows of earlier tasks, rows generated for "
+    "those, the rows of all tasks at once, or the task of each test example"
+)
 _PROTOCOL = {"trained": "trainable parameters of a task", "rate": "learning rate", "steps": "optimizer steps of a task"}
 _ROUTER_DETAILS = (
     "means over the finished trials, after the last task",
@@ -180,12 +185,17 @@ def _main_notes(summary: Summary) -> tuple[list[str], list[str]]:
     notes = [f"n: finished trials, one for each {' and '.join(summary.repeats)}; mean ± sample standard deviation"]
     notes += [HELD_OUT] * has_held_out(summary)
     notes += [NOTHING_LEARNED] * summary.nothing_learned
+    notes += [_MARKS] * any(marks_cell(one).text != "-" for one in summary.configurations)
     if len({tested_on(one.settings) for one in summary.configurations}) > 1:
         notes.append(f"the highest AP is marked among rows with {COMPARABLE}; no others are comparable")
     notes += _row_notes([summary])
     columns = _protocol_columns(summary)
     differing = _differing(columns)
     details = [*_MEASURE_DETAILS, "; ".join(f"{name}: {text}" for name, text in _PROTOCOL.items() if name in columns)]
+    if all(marks_cell(one).text == "-" for one in summary.configurations):
+        details.append(
+            "also reads: nothing in any row, that is neither rows of other tasks nor the task of a test example"
+        )
     alike = {
         name: next((cell.text for cell in cells if cell.text != "-"), "unknown")
         for name, cells in columns.items()
@@ -199,6 +209,8 @@ def _main_notes(summary: Summary) -> tuple[list[str], list[str]]:
 def _all_notes(summaries: Sequence[Summary]) -> list[str]:
     notes = [f"rows with {COMPARABLE} are grouped, the highest AP first; no others are comparable"]
     notes += [HELD_OUT] * any(map(has_held_out, summaries))
+    if any(marks_cell(one).text != "-" for summary in summaries for one in summary.configurations):
+        notes.append(_MARKS)
     notes += _row_notes(summaries)
     return notes + [note for pair in itertools.combinations(summaries, 2) for note in _agreements(pair)]
 
@@ -295,7 +307,7 @@ _RARE = "its settings"
 """No axis has this name, as it has a space."""
 
 
-class _Columns:
+class Columns:
     """The columns that identify configurations.
 
     Of one sweep these are its axes, with a common column for axes that few configurations have; of several their names
@@ -331,12 +343,16 @@ def _setting(value: Any) -> Cell:
     return Cell(format_value(value), value if type(value) in (int, float) else None)
 
 
-def _score(statistic: Statistic | None, best: bool = False, spread: bool = True) -> Cell:
+def score_cell(statistic: Statistic | None, best: bool = False, spread: bool = True) -> Cell:
     if statistic is None:
         return Cell("-")
     mean = 100 * statistic.mean
     text = f"{mean:.2f}" if statistic.std is None or not spread else f"{mean:.2f} ± {100 * statistic.std:.2f}"
     return Cell(text, mean, best)
+
+
+def marks_cell(configuration: Configuration) -> Cell:
+    return Cell(" or ".join(dict.fromkeys(map(str, configuration.marks))) or "-")
 
 
 def value_range(values: Sequence[Any], write: Callable[[Any], str]) -> str:
@@ -355,7 +371,7 @@ def _protocol_cells(summary: Summary) -> dict[str, list[Cell]]:
 
 def _protocol_columns(summary: Summary) -> dict[str, list[Cell]]:
     """Return these columns without the learning rate if an axis shows the same."""
-    axes, columns = _Columns([summary]), _protocol_cells(summary)
+    axes, columns = Columns([summary]), _protocol_cells(summary)
     rates = [cell.text for cell in columns.get("rate", ())]
     for index, name in enumerate(axes.header):
         if name.endswith("learning_rate") and rates == [
@@ -374,7 +390,10 @@ def _differing(columns: Mapping[str, list[Cell]]) -> dict[str, list[Cell]]:
 
 
 def _main(summary: Summary) -> Table:
-    axes, columns = _Columns([summary]), _differing(_protocol_columns(summary))
+    axes, columns = Columns([summary]), _differing(_protocol_columns(summary))
+    marks = [marks_cell(one) for one in summary.configurations]
+    if any(cell.text != "-" for cell in marks):
+        columns = {ALSO_READS: marks} | columns
     rows = []
     for row, one in enumerate(summary.configurations):
         count = str(one.n_trials) if one.n_finished == one.n_trials else f"{one.n_finished}/{one.n_trials}"
@@ -382,9 +401,9 @@ def _main(summary: Summary) -> Table:
             [
                 *axes.cells(summary, one),
                 Cell(count, one.n_finished),
-                _score(one.average_performance, summary.is_marked(one)),
-                _score(one.learning_accuracy),
-                _score(one.forgetting),
+                score_cell(one.average_performance, summary.is_marked(one)),
+                score_cell(one.learning_accuracy),
+                score_cell(one.forgetting),
                 *(cells[row] for cells in columns.values()),
             ]
         )
@@ -392,23 +411,25 @@ def _main(summary: Summary) -> Table:
 
 
 def _all_configurations(summaries: Sequence[Summary]) -> Table:
-    names, rows = _Columns(summaries), []
+    names, rows = Columns(summaries), []
     groups: dict[tuple[str, ...], int] = {}
     with_rate = not any(name.endswith("learning_rate") for name in names.header)
+    marked = any(marks_cell(one).text != "-" for summary in summaries for one in summary.configurations)
     for summary in summaries:
         columns = _protocol_cells(summary)
         for row, one in enumerate(summary.configurations):
             cells = [
                 *names.cells(summary, one),
                 Cell(f"{one.n_finished}/{one.n_trials}", one.n_finished),
-                *map(_score, (one.average_performance, one.learning_accuracy, one.forgetting)),
+                *map(score_cell, (one.average_performance, one.learning_accuracy, one.forgetting)),
+                *([marks_cell(one)] if marked else []),
                 *([columns["rate"][row]] if with_rate else []),
                 columns["steps"][row],
             ]
             group = groups.setdefault(tested_on(one.settings), len(groups))
             rows.append(((group, *by_performance(one)), cells))
     rows.sort(key=lambda row: row[0])
-    header = [*names.header, "n", "AP (%)", "LA (%)", "FM (%)", *["rate"] * with_rate, "steps"]
+    header = [*names.header, "n", "AP (%)", "LA (%)", "FM (%)", *[ALSO_READS] * marked, *["rate"] * with_rate, "steps"]
     return Table(header, [cells for _, cells in rows], len(names.header))
 
 
@@ -419,7 +440,7 @@ def by_performance(configuration: Configuration) -> tuple[bool, float]:
 
 
 def _compared(summaries: Sequence[Summary]) -> Table | None:
-    names, rows, sources = _Columns(summaries), [], []
+    names, rows, sources = Columns(summaries), [], []
     for summary, one in _compared_configurations(summaries):
         comparison = one.comparison
         assert comparison is not None
@@ -465,7 +486,7 @@ _LIMITS = ("benchmark.train_per_task", "benchmark.test_per_task", "training.max_
 
 
 def _published(summary: Summary) -> Table | None:
-    axes, rows = _Columns([summary]), []
+    axes, rows = Columns([summary]), []
     for one in summary.configurations:
         published = find_published(one.settings, one.n_tasks)
         if published is None or one.n_stopped:  # then the mean is not over all seeds
@@ -498,7 +519,7 @@ def _published_notes() -> list[str]:
 
 def _paper_cells(ours: Statistic | None, paper: float) -> list[Cell]:
     gap = None if ours is None else ours.mean - paper
-    return [_fraction(paper), _score(ours, spread=False), Cell("-" if gap is None else points(gap), gap)]
+    return [_fraction(paper), score_cell(ours, spread=False), Cell("-" if gap is None else points(gap), gap)]
 
 
 def tasks_of(summary: Summary) -> list[str]:
@@ -507,7 +528,7 @@ def tasks_of(summary: Summary) -> list[str]:
 
 
 def _by_task(summary: Summary) -> Table | None:
-    tasks, axes = tasks_of(summary), _Columns([summary])
+    tasks, axes = tasks_of(summary), Columns([summary])
     if not tasks:
         return None
     constants = list(_constants(summary))
@@ -516,7 +537,7 @@ def _by_task(summary: Summary) -> Table | None:
     rows = [
         [
             *([Cell("trials")] if unnamed else axes.cells(summary, one)),
-            *(_score(one.task_scores.get(task), spread=False) for task in tasks),
+            *(score_cell(one.task_scores.get(task), spread=False) for task in tasks),
         ]
         for one in summary.configurations
     ]
@@ -553,7 +574,7 @@ def _task_notes(summary: Summary) -> list[str]:
 
 
 def _router(summary: Summary) -> Table | None:
-    axes, rows = _Columns([summary]), []
+    axes, rows = Columns([summary]), []
     for configuration in summary.configurations:
         if configuration.router:
             values = [router_value(configuration, measure) for measure in ROUTING_METRICS]

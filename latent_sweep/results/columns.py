@@ -10,7 +10,7 @@ from latent_sweep.settings import identity_fields
 from latent_sweep.sweep.plan import is_read
 from latent_sweep.sweep.schema import GROUPS
 
-_LOCATION_AND_SPEED = frozenset(
+LOCATION_AND_SPEED = frozenset(
     f"{group}.{name}" for group, kind in GROUPS.items() for name in kind.model_fields.keys() - identity_fields(kind)
 )
 """Settings that change no result."""
@@ -34,7 +34,7 @@ def differing(sweeps: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[Iter
         present = [each for each in values if each]
         differ = any(each != present[0] for each in present) or 0 < sum(path in each for each in varied) < len(varied)
         several = len(set().union(*values)) > 1
-        if several and differ and path not in _LOCATION_AND_SPEED and not all(path in each for each in varied):
+        if several and differ and path not in LOCATION_AND_SPEED and not all(path in each for each in varied):
             paths.append(path)
     if "benchmark.tasks" in paths and _count(settings, *_ORDER) == _count(settings, *_ORDER, "benchmark.tasks"):
         paths.remove("benchmark.tasks")

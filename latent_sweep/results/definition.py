@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from latent_sweep.labels import label, short_names
+from latent_sweep.metrics.more import CATEGORY_FM, Flips
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Finished, Stage, stages
 
@@ -15,8 +16,11 @@ Measure = Literal["AP", "LA", "BWT", "FM"]
 """Average performance, learning accuracy, backward transfer and forgetting."""
 MEASURES: tuple[Measure, ...] = ("AP", "LA", "BWT", "FM")
 
-_METRICS: Mapping[str, Measure] = {"FM": "FM", "FM_scorer": "FM", "BWT": "BWT"}
-"""The journal's metrics that may be undefined."""
+_METRICS: Mapping[str, Measure] = {
+    **{"FM": "FM", "FM_scorer": "FM", "BWT": "BWT", "Avg": "LA", "FWT": "BWT"},
+    **dict.fromkeys(Flips._fields, "BWT"),
+}
+"""The journal's metrics that may be undefined, each with a measure that is undefined for the same trials."""
 
 
 def learns_in_turn(trial: TrialFolder, learned: Sequence[Stage]) -> bool:
@@ -34,7 +38,11 @@ def defined_measures(trial: TrialFolder, learned: Sequence[Stage]) -> tuple[Meas
 
 def defined_metrics(trial: TrialFolder, learned: Sequence[Stage], metrics: Mapping[str, float]) -> dict[str, float]:
     defined = defined_measures(trial, learned)
-    return {name: value for name, value in metrics.items() if _METRICS.get(name, "AP") in defined}
+    return {name: value for name, value in metrics.items() if _needed(name) in defined}
+
+
+def _needed(metric: str) -> Measure:
+    return "FM" if metric.startswith(CATEGORY_FM) else _METRICS.get(metric, "AP")
 
 
 def defined_events(trial: TrialFolder, events: Sequence[Event]) -> list[Event]:

@@ -8,14 +8,12 @@ from typing import Literal
 
 from latent_sweep.data.prompts import split_prompts
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
+from latent_sweep.metrics.more import RIGHT
 from latent_sweep.results.inputs import read_test_examples
 from latent_sweep.results.selection import UNREADABLE, finished_trial
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.predictions import Answer, saved_answers
-
-RIGHT = 0.5
-"""Score from which an answer counts as right."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,11 @@ import pandas as pd
 from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.labels import short_names
 from latent_sweep.results.columns import differing, value_read
+from latent_sweep.results.costs import stored_bytes
 from latent_sweep.results.definition import defined_metrics
 from latent_sweep.results.inputs import InputTexts
+from latent_sweep.results.marks import marks_of
+from latent_sweep.results.measures import References, further_measures
 from latent_sweep.results.summaries import ROUTING_METRICS, end_reason
 from latent_sweep.results.trial import TrialResults, fitting, listed
 from latent_sweep.security import quoted
@@ -37,21 +40,24 @@ _TRIAL = {**_KEY, "training_id": "string", "name": "string", "status": "string"}
 _PROGRESS = {
     **{"n_tasks": "Int64", "tasks_seen": "Int64"},
     **dict.fromkeys(("AP", "FM", "LA", "BWT", "seconds_train", "seconds_eval"), "float64"),
+    **{"earlier_rows": "string", "knows_task": "boolean", "trainable_parameters": "Int64", "stored_bytes": "Int64"},
     **{"attempts": "Int64", "node": "string", "started": _TIME, "ended": _TIME, "reason": "string"},
 }
 _STAGE = {"tasks_seen": "Int64", "after_task": "string"}
 _LEARNED = {
     **{"time": _TIME, "reused": "boolean", "steps": "Int64", "trainable_parameters": "Int64", "lineage": "string"},
+    "stored_bytes": "Int64",
     **dict.fromkeys(("AP", "FM", "FM_scorer", "BWT", "train_loss", "seconds_train", "seconds_eval"), "float64"),
     **{metric: "float64" for metric, *_ in ROUTING_METRICS},
 }
 _SCORE = {"task": "string", "position": "Int64", "metric": "string", "score": "float64", "is_new": "bool"}
+_MEASURE = {"measure": "string", "category": "string", "value": "float64"}
 _LOSS = {"step": "Int64", "term": "string", "loss": "float64"}
 _ANSWER = {
     **{**_KEY, **_STAGE, "task": "string", "row": "Int64", "row_id": "string", "input": "string"},
     **{"prediction": "string", "references": "object", "score": "float64", "weights": "object"},
 }
-_TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_LOSS, *_ANSWER}
+_TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_LOSS, *_MEASURE, *_ANSWER}
 """Columns that every sweep has; a setting with such a short name keeps its path."""
 
 Row = dict[str, Any]
@@ -122,6 +128,11 @@ class SweepFrames:
                 for a single task
             seconds_train (float64): of learning, without reused stages
             seconds_eval (float64): of scoring
+            earlier_rows (string): rows of other tasks that it learns from: none, real, generated or all; missing for a
+                plugin in a sweep that did not record it
+            knows_task (boolean): whether it is told the task of every test example (`router.combine: oracle`)
+            trainable_parameters (Int64): largest number of a stage
+            stored_bytes (Int64): of the snapshots so far; missing if one of them was not recorded
             attempts (Int64): how often a worker started it
             node (string): of the newest attempt
             started (datetime64[ns, UTC]): time of its first event
@@ -148,6 +159,7 @@ class SweepFrames:
             steps (Int64): optimizer steps
             trainable_parameters (Int64): number of trained parameters
             lineage (string): identifies the snapshot
+            stored_bytes (Int64): size of the snapshot; missing in a sweep that did not record it
             AP (float64): average performance over the tasks seen
             FM (float64): forgetting measure over the tasks seen
             FM_scorer (float64): forgetting as defined by the public scorer
@@ -198,6 +210,27 @@ class SweepFrames:
         dtypes = _KEY | self._setting_dtypes() | _STAGE | _SCORE
         all_stages = ((trial, stage) for trial in self._trials() for stage in trial.stages)
         return _frame(dtypes, [row for trial, stage in all_stages for row in self._score_rows(trial, stage)])
+
+    def measures(self) -> pd.DataFrame:
+        """Return one row per measure of each finished trial: all but FM_scorer, also by category of task.
+
+        What a trial's journal does not hold, as in a sweep of an earlier version, is computed from its saved answers.
+        `docs/statistics.md` defines the measures.
+
+        Columns; those of `axes` follow `trial_id`:
+
+            sweep (string): the sweep's name
+            trial_id (string): see `trials`
+            measure (string): AP, LA, FM, BWT, Avg, FWT, SAPT_FWT, intransigence, lost, gained, lost_corrected,
+                gained_corrected or unparsable; only those that are defined
+            category (string): of the tasks that AP or FM is over; missing for all tasks
+            value (float64): a fraction
+
+        Raises:
+            StorageError: a journal is corrupt.
+        """
+        rows = [row for sweep in self._folders for row in self._measure_rows(sweep)]
+        return _frame(_KEY | self._setting_dtypes() | _MEASURE, rows)
 
     def losses(self) -> pd.DataFrame:
         """Return the loss curves of the tasks that each trial learned itself, a row per point and term.
@@ -316,12 +349,30 @@ class SweepFrames:
                 name: sum(stage.metrics.get(name, 0.0) for stage in learned) if learned else None
                 for name in ("seconds_train", "seconds_eval")
             },
+            **marks_of(trial.folder)._asdict(),
+            "trainable_parameters": max((stage.trainable_parameters or 0 for stage in learned), default=None),
+            "stored_bytes": stored_bytes(learned),
             "attempts": len(starts),
             "node": starts[-1].node if starts else None,
             "started": _time(events[0]) if events else None,
             "ended": _time(events[-1]) if ended else None,
             "reason": end_reason(events) or None,
         }
+
+    def _measure_rows(self, sweep: SweepFolder) -> Iterator[Row]:
+        finished = [trial for folder in sweep if (trial := TrialResults(sweep, folder)).is_finished]
+        references = References((trial.folder, trial.matrix) for trial in finished)
+        for trial in finished:
+            matrix = trial.matrix
+            values: dict[str, float] = {"AP": trial.metrics["AP"]}
+            if "LA" in trial.measures:
+                values |= {"LA": matrix.mean_diagonal()} | references.measures(trial.folder, matrix)
+            if "FM" in trial.measures:
+                values["FM"] = trial.metrics["FM"]
+            for name, value in (values | further_measures(trial, read_answers=True)).items():
+                measure, _, category = name.removeprefix("category_").partition("/")
+                row = {"measure": measure, "category": category or None, "value": value}
+                yield _key(trial) | self._settings(trial.folder) | row
 
     def _stage_row(self, trial: TrialResults, stage: Stage, names: Mapping[str, str]) -> Row:
         metrics = defined_metrics(trial.folder, trial.stages, stage.metrics)
@@ -332,6 +383,7 @@ class SweepFrames:
             "steps": stage.steps,
             "trainable_parameters": stage.trainable_parameters,
             "lineage": stage.lineage,
+            "stored_bytes": stage.stored_bytes,
             **{names[name]: value for name, value in metrics.items()},
         }
 

@@ -16,7 +16,9 @@ import numpy as np
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics.answers import Metric, score_rows, takes_input
 from latent_sweep.metrics.matrix import ScoreMatrix
+from latent_sweep.metrics.more import Scored, more_measures
 from latent_sweep.results.inputs import read_test_examples
+from latent_sweep.results.measures import recorded_measures, task_facts
 from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder
@@ -25,6 +27,7 @@ from latent_sweep.storage.predictions import Answer, Answers, saved_answers
 from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, corrupt_files
 
 MEASURES = ("AP", "FM")
+"""Always compared; others if they are stored."""
 ROUNDING = 1e4 * EPSILON
 """Tolerance of AP and FM: far below the digits of tables, far above rounding errors of sums."""
 
@@ -48,7 +51,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measure:
-    """AP or FM, stored and recomputed; None if unknown."""
+    """A measure, stored and recomputed; None if unknown."""
 
     stored: float | None
     recomputed: float | None
@@ -103,7 +106,8 @@ class Rescored:
         measures = self.measures.items()
         verdict = "NOT EQUAL" if self.differs else "equal" if self.equal else "equal as far as it could be rescored"
         counts = f"{len(self.cells)} scores of {sum(cell.rows for cell in self.cells)} answers recomputed"
-        percentages = [f"{name} {100 * one.recomputed:.2f} %" for name, one in measures if one.recomputed is not None]
+        shown = [(name, one.recomputed) for name, one in measures if name in MEASURES and one.recomputed is not None]
+        percentages = [f"{name} {100 * recomputed:.2f} %" for name, recomputed in shown]
         yield f"{self.name}: {verdict}; {', '.join([counts, *percentages])}"
         different: list[tuple[str, Cell | Measure]] = [(name, one) for name, one in measures if one.differs]
         cells = [(f"stage {cell.stage}, task {cell.task}, {cell.rows} examples", cell) for cell in self.different]
@@ -155,6 +159,8 @@ class _Rescoring:
         self.ids = {task: [line["id"] for line in own] for task, own in lines.items()}
         self.references = {task: [line["references"] for line in own] for task, own in lines.items()}
         self.settings = trial.benchmark()
+        self._by_stage: dict[tuple[int, str], list[float]] = {}
+        """Recomputed scores by tasks seen and task."""
         self._cache: dict[tuple[str, int, str], float] = {}
         """Scores by task, example and prediction: most answers are the same as at the stage before."""
 
@@ -179,9 +185,19 @@ class _Rescoring:
         whole = [row for row in rows if row is not None]
         recomputed = {} if rows[-1] is None else {"AP": float(np.mean(rows[-1]))}
         if len(whole) == len(rows):
-            recomputed = ScoreMatrix(self.tasks, tuple(whole)).measures()
+            matrix = ScoreMatrix(self.tasks, tuple(whole))
+            recomputed = self._further(matrix, kept[len(rows)]) | matrix.measures()
         stored = final_metrics(self.trial.events)
-        result.measures = {name: Measure(stored.get(name), recomputed.get(name)) for name in MEASURES}
+        further = [name for name in recorded_measures(stored) if name in recomputed]
+        result.measures = {name: Measure(stored.get(name), recomputed.get(name)) for name in (*MEASURES, *further)}
+
+    def _further(self, matrix: ScoreMatrix, newest: Answers) -> dict[str, float]:
+        last = {
+            task: Scored([answer.prediction for answer in newest[task]], self._by_stage[len(self.stages), task])
+            for task in self.tasks
+        }
+        new = {task: self._by_stage[seen, task] for seen, task in enumerate(self.tasks, start=1)}
+        return more_measures(matrix, task_facts(self.settings.name), last, new)
 
     def _unscorable(self, metrics: Mapping[str, Metric]) -> str | None:
         """Return why answers cannot be scored here: a missing metric, or missing inputs that it needs."""
@@ -204,6 +220,7 @@ class _Rescoring:
         cells = []
         for task, stored in zip(self.tasks[: stage.tasks_seen], self.stored[stage.tasks_seen - 1], strict=True):
             scores = self._scores(task, stage.scored_by[task], answers[task])
+            self._by_stage[stage.tasks_seen, task] = scores
             cells.append(Cell(stage.tasks_seen, task, len(scores), stored, float(np.mean(scores))))
         return cells
 

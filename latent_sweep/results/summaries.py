@@ -17,8 +17,11 @@ from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
 from latent_sweep.results.compute_used import AtWork, compute_used, held_at_work
+from latent_sweep.results.costs import StageCost, StageUse, costs_of
 from latent_sweep.results.definition import Measure
 from latent_sweep.results.importance import Observation
+from latent_sweep.results.marks import Marks, marks_of
+from latent_sweep.results.measures import References, further_measures
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
@@ -97,6 +100,12 @@ class Configuration:
     """By `ROUTING_METRICS`, at the last stage that has it; for the AUROC the mean over stages."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> all values with which its stages were learned or scored."""
+    marks: tuple[Marks, ...] = ()
+    """Distinct ones of its trials."""
+    further: Mapping[str, Statistic] = field(default_factory=dict)
+    """By the names of `measures.MORE`, and AP and FM by category."""
+    costs: Mapping[str, Statistic] = field(default_factory=dict)
+    """By the names of `costs.COSTS`."""
     n_stopped: int = 0
     """By a scheduler."""
     n_failed: int = 0
@@ -121,6 +130,8 @@ class Cost:
 
     learning: dict[str, float] = field(default_factory=dict)
     """Seconds by lineage."""
+    stages: dict[str, StageCost] = field(default_factory=dict)
+    """By lineage, of the stages that a trial of the sweep learned itself."""
     seconds_answering: float = 0.0
     reused: int = 0
     """Stages found in the storage, or shared by trials of one training."""
@@ -131,6 +142,8 @@ class Cost:
     def add(self, trial: TrialResults) -> None:
         for stage in trial.stages:
             metrics = stage.metrics
+            if (cost := StageCost.of(stage)) is not None:
+                self.stages.setdefault(stage.lineage, cost)
             self.seconds_answering += metrics.get("seconds_eval", 0.0)
             if stage.reused or stage.lineage in self.learning:
                 self.reused += 1
@@ -244,22 +257,28 @@ def end_reason(events: Sequence[Event]) -> str:
     return f"{last.kind}{at}: {last.message}"
 
 
-def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
+def summarize(
+    sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = (), read_answers: bool = False
+) -> Summary:
     """Group a sweep's trials by all axes except those that repeat; only finished trials enter statistics.
 
     Args:
         over: axes that repeat a configuration, like the seed, by path or short name.
         baseline: settings, as `name=value`, of the configuration that the others are compared with.
+        read_answers: see `measures.further_measures`.
 
     Raises:
         ConfigError: the sweep has no such axis, or not exactly one configuration fits `baseline`.
         StorageError: the sweep or a journal is missing or corrupt.
     """
-    return summarize_all([sweep], over, baseline)[0]
+    return summarize_all([sweep], over, baseline, read_answers)[0]
 
 
 def summarize_all(
-    sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()
+    sweeps: Sequence[SweepFolder],
+    over: Sequence[str] = (),
+    baseline: Sequence[str] = (),
+    read_answers: bool = False,
 ) -> list[Summary]:
     """Summarize several sweeps, with a column for every setting in which they differ.
 
@@ -270,7 +289,7 @@ def summarize_all(
     if twice := [str(path) for path, count in times.items() if count > 1]:
         raise ConfigError(f"report: {', '.join(twice)} is named more than once; name each sweep once.")
     names = Counter(sweep.name for sweep in sweeps)
-    read = [_summarize(sweep, over) for sweep in sweeps]
+    read = [_summarize(sweep, over, read_answers) for sweep in sweeps]
     axes = [path for sweep in sweeps for path in sweep.axes]
     summaries = _with_differing_columns(
         [summary for summary, *_ in read], axes, [path for *_, paths in read for path in paths]
@@ -287,7 +306,9 @@ def summarize_all(
     ]
 
 
-def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
+def _summarize(
+    sweep: SweepFolder, over: Sequence[str], read_answers: bool
+) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
     """Return a summary without a baseline, the trials of each configuration, and the paths of repeating axes."""
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
@@ -297,9 +318,10 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
     trials: dict[str, TrialSummary] = {}
     for folder in sweep:  # one journal at a time: there may be thousands
         trial = TrialResults(sweep, folder)
-        trials[folder.trial_id] = _trial_summary(trial)
+        trials[folder.trial_id] = _trial_summary(trial, read_answers)
         cost.add(trial)
         at_work += held_at_work(trial.events)
+    trials = _with_references(trials, cost)
     tuning = read_tuning(sweep) or []
     chosen = {axis for selection in tuning for axis in selection.values if axis in names}
     varied = {axis: name for axis, name in names.items() if axis not in chosen}
@@ -413,9 +435,28 @@ class TrialSummary:
     matrix: ScoreMatrix | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
     router: Mapping[str, float] = field(default_factory=dict)
+    further: Mapping[str, float] = field(default_factory=dict)
+    used: tuple[StageUse, ...] = ()
+    """By its stages."""
+    costs: Mapping[str, float] = field(default_factory=dict)
 
 
-def _trial_summary(trial: TrialResults) -> TrialSummary:
+def _with_references(trials: Mapping[str, TrialSummary], cost: Cost) -> dict[str, TrialSummary]:
+    """Add to finished trials what others decide: measures with a single-task reference, and the cost of stages."""
+    finished = [(each.folder, each.matrix) for each in trials.values() if each.matrix is not None]
+    references = References(finished)
+
+    def completed(each: TrialSummary) -> TrialSummary:
+        if each.matrix is None:
+            return each
+        measures = references.measures(each.folder, each.matrix) if "LA" in each.measures else {}
+        costs = costs_of(each.used, cost.stages)
+        return replace(each, further={**each.further, **measures}, costs=costs)
+
+    return {trial_id: completed(each) for trial_id, each in trials.items()}
+
+
+def _trial_summary(trial: TrialResults, read_answers: bool = False) -> TrialSummary:
     events, learned = trial.events, trial.stages
     last = events[-1] if events else None
     lost = f"{last.kind}: {last.message}" if isinstance(last, Lost) else ""
@@ -443,6 +484,8 @@ def _trial_summary(trial: TrialResults) -> TrialSummary:
         matrix=trial.matrix,
         constants={stage.task: stage.constant for stage in learned if stage.constant is not None},
         router=_routing_metrics(learned),
+        further=further_measures(trial, read_answers),
+        used=tuple(map(StageUse.of, learned)),
     )
 
 
@@ -525,11 +568,18 @@ def _configuration(group: Sequence[TrialSummary], columns: Mapping[str, str]) ->
         computed_with=_values_by_name(
             (name, value) for each in group for name, values in each.computed_with.items() for value in values
         ),
+        marks=tuple(dict.fromkeys(marks_of(each.folder) for each in group)),
+        further=_all_statistics([each.further for each in finished]),
+        costs=_all_statistics([each.costs for each in finished]),
         n_stopped=sum(each.status == "stopped" for each in group),
         n_failed=sum(each.status == "failed" for each in group),
         learns_in_turn=all(each.learns_in_turn for each in group),
         matrices=matrices,
     )
+
+
+def _all_statistics(values: Sequence[Mapping[str, float]]) -> dict[str, Statistic]:
+    return _statistics(dict.fromkeys(name for each in values for name in each), values)
 
 
 def _statistics(names: Iterable[str], values: Sequence[Mapping[str, float]]) -> dict[str, Statistic]:

@@ -103,6 +103,8 @@ class Stage(_Line):
     """Last optimizer step of each interval of `run.loss_every` steps; empty if the task was not learned here."""
     losses: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     """Mean of each loss term over each interval."""
+    stored_bytes: int | None = None
+    """Size of the snapshot's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

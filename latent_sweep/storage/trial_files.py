@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from latent_sweep.errors import StorageError
 from latent_sweep.metrics.matrix import ScoreMatrix
+from latent_sweep.metrics.more import Scored
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.checksummed import quarantine
 from latent_sweep.storage.folders import SweepFolder
@@ -194,6 +195,25 @@ def prediction_lines(folder: Path, stage: Stage, task: str) -> list[dict[str, An
     if digest is None or _fault(folder / name, digest) is not None:
         return None
     return [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
+
+
+def newest_scored(folder: Path, stage: Stage) -> dict[str, Scored]:
+    """Return the answers after the newest stage, by task; without tasks whose file does not match the journal."""
+    scored = {}
+    for task in stage.scores:
+        if (lines := prediction_lines(folder, stage, task)) is not None:
+            scored[task] = Scored([line["prediction"] for line in lines], [line["score"] for line in lines])
+    return scored
+
+
+def scores_when_new(folder: Path, recorded: Sequence[Stage]) -> dict[str, list[float]]:
+    """Return the scores of each task's examples at the stage that learned it, for stages with saved answers.
+
+    Raises:
+        OSError, ValueError: a file is missing or corrupt.
+    """
+    saved = saved_answers(folder, recorded)
+    return {stage.task: [answer.score for answer in answers[stage.task]] for stage, answers in saved}
 
 
 def checked_answers(folder: Path, recorded: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:

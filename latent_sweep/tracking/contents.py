@@ -18,6 +18,8 @@ from latent_sweep.report import report
 from latent_sweep.report.tables import PAGE_FILE
 from latent_sweep.results import summaries
 from latent_sweep.results.definition import defined_events
+from latent_sweep.results.marks import UNKNOWN, marks_of
+from latent_sweep.results.measures import NEEDS_OTHERS
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
@@ -119,7 +121,7 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         start=events[0].time,
         status=run_status(events),
         end=events[-1].time,
-        params=shown_params(trial),
+        params=shown_params(trial) | shown_marks(trial),
         tags=_texts(tags, _LONGEST_TAG),
         cursor=trial_cursor(sweep, events),
         history=history(trial, events),
@@ -179,11 +181,12 @@ def configuration_content(sweep: SweepFolder, configuration: summaries.Configura
     """
     seed_name = short_names(sweep.axes).get(sweep.seed_axis, "seed")
     values: dict[str, float | None] = {"n": float(configuration.n_finished)}
-    measures = {
+    measures: dict[str, summaries.Statistic | None] = {
         "AP": configuration.average_performance,
         "LA": configuration.learning_accuracy,
         "FM": configuration.forgetting,
     }
+    measures |= {name: one for name, one in configuration.further.items() if name not in NEEDS_OTHERS}
     for metric, measure in measures.items():
         values |= {f"{metric}_mean": getattr(measure, "mean", None), f"{metric}_std": getattr(measure, "std", None)}
     end = _last_finish([configuration])
@@ -195,7 +198,7 @@ def configuration_content(sweep: SweepFolder, configuration: summaries.Configura
         start=end,
         status="FINISHED",
         end=end,
-        params={name: value for name, value in shown_params(trial).items() if name != seed_name},
+        params={name: value for name, value in shown_params(trial).items() if name != seed_name} | shown_marks(trial),
         tags=_texts(
             {name: getattr(configuration, name) for name in ("n_trials", "n_stopped", "n_failed")}, _LONGEST_TAG
         ),
@@ -211,7 +214,7 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
 
     work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
     summary = replace(summary, driven=False)  # uploaded at the end of a run by the process that drives it
-    rows = report.records(summary)
+    rows = report.records(summary, all_measures=True)
     table = {"columns": list(rows[0]) if rows else [], "data": [list(row.values()) for row in rows]}
     # as text: log_table would append to the stored table
     artifacts: dict[str, Artifact] = {
@@ -259,6 +262,12 @@ def shown_params(trial: TrialFolder) -> dict[str, str]:
     return _texts({names[path]: value for path, value in shown.items()}, _LONGEST_PARAM)
 
 
+def shown_marks(trial: TrialFolder) -> dict[str, str]:
+    """Return the marks of tables as params."""
+    marks = marks_of(trial)
+    return {"earlier_rows": marks.earlier_rows or UNKNOWN, "knows_task": format_value(marks.knows_task)}
+
+
 def _history(events: Sequence[Event]) -> Iterator[Point]:
     """Yield every metric value of a journal; of the final metrics only those that no stage has logged."""
     logged, last_step = set(), 0
@@ -273,7 +282,9 @@ def _history(events: Sequence[Event]) -> Iterator[Point]:
                 for step, loss in zip(event.loss_steps, losses, strict=True):
                     yield Point(f"{LOSS}/{term}", loss, before + step, event.time)
             scores = {f"score/{task}": score for task, score in event.scores.items()}
-            for key, value in {**event.metrics, **scores}.items():
+            sizes = {"trainable_parameters": event.trainable_parameters, "stored_bytes": event.stored_bytes}
+            known = {key: float(size) for key, size in sizes.items() if size is not None}
+            for key, value in {**event.metrics, **scores, **known}.items():
                 logged.add((key, event.tasks_seen))
                 yield Point(key, value, event.tasks_seen, event.time)
         elif isinstance(event, Finished):

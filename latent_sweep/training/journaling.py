@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from latent_sweep.data.schema import scoring_metric
+from latent_sweep.metrics.more import TaskFacts, more_measures
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import failure_facts
 from latent_sweep.storage.journal import PAUSED, attempts, stages, status
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.storage.trial_files import TrialFiles
+from latent_sweep.storage.trial_files import TrialFiles, newest_scored, scores_when_new
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.training.context import Context, computed_with, hardware
 from latent_sweep.training.trainer import TrainingSummary
@@ -58,8 +59,12 @@ def record_stage(
     if summary is not None:
         metrics["seconds_train"] = summary.seconds
         metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
+        metrics.setdefault("replayed_share", summary.replayed_share)
+        if summary.peak_bytes is not None:
+            metrics["peak_bytes"] = float(summary.peak_bytes)
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
     how = {"steps": facts["steps"], "trainable_parameters": facts["trainable_parameters"]}
+    how["stored_bytes"] = context.store.path(snapshot.lineage).stat().st_size
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
     if summary is not None and summary.history is not None and context.loss_every:
         how |= summary.history.curve(context.loss_every)
@@ -73,7 +78,7 @@ def record_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], co
     if files.stop is not None:
         files.stop_again()
         return
-    matrix = files.matrix
+    metrics = files.matrix.measures() | more_measures_of(files, trial)
     timed = ("seconds_train", "seconds_eval")
     recorded = [event.metrics for event in stages(files.journal.read())]
     paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
@@ -82,8 +87,8 @@ def record_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], co
             "trial_id": trial.trial_id,
             "training_id": trial.training_id,
             "status": "finished",
-            "metrics": matrix.measures(),
-            "scores": dict(zip(matrix.tasks, matrix.rows[-1], strict=True)),
+            "metrics": metrics,
+            "scores": dict(zip(files.matrix.tasks, files.matrix.rows[-1], strict=True)),
             "timings": {name: sum(metrics.get(name, 0.0) for metrics in recorded) for name in timed},
             "generated_share": _generated_share(files, trial, context),
             "snapshots": [str(path) for path in paths],
@@ -92,6 +97,14 @@ def record_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], co
             "hardware": hardware(context.engine),
         }
     )
+
+
+def more_measures_of(files: TrialFiles, trial: Trial) -> dict[str, float]:
+    """Return the measures that follow from the saved answers of a trial whose stages are all recorded."""
+    recorded = stages(files.journal.read())
+    facts = {task.name: TaskFacts(task.category, task.labels) for task in trial.tasks}
+    last, new = newest_scored(files.folder, recorded[-1]), scores_when_new(files.folder, recorded)
+    return more_measures(files.matrix, facts, last, new)
 
 
 def _generated_share(files: TrialFiles, trial: Trial, context: Context) -> float:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +24,43 @@ def give_back_memory() -> None:
 @cache
 def _malloc_trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+class PeakMemory:
+    """The largest memory of this process since the object was made: torch's on a GPU, otherwise the resident set."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._on_gpu = torch.cuda.is_initialized()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        self._known = self._on_gpu or _reset_resident_peak()
+
+    def bytes(self) -> int | None:
+        """Return the peak so far; None if the system does not tell."""
+        import torch
+
+        if not self._known:
+            return None
+        return torch.cuda.max_memory_allocated() if self._on_gpu else _resident_peak()
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+    except OSError:
+        return False
+    return _resident_peak() is not None
+
+
+def _resident_peak() -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return 1024 * int(sizes[0]) if sizes else None
 
 
 @contextmanager

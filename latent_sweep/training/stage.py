@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from latent_sweep.training.evaluation import AnswerEnd, CachedTensors
 from latent_sweep.training.events import Emit, Step
 from latent_sweep.training.journaling import record_stage
 from latent_sweep.training.loop import train_pack
-from latent_sweep.training.memory_housekeeping import give_back_memory
+from latent_sweep.training.memory_housekeeping import PeakMemory, give_back_memory
 from latent_sweep.training.run import ActiveRun, ActiveRuns, ActiveTrial
 from latent_sweep.training.trainer import Progress, Trainer, TrainingSummary
 
@@ -83,6 +84,7 @@ def learn_together(
     runs: ActiveRuns, position: int, lineages: Sequence[str], emit: Emit
 ) -> dict[str, tuple[Snapshot, TrainingSummary]]:
     """Learn snapshots side by side, without those that fail; all workers of a group call this at the same time."""
+    peak = PeakMemory()
     going = runs.going(position)
     sharers = {lineage: [run for run in going if run.lineages[position] == lineage] for lineage in lineages}
     trainers: dict[str, Trainer] = {}
@@ -101,7 +103,7 @@ def learn_together(
                 with during("statistics"):
                     snapshot = sharers[lineage][0].snapshot(position, trainers[lineage], outcome)
                     runs.context.engine.check_frozen()
-                learned[lineage] = snapshot, outcome
+                learned[lineage] = snapshot, replace(outcome, peak_bytes=peak.bytes())
     return learned
 
 

@@ -66,6 +66,10 @@ class TrainingSummary:
     """Prompt and target tokens, without padding, that this process has trained on."""
     history: History | None = field(default=None, compare=False)
     """The loss terms of all steps; None without training."""
+    replayed_share: float = 0.0
+    """Share of the rows trained on that `Learner.examples` added to the task's own."""
+    peak_bytes: int | None = field(default=None, compare=False)
+    """Largest memory of this process during the stage, of all trainers of a pack; None if it is not known."""
 
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -242,7 +246,8 @@ class Trainer:
         except NonFiniteLoss as failure:
             return failure
         first, last = self.history.mean(last=False), self.history.mean(last=True)
-        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens, self.history)
+        replayed = max(0.0, 1 - len(self.examples) / len(self.rows))
+        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens, self.history, replayed)
 
 
 class History:

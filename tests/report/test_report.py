@@ -32,6 +32,7 @@ from latent_sweep.methods import METHODS
 from latent_sweep.report import report
 from latent_sweep.report.figures import QUICK_DPI, score_matrix_figure, score_matrix_png
 from latent_sweep.report.latex import latex
+from latent_sweep.report.measure_tables import sections_with_measures
 from latent_sweep.report.page import render_page
 from latent_sweep.report.pictures import curve_axis
 from latent_sweep.report.tables import FAILED, NOTHING_LEARNED, Cell, Section, Table, sections, together
@@ -156,7 +157,7 @@ def test_latex_uses_the_papers_names_of_methods(tmp_path):
     sweep = finished_sweep(tmp_path, {"method.name": ["seq_lora", "mine_lora"], "seed": [0]}, repeat(0.5))
     text = report.render(summaries.summarize(sweep), "latex")
     assert "\nSeqLoRA & $1$ &" in text and "\nmine\\_lora & $1$ &" in text
-    assert r"\begin{tabular}{lrrrr}" in text
+    assert r"\begin{tabular}{lrrrrl}" in text  # the last column: what they also read
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
@@ -290,6 +291,28 @@ def test_protocol_settings_that_vary_have_a_column(tmp_path):
     assert "the same in all rows: trained 147,456\n" in text
     rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarize(sweep), "csv"))))
     assert [row["steps"] for row in rows] == ["24", "24", "0 to 1200", ""]
+
+
+def test_tables_say_what_methods_also_read(tmp_path):
+    """A sweep of an earlier version records no marks: those of a built-in method follow from its settings."""
+    axes = {"method.name": ["seq_lora", "joint_lora", "lfpt5", "inc_lora", "my_module:Mine"], "seed": [0]}
+    oracle = lambda values: {"router.combine": "oracle" if values["method.name"] == "inc_lora" else "last"}  # noqa: E731
+    summary = summaries.summarize(finished_sweep(tmp_path, axes, repeat(0.5), params=oracle))
+    main, *_ = sections(summary)
+    assert [row[main.table.header.index("also reads")].text for row in main.table.rows] == [
+        *("-", "all rows", "generated rows", "task", "unknown")
+    ]
+    assert [(row["earlier_rows"], row["knows_task"]) for row in report.records(summary)] == [
+        *(("none", False), ("all", False), ("generated", False), ("none", True), ("unknown", False))
+    ]
+
+
+def test_all_measures_make_the_table_longer(tmp_path):
+    summary = summaries.summarize(finished_sweep(tmp_path, {"seed": [0, 1]}, repeat(0.5)))
+    short = {section.name for section in sections_with_measures(summary, all_measures=False)}
+    assert {section.name for section in sections_with_measures(summary)} - short == {"measures", "costs"}
+    assert "Avg_mean" in report.records(summary, all_measures=True)[0]
+    assert "Avg_mean" not in report.records(summary)[0]
 
 
 def test_the_rate_has_no_second_column_beside_its_axis(tmp_path):

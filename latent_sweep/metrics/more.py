@@ -1,0 +1,119 @@
+"""Measures from the answers of single examples, and means by category of task: see docs/statistics.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from latent_sweep.metrics.answers import exact_match
+from latent_sweep.metrics.matrix import ScoreMatrix
+
+RIGHT = 0.5
+"""Score from which an answer counts as right."""
+
+CATEGORY_AP, CATEGORY_FM = "category_AP/", "category_FM/"
+"""Prefixes of the measures by category."""
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
+"""Characters that MLflow does not accept in the name of a metric."""
+
+
+class TaskFacts(NamedTuple):
+    """What a benchmark says about a task, as far as measures read it."""
+
+    category: str
+    labels: Sequence[str] | None
+
+
+class Scored(NamedTuple):
+    """The answers to a task's test examples."""
+
+    predictions: Sequence[str]
+    scores: Sequence[float]
+
+
+class Flips(NamedTuple):
+    """Shares of examples whose answer flipped between two stages."""
+
+    lost: float
+    """Right before, wrong after."""
+    gained: float
+    lost_corrected: float
+    """Without the share that guessing explains."""
+    gained_corrected: float
+
+
+def flips(before: Sequence[float], after: Sequence[float], choices: int | None = None) -> Flips:
+    """Count flips between two stages' scores of the same examples (Harmon et al. 2025, arXiv 2510.17776).
+
+    With k choices, guessing explains (1 - a)(1 - b) / (k - 1) of either kind, where a and b are the shares of right
+    answers. A model that knows or guesses is wrong in (k - 1) / k of its guesses, so it guessed right in the share
+    (1 - a) / (k - 1) before, and of these 1 - b are wrong after, if the two are independent. Corrected shares are at
+    least 0.
+
+    Args:
+        choices: k; None, or less than 2, for free text, which is not guessed.
+    """
+    was, now = (_right(scores) for scores in (before, after))
+    lost, gained = float((was & ~now).mean()), float((~was & now).mean())
+    a, b = float(was.mean()), float(now.mean())
+    chance = (1 - a) * (1 - b) / (choices - 1) if choices is not None and choices > 1 else 0.0
+    return Flips(lost, gained, max(0.0, lost - chance), max(0.0, gained - chance))
+
+
+def _right(scores: Sequence[float]) -> npt.NDArray[np.bool_]:
+    return np.asarray(scores, dtype=float) >= RIGHT
+
+
+def unparsable(predictions: Sequence[str], labels: Sequence[str]) -> float:
+    """Return the share of answers that equal no label, compared as the metric `accuracy` does."""
+    known = {prediction: exact_match(prediction, labels) for prediction in set(predictions)}
+    return float(np.mean([1.0 - known[prediction] for prediction in predictions]))
+
+
+def more_measures(
+    matrix: ScoreMatrix, facts: Mapping[str, TaskFacts], last: Mapping[str, Scored], new: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """Return the measures of a trial after its last task that its score matrix does not hold, by name.
+
+    Args:
+        facts: of each task; without them there are no corrected flips, categories and unparsable answers.
+        last: by task, the answers after the last task.
+        new: by task, the scores right after it was learned; flips need those of every earlier task.
+    """
+    tasks = matrix.tasks[: len(matrix.rows)]
+    measures = {"Avg": matrix.average_of_stages()} | by_category(matrix, facts)
+    if tasks[1:] and all(task in new and task in last for task in tasks[:-1]):
+        flipped = [flips(new[task], last[task].scores, _choices(facts.get(task))) for task in tasks[:-1]]
+        means = np.mean(flipped, axis=0)
+        known = Flips._fields if facts.keys() >= set(tasks[:-1]) else ("lost", "gained")
+        measures |= {name: float(mean) for name, mean in zip(Flips._fields, means, strict=True) if name in known}
+    shares = [
+        unparsable(last[task].predictions, labels)
+        for task in tasks
+        if task in last and task in facts and (labels := facts[task].labels)
+    ]
+    return measures | ({"unparsable": float(np.mean(shares))} if shares else {})
+
+
+def by_category(matrix: ScoreMatrix, facts: Mapping[str, TaskFacts]) -> dict[str, float]:
+    """Return AP and FM over the tasks of each category; nothing if tasks have fewer than two categories."""
+    names = {task: _NOT_IN_NAMES.sub("_", facts[task].category) for task in matrix.tasks if task in facts}
+    categories = [name for name in dict.fromkeys(names.values()) if name]
+    if len(categories) < 2:
+        return {}
+    last = dict(zip(matrix.tasks, matrix.rows[-1], strict=False))
+    measures = {}
+    for prefix, values in ((CATEGORY_AP, last), (CATEGORY_FM, matrix.forgetting_by_task())):
+        for category in categories:
+            own = [value for task, value in values.items() if names.get(task) == category]
+            if own:  # the last task has no forgetting
+                measures[prefix + category] = float(np.mean(own))
+    return measures
+
+
+def _choices(facts: TaskFacts | None) -> int | None:
+    return None if facts is None or facts.labels is None else len(facts.labels)

@@ -1,0 +1,82 @@
+"""The tables of `--measures all`: further measures, AP and FM by category of task, and costs."""
+
+from __future__ import annotations
+
+from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM
+from latent_sweep.report.tables import Cell, Columns, Section, Table, score_cell, sections
+from latent_sweep.results.costs import COSTS
+from latent_sweep.results.measures import MORE
+from latent_sweep.results.summaries import Summary
+
+_FIRST = ("main", "compared", "published")
+"""Sections that stay in front."""
+_NO_REFERENCE = (
+    "SAPT's FWT needs inc_lora with train_active: current and router.combine: oracle (or last) in the same sweep, for "
+    "the same seed, backbone and benchmark"
+)
+_STORED = "costs count what the sweep's trials learned; a stage that they found in the storage has no known cost"
+CATEGORIES = "APs and FMs are means over the tasks of a category"
+
+
+def sections_with_measures(summary: Summary, all_measures: bool = True) -> list[Section]:
+    """Return the sections of a report, with the tables of this module if they are wanted."""
+    parts = sections(summary)
+    if not all_measures:
+        return parts
+    first = sum(part.name in _FIRST for part in parts)
+    more = [_measures(summary), *_categories(summary), _costs(summary)]
+    return [*parts[:first], *(section for section in more if section.table is not None), *parts[first:]]
+
+
+def _measures(summary: Summary) -> Section:
+    columns = [
+        one
+        for one in MORE
+        if one.name != "intransigence" and any(one.name in each.further for each in summary.configurations)
+    ]
+    headings = {one.name: one.heading for one in columns}
+    details = [f"{one.heading.removesuffix(' (%)')}: {one.meaning}" for one in columns]
+    notes = [_NO_REFERENCE] * (bool(columns) and "SAPT_FWT" not in headings)
+    return Section("measures", "Further measures", _scores(summary, headings), (), [*details, *notes])
+
+
+def _categories(summary: Summary) -> list[Section]:
+    names = dict.fromkeys(name for one in summary.configurations for name in one.further)
+    found = []
+    for prefix, measure in ((CATEGORY_AP, "AP"), (CATEGORY_FM, "FM")):
+        headings = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        title = f"{measure} by category of task (%)"
+        found.append(Section(f"categories_{measure}", title, _scores(summary, headings)))
+    return found
+
+
+def _scores(summary: Summary, headings: dict[str, str]) -> Table | None:
+    """Return a table with a column for each of these measures; None without any."""
+    axes = Columns([summary])
+    rows = [
+        [*axes.cells(summary, one), *(score_cell(one.further.get(name), spread=False) for name in headings)]
+        for one in summary.configurations
+        if one.further
+    ]
+    return Table([*axes.header, *headings.values()], rows, len(axes.header)) if rows and headings else None
+
+
+def _costs(summary: Summary) -> Section:
+    columns = [one for one in COSTS if any(one.name in each.costs for each in summary.configurations)]
+    axes, rows = Columns([summary]), []
+    for one in summary.configurations:
+        if one.costs:
+            trained = [Cell(f"{number:,}", number) for number in one.trainable_parameters[-1:]] or [Cell("-")]
+            values = [(column, one.costs.get(column.name)) for column in columns]
+            cells = [
+                Cell("-")
+                if statistic is None
+                else Cell(f"{statistic.mean / column.divisor:,.{column.decimals}f}", statistic.mean)
+                for column, statistic in values
+            ]
+            rows.append([*axes.cells(summary, one), *trained, *cells])
+    details = ["trained: trainable parameters of a task, the most of any", _STORED]
+    details += [f"{column.heading}: {column.meaning}" for column in columns]
+    header = [*axes.header, "trained", *(column.heading for column in columns)]
+    table = Table(header, rows, len(axes.header)) if rows and columns else None
+    return Section("costs", "Cost of a trial, mean over trials", table, (), details)

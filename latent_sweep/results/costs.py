@@ -1,0 +1,96 @@
+"""What trials cost: bytes, replayed rows, seconds, tokens, memory. A shared stage counts for all that use it."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from latent_sweep.storage.journal import Stage
+
+
+class CostColumn(NamedTuple):
+    """A column of the cost table."""
+
+    name: str
+    heading: str
+    divisor: float
+    decimals: int
+    meaning: str
+
+
+COSTS = (
+    CostColumn("stored_bytes", "stored (MB)", 1e6, 2, "size of the snapshots of all tasks"),
+    CostColumn("replayed_share", "replayed (%)", 0.01, 2, "share of the rows trained on that are of earlier tasks"),
+    CostColumn("seconds_learning", "learning (s)", 1, 1, "time of all optimizer steps, a pack's divided by its runs"),
+    CostColumn("seconds_answering", "answering (s)", 1, 1, "time of scoring; answers from the cache take none"),
+    CostColumn("tokens", "tokens (M)", 1e6, 3, "tokens trained on, of prompts and targets"),
+    CostColumn("peak_bytes", "peak (GiB)", 2**30, 2, "largest memory of a worker while it learned, of its whole pack"),
+)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The cost of learning one stage; None for what was not recorded."""
+
+    seconds: float
+    tokens: float | None
+    replayed_share: float | None
+    peak_bytes: float | None
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageCost | None:
+        """Return the cost of a stage that its trial learned itself; None for any other."""
+        metrics = stage.metrics
+        if stage.reused or "seconds_train" not in metrics:
+            return None
+        rate = metrics.get("tokens_per_second")
+        tokens = None if rate is None else rate * max(metrics["seconds_train"], 1e-9)
+        share, peak = metrics.get("replayed_share"), metrics.get("peak_bytes")
+        return cls(metrics["seconds_train"], tokens, share, peak)
+
+
+class StageUse(NamedTuple):
+    """What one trial's stage used, as its journal records it."""
+
+    lineage: str
+    stored_bytes: int | None
+    seconds_answering: float
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageUse:
+        return cls(sys.intern(stage.lineage), stage.stored_bytes, stage.metrics.get("seconds_eval", 0.0))
+
+
+def stored_bytes(stages: Sequence[Stage] | Sequence[StageUse]) -> int | None:
+    """Return the size of distinct snapshots; None without any, or if one was not recorded."""
+    sizes = {stage.lineage: stage.stored_bytes for stage in stages}
+    return None if not sizes or None in sizes.values() else sum(size or 0 for size in sizes.values())
+
+
+def costs_of(stages: Sequence[StageUse], learned: Mapping[str, StageCost]) -> dict[str, float]:
+    """Return a trial's costs by the names of `COSTS`, without unknown ones.
+
+    Args:
+        learned: by lineage, the costs of the stages that the sweep's trials learned.
+    """
+    distinct = {stage.lineage: stage for stage in stages}
+    costs = [learned.get(lineage) for lineage in distinct]
+    known = [cost for cost in costs if cost is not None]
+    values: dict[str, float] = {"seconds_answering": sum(stage.seconds_answering for stage in stages)}
+    if (stored := stored_bytes(stages)) is not None:
+        values["stored_bytes"] = float(stored)
+    if len(known) < len(costs):
+        return values
+    values["seconds_learning"] = sum(cost.seconds for cost in known)
+    tokens, peaks = [cost.tokens for cost in known], [cost.peak_bytes for cost in known]
+    shares = [cost.replayed_share for cost in known[1:]]  # the first task has no earlier rows
+    if None not in tokens:
+        values["tokens"] = sum(each or 0.0 for each in tokens)
+    if peaks and None not in peaks:
+        values["peak_bytes"] = max(each or 0.0 for each in peaks)
+    if shares and None not in shares:
+        values["replayed_share"] = statistics.fmean(each or 0.0 for each in shares)
+    return values

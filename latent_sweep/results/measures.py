@@ -1,0 +1,143 @@
+"""Measures of finished trials besides AP, LA and FM, and the single-task reference that some of them need."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from latent_sweep.data.schema import load_benchmark
+from latent_sweep.metrics.matrix import ScoreMatrix
+from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM, Flips, TaskFacts, more_measures
+from latent_sweep.results.columns import LOCATION_AND_SPEED
+from latent_sweep.results.definition import defined_metrics
+from latent_sweep.results.selection import UNREADABLE
+from latent_sweep.results.trial import TrialResults
+from latent_sweep.storage.folders import TrialFolder
+from latent_sweep.storage.journal import final_metrics
+from latent_sweep.storage.trial_files import newest_scored, scores_when_new
+
+
+class MoreMeasure(NamedTuple):
+    """A column of the table of further measures; all are shares or differences of shares."""
+
+    name: str
+    heading: str
+    meaning: str
+
+
+MORE = (
+    MoreMeasure("BWT", "BWT (%)", "mean over the earlier tasks of the last score minus the score when new"),
+    MoreMeasure("Avg", "Avg (%)", "mean over the stages of the mean score of the tasks so far"),
+    MoreMeasure("FWT", "FWT (%)", "mean over the later tasks of the score just before learning minus the backbone's"),
+    MoreMeasure("SAPT_FWT", "SAPT's FWT (%)", "mean score when new minus that of a model trained on the task alone"),
+    MoreMeasure("intransigence", "intransigence (%)", "SAPT's FWT with the opposite sign"),
+    MoreMeasure("lost", "1 to 0 (%)", "share of answers of earlier tasks that were right when new and are wrong now"),
+    MoreMeasure("gained", "0 to 1 (%)", "the reverse"),
+    MoreMeasure("lost_corrected", "1 to 0 corrected (%)", "without the share that guessing among labels explains"),
+    MoreMeasure("gained_corrected", "0 to 1 corrected (%)", "the same for the reverse"),
+    MoreMeasure("unparsable", "no label (%)", "share of answers that are no label of their task, if it has labels"),
+)
+NEEDS_OTHERS = ("SAPT_FWT", "intransigence")
+"""Measures that another trial of the sweep decides."""
+_RECORDED = {*Flips._fields, "Avg", "FWT", "unparsable"}
+
+
+def recorded_measures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the measures of this module among a journal's metrics."""
+    prefixes = (CATEGORY_AP, CATEGORY_FM)
+    return {name: value for name, value in metrics.items() if name in _RECORDED or name.startswith(prefixes)}
+
+
+def further_measures(trial: TrialResults, read_answers: bool = False) -> dict[str, float]:
+    """Return the defined measures of a finished trial that need no other trial.
+
+    Args:
+        read_answers: compute what its journal lacks, as in a sweep of an earlier version, from its saved answers.
+    """
+    matrix, recorded = trial.matrix, recorded_measures(final_metrics(trial.events))
+    measures = {"BWT": matrix.backward_transfer(), "Avg": matrix.average_of_stages()}
+    if "Avg" not in recorded and read_answers:
+        measures |= _from_answers(trial)
+    return defined_metrics(trial.folder, trial.stages, measures | recorded)
+
+
+def task_facts(benchmark: str) -> dict[str, TaskFacts]:
+    """Return category and labels of a benchmark's tasks; nothing if it is not on this machine."""
+    try:
+        return {task.name: TaskFacts(task.category, task.labels) for task in load_benchmark(benchmark).tasks}
+    except UNREADABLE:
+        return {}
+
+
+def _from_answers(trial: TrialResults) -> dict[str, float]:
+    folder = trial.folder
+    facts = task_facts(str(folder.params.get("benchmark.name")))
+    last = newest_scored(folder.path, trial.stages[-1])
+    try:
+        new = scores_when_new(folder.path, trial.stages)
+    except UNREADABLE:
+        new = {}
+    try:
+        return more_measures(trial.matrix, facts, last, new)
+    except ValueError:  # stages have answers to different examples
+        return more_measures(trial.matrix, facts, last, {})
+
+
+# --- the single-task reference ---------------------------------------------------------------------------------------
+
+ALONE: Mapping[str, Sequence[Any]] = {
+    "method.name": ("inc_lora",),
+    "method.train_active": ("current",),
+    "router.combine": ("oracle", "last"),
+}
+"""Settings of a trial each of whose tasks, when new, is answered by a LoRA pair trained on it alone."""
+
+_ANYTHING_ELSE = ("training.", "method.rank")
+"""Settings by which one of several references is chosen, in this order."""
+
+
+class References:
+    """The scores of models trained on one task alone, of the finished trials of a sweep."""
+
+    def __init__(self, finished: Iterable[tuple[TrialFolder, ScoreMatrix]]):
+        self._by_subject: dict[str, list[tuple[Mapping[str, Any], dict[str, float]]]] = {}
+        for folder, matrix in finished:
+            if all(folder.params.get(path) in values for path, values in ALONE.items()):
+                alone = dict(zip(matrix.tasks, (row[-1] for row in matrix.rows), strict=False))
+                self._by_subject.setdefault(_subject(folder), []).append((folder.params, alone))
+
+    def of(self, folder: TrialFolder, tasks: Sequence[str]) -> dict[str, float] | None:
+        """Return the reference's score on each task; None without one, or if several differ.
+
+        It has the trial's seed, backbone and benchmark, in any order of tasks. Of several, those count whose `training`
+        is the trial's, if there is any, and of these those with its rank.
+        """
+        found = [each for each in self._by_subject.get(_subject(folder), ()) if set(tasks) <= each[1].keys()]
+        for prefix in _ANYTHING_ELSE:
+            wanted = _settings(folder.params, prefix)
+            found = [each for each in found if _settings(each[0], prefix) == wanted] or found
+        scores = [{task: alone[task] for task in tasks} for _, alone in found]
+        return scores[0] if scores and all(each == scores[0] for each in scores) else None
+
+    def measures(self, folder: TrialFolder, matrix: ScoreMatrix) -> dict[str, float]:
+        """Return SAPT's FWT and intransigence; nothing without a reference."""
+        tasks = matrix.tasks[: len(matrix.rows)]
+        alone = self.of(folder, tasks)
+        if alone is None:
+            return {}
+        gain = statistics.fmean(row[-1] - alone[task] for task, row in zip(tasks, matrix.rows, strict=True))
+        return {"SAPT_FWT": gain, "intransigence": 0.0 - gain}
+
+
+def _subject(folder: TrialFolder) -> str:
+    """Return what a trial and its reference have in common, as text."""
+    orders = ("benchmark.order", "benchmark.tasks", *LOCATION_AND_SPEED)
+    common = {path: folder.params[path] for path in folder.params if path.startswith(("benchmark.", "backbone."))}
+    common = {path: value for path, value in common.items() if path not in orders}
+    return json.dumps({**common, "seed": folder.params.get("seed")}, sort_keys=True, default=str)
+
+
+def _settings(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {path: value for path, value in params.items() if path.startswith(prefix) and path not in LOCATION_AND_SPEED}
