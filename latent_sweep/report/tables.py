@@ -127,8 +127,8 @@ _MEASURE_DETAILS = (
 )
 ALSO_READS = "also reads"
 _MARKS = (
-    "also reads: what a method gets beyond a task's own rows and the prompts: rows of earlier tasks, rows generated for "
-    "those, the rows of all tasks at once, or the task of each test example"
+    "also reads: what a method gets beyond a task's own rows and the prompts: rows of earlier tasks, rows generated "
+    "for those, the rows of all tasks at once, or the task of each test example"
 )
 _PROTOCOL = {"trained": "trainable parameters of a task", "rate": "learning rate", "steps": "optimizer steps of a task"}
 _ROUTER_DETAILS = (

@@ -98,7 +98,7 @@ def artifacts_of(client, run, folder=None):
 
 
 WHOLE_TRIAL = {
-    **{(key, step): 1 for key in ("AP", "FM", "seconds_train") for step in (1, 2, 3)},
+    **{(key, step): 1 for key in ("AP", "FM", "seconds_train", "trainable_parameters") for step in (1, 2, 3)},
     **{(f"score/{task}", step): 1 for number, task in enumerate(TASKS, start=1) for step in range(number, 4)},
     ("seconds_total", 3): 1,
 }
@@ -127,12 +127,15 @@ def test_a_running_trial_is_uploaded_stage_by_stage(uri, sweep, client):
         "dtype": "bfloat16",
         "benchmark": "superni",
         "order": "1",
+        "earlier_rows": "none",
+        "knows_task": "false",
     }
     tags = run.data.tags
     assert (tags["sweep"], tags["sweep_id"], tags["trial_id"]) == (sweep.name, sweep.sweep_id, trial.trial_id)
     assert (tags["training_id"], tags["attempt"], tags["node"]) == (trial.training_id, "1", "node-a")
     assert (tags["status"], tags["mlflow.parentRunId"]) == ("running", parent.info.run_id)
-    assert steps_of(client, run) == {("AP", 1): 1, ("FM", 1): 1, ("seconds_train", 1): 1, ("score/sentiment", 1): 1}
+    metrics = ("AP", "FM", "seconds_train", "trainable_parameters", "score/sentiment")
+    assert steps_of(client, run) == {(metric, 1): 1 for metric in metrics}
 
 
 def test_a_finished_trial_is_uploaded_with_its_files(uri, sweep, client, tmp_path):
@@ -253,6 +256,7 @@ def test_closing_uploads_summaries_and_tables(uri, sweep, client, monkeypatch, p
     assert low.data.metrics == pytest.approx(
         {"AP_mean": 0.42, "LA_mean": 0.42, "FM_mean": 0.1, "n": 2}
         | {"AP_std": 0.0008**0.5, "LA_std": 0.0008**0.5, "FM_std": 0.0}
+        | {"Avg_mean": 0.42, "Avg_std": 0.0008**0.5, "BWT_mean": 0.0, "BWT_std": 0.0}
     )
     assert "seed" not in low.data.params
     assert low.data.params["backbone"] == "t5-large"
@@ -692,7 +696,7 @@ def test_verify_finds_every_kind_of_difference_and_repair_fixes_them(uri, sweep,
     verdict = verify_tracker(sweep, tracker)
     assert verdict.faults == []
     assert verdict.counts["runs"] == 4 + 2 + 1
-    assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 7 + 1
+    assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 11 + 1
     assert verdict.counts["artifacts"] == 4 * 8 + 3
 
     changed, doubled, lost, failed = runs_of(client, sweep, "trial")
