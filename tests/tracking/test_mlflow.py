@@ -208,7 +208,7 @@ def test_more_points_than_fit_in_one_call_arrive(uri, sweep, client, plain_pictu
     tracker.close()
     assert verify_tracker(sweep, tracker).faults == []
     (run,) = runs_of(client, sweep, "trial")
-    assert sum(steps_of(client, run).values()) == 36 * 13 + 36 * 37 // 2 + 18 * 19 + 1 > 1000
+    assert sum(steps_of(client, run).values()) == 36 * 14 + 36 * 37 // 2 + 18 * 19 + 1 > 1000
 
 
 def test_failed_stopped_and_resumed_trials(uri, sweep, client):
