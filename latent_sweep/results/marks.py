@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods import METHODS, checked, method_class
+from latent_sweep.methods.protocol import Method
 from latent_sweep.storage.folders import TrialFolder
 
 _WORDS = {"real": "earlier rows", "generated": "generated rows", "all": "all rows"}
@@ -31,16 +32,32 @@ def marks_of(trial: TrialFolder) -> Marks:
     return Marks(trial.earlier_rows or _derived(trial), trial.params.get("router.combine") == "oracle")
 
 
+def answers_alone(trial: TrialFolder) -> bool:
+    """Return whether each task, when new, is answered by what was trained on its own rows alone, without a start.
+
+    False for a plugin, whose code is not run to read results.
+    """
+    method, n = _method(trial), trial.n_tasks
+    if method is None or trial.params.get("router.combine") not in ("oracle", "last"):
+        return False
+    alone = all(tuple(method.learns_from(p, n)) == (p,) and not method.reads_history(p) for p in range(n))
+    return alone and method.earlier_rows() == "none"
+
+
 def _derived(trial: TrialFolder) -> str | None:
+    method = _method(trial)
+    return None if method is None else checked.earlier_rows(method, trial.n_tasks)
+
+
+def _method(trial: TrialFolder) -> Method | None:
+    """Return a built-in method with a trial's settings, for planning; None for a plugin and unknown settings."""
     name = str(trial.params.get("method.name"))
-    if name not in METHODS:  # a plugin's code is not run to read results
+    if name not in METHODS:
         return None
     kind = method_class(name)
+    fields = kind.settings_class.model_fields
     try:
-        known = {
-            name: value for name, value in trial.settings["method"].items() if name in kind.settings_class.model_fields
-        }
-        settings = kind.settings_class.model_validate(known)
-        return checked.earlier_rows(kind(settings), trial.n_tasks)
+        known = {name: value for name, value in trial.settings["method"].items() if name in fields}
+        return kind(kind.settings_class.model_validate(known))
     except (LatentSweepError, ValueError, LookupError):
         return None

@@ -12,6 +12,7 @@ from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM, Flips, TaskFacts, more_measures
 from latent_sweep.results.columns import LOCATION_AND_SPEED
 from latent_sweep.results.definition import defined_metrics
+from latent_sweep.results.marks import answers_alone
 from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import TrialFolder
@@ -87,14 +88,7 @@ def _from_answers(trial: TrialResults) -> dict[str, float]:
 
 # --- the single-task reference ---------------------------------------------------------------------------------------
 
-ALONE: Mapping[str, Sequence[Any]] = {
-    "method.name": ("inc_lora",),
-    "method.train_active": ("current",),
-    "router.combine": ("oracle", "last"),
-}
-"""Settings of a trial each of whose tasks, when new, is answered by a LoRA pair trained on it alone."""
-
-_ANYTHING_ELSE = ("training.", "method.rank")
+_CHOSEN_BY = ("method.name", "training.", "method.rank")
 """Settings by which one of several references is chosen, in this order."""
 
 
@@ -104,18 +98,18 @@ class References:
     def __init__(self, finished: Iterable[tuple[TrialFolder, ScoreMatrix]]):
         self._by_subject: dict[str, list[tuple[Mapping[str, Any], dict[str, float]]]] = {}
         for folder, matrix in finished:
-            if all(folder.params.get(path) in values for path, values in ALONE.items()):
+            if answers_alone(folder):
                 alone = dict(zip(matrix.tasks, (row[-1] for row in matrix.rows), strict=False))
                 self._by_subject.setdefault(_subject(folder), []).append((folder.params, alone))
 
     def of(self, folder: TrialFolder, tasks: Sequence[str]) -> dict[str, float] | None:
         """Return the reference's score on each task; None without one, or if several differ.
 
-        It has the trial's seed, backbone and benchmark, in any order of tasks. Of several, those count whose `training`
-        is the trial's, if there is any, and of these those with its rank.
+        It has the trial's seed, backbone and benchmark, in any order of tasks. Of several, those count that have the
+        trial's method, if there are any, of these those with its `training`, and of these those with its rank.
         """
         found = [each for each in self._by_subject.get(_subject(folder), ()) if set(tasks) <= each[1].keys()]
-        for prefix in _ANYTHING_ELSE:
+        for prefix in _CHOSEN_BY:
             wanted = _settings(folder.params, prefix)
             found = [each for each in found if _settings(each[0], prefix) == wanted] or found
         scores = [{task: alone[task] for task in tasks} for _, alone in found]

@@ -254,6 +254,8 @@ def references(tmp_path, others, own=None):
         ([({"training.learning_rate": 0.1}, 0.5)], 0.5),
         ([({"training.learning_rate": 0.1}, 0.5), ({}, 0.75)], 0.75),
         ([({"method.rank": 4}, 0.5), ({}, 0.75)], 0.75),
+        ([({"method.name": "o_lora"}, 0.5)], None),
+        ([({"method.name": "latent_lora", "training.learning_rate": 0.1}, 0.5), ({}, 0.75)], 0.75),
         ([({"training.epochs": 4}, 0.5), ({"training.epochs": 5}, 0.75)], None),
         ([({"training.epochs": 4}, 0.5), ({"training.epochs": 5}, 0.5)], 0.5),
     ],
