@@ -50,7 +50,9 @@ class RowMask:
         starts = torch.tensor([0, *outputs]).cumsum(0).tolist()
         # rows of B of the projections with equally many outputs, (projections, m) each
         self._alike = [
-            torch.stack([torch.arange(starts[i], starts[i + 1]) for i, own in enumerate(outputs) if own == m]).to(device)
+            torch.stack([torch.arange(starts[i], starts[i + 1]) for i, own in enumerate(outputs) if own == m]).to(
+                device
+            )
             for m in dict.fromkeys(outputs)
         ]
         count, rank = learner.A.shape[:2]
