@@ -73,13 +73,14 @@ class RowMask:
         import torch
 
         step.add_up([self._sums])
-        parameters = self._learner.parameters()
-        if "A" in parameters:
-            parameters["A"].grad *= self._kept(self._of_A).unsqueeze(-1)
-        kept = torch.empty_like(self._of_B)
+        kept_of_B = torch.empty_like(self._of_B)
         for rows in self._alike:
-            kept[rows] = self._kept(self._of_B[rows])
-        parameters["B"].grad *= kept.unsqueeze(-1)
+            kept_of_B[rows] = self._kept(self._of_B[rows])
+        masks = {"A": self._kept(self._of_A), "B": kept_of_B}
+        for name, parameter in self._learner.parameters().items():
+            if name in masks:  # InfLoRA does not train A
+                assert parameter.grad is not None
+                parameter.grad.mul_(masks[name].unsqueeze(-1))
         self._sums.zero_()
 
     def _kept(self, magnitudes: Tensor) -> Tensor:
