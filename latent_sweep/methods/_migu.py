@@ -15,28 +15,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latent_sweep.errors import ConfigError
-from latent_sweep.methods.lora import LoraLearner
-from latent_sweep.methods.protocol import Learner
-
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from latent_sweep.methods.lora import LoraLearner
     from latent_sweep.methods.protocol import GradientStep
-
-
-def masked(learner: Learner, threshold: float, position: int) -> Learner:
-    """Let a learner train with a mask, unless it learns the first task. ConfigError if it would ignore it."""
-    hooks = ("observer", "shape_gradients")
-    own = [name for name in hooks if getattr(type(learner), name) is not getattr(LoraLearner, name)]
-    if own or not isinstance(learner, LoraLearner):
-        raise ConfigError(
-            f"method.migu: found {threshold:g}, but {type(learner).__name__} is no LoraLearner, or has an `observer` "
-            "or `shape_gradients` of its own. Leave migu out, or set `masks_rows = False` in the method"
-        )
-    if position:
-        learner.mask = RowMask(learner, threshold)
-    return learner
 
 
 class RowMask:

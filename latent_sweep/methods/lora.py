@@ -187,9 +187,20 @@ class LoraMethod(Method):
     # --- learning ---
 
     def with_options(self, learner: Learner, task: TaskData) -> Learner:
-        from latent_sweep.methods._migu import masked
+        from latent_sweep.methods._migu import RowMask
 
-        return learner if self.settings.migu is None else masked(learner, self.settings.migu, task.position)
+        threshold, hooks = self.settings.migu, ("observer", "shape_gradients")
+        if threshold is None:
+            return learner
+        own = [name for name in hooks if getattr(type(learner), name) is not getattr(LoraLearner, name)]
+        if own or not isinstance(learner, LoraLearner):
+            raise ConfigError(
+                f"method.migu: found {threshold:g}, but {type(learner).__name__} is no LoraLearner, or has an "
+                "`observer` or `shape_gradients` of its own. Leave migu out, or set `masks_rows = False` in the method"
+            )
+        if task.position:
+            learner.mask = RowMask(learner, threshold)
+        return learner
 
     # --- pairs ---
 
