@@ -121,7 +121,7 @@ class LoraMethod(Method):
     """Presets, and pairs in snapshots, which answer as `dW = sum_t w_t(x) s B_t A_t`.
 
     Attributes:
-        masks_rows: whether its learners can train with `migu`: they are `LoraLearner`s of a second task.
+        masks_rows: whether `migu` applies: later tasks have a `LoraLearner` without gradient hooks of its own.
     """
 
     masks_rows: ClassVar[bool] = True
@@ -154,8 +154,8 @@ class LoraMethod(Method):
     def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
         if settings.migu is not None and not cls.masks_rows:
             raise ConfigError(
-                f"method.migu: found {settings.migu:g}, but {settings.name} has no pair of its own to mask from the "
-                "second task on; leave migu out"
+                f"method.migu: found {settings.migu:g}, but {settings.name} learns no second task, or shapes gradients "
+                "itself; leave migu out"
             )
         return super().resolve(settings, backbone, benchmark)
 
