@@ -13,19 +13,29 @@ longest example has no influence, and A h is measured before dropout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from latent_sweep.methods.lora import LoraLearner
     from latent_sweep.methods.protocol import GradientStep
+
+
+class Masked(Protocol):
+    """A learner of a pair, as in `latent_sweep.methods.lora`."""
+
+    A: Tensor
+    B: Tensor
+    outputs: Sequence[int]
+
+    def parameters(self) -> Mapping[str, Tensor]: ...
 
 
 class RowMask:
     """The magnitudes of one step's outputs, and the mask that they give."""
 
-    def __init__(self, learner: LoraLearner, threshold: float):
+    def __init__(self, learner: Masked, threshold: float):
         import torch
 
         self._learner, self._threshold = learner, threshold
