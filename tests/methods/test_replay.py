@@ -263,6 +263,5 @@ class TestGem(_OnLlama):
         "keep": 0.3,
         "choose": "balanced",
         "reference_rows": 2,
-        "margin": 0.1,
     }
     __test__ = True
