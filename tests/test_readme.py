@@ -112,7 +112,7 @@ def test_every_released_method_has_a_protocol():
     trials = [trial for name in RELEASED for trial in expand(parse_sweep(parse_yaml(RELEASED[name], name), name))]
     with_protocol = {trial.settings.method.name for trial in trials}
     released = {name for name in METHODS if has_official(name)}
-    assert released - with_protocol == {"ewc", "lwf", "joint_lora", "c_lora"}
+    assert released - with_protocol == {"ewc", "lwf", "replay", "a_gem", "joint_lora", "c_lora"}
 
 
 def test_every_sweep_file_has_its_row_and_every_named_one_is_valid():
@@ -120,6 +120,11 @@ def test_every_sweep_file_has_its_row_and_every_named_one_is_valid():
     assert sorted(rows) == sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
     for name in {name for page in NAMES for name in re.findall(r"sweeps/(\w+)\.yaml", text_of(page))}:
         load_sweep(ROOT / "sweeps" / f"{name}.yaml")
+
+
+def test_the_sweep_over_every_method_has_every_method():
+    trials = expand(load_sweep(ROOT / "sweeps" / "every_method.yaml"))
+    assert {trial.settings.method.name for trial in trials} == set(METHODS)
 
 
 def test_every_method_has_a_row_and_a_section():
