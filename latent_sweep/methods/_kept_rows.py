@@ -1,7 +1,7 @@
 """Examples that snapshots keep for later tasks: how they are chosen and stored.
 
-`surprise` follows "surprise-driven prioritised replay" (SuRe, 2025): the examples with the highest negative
-log-likelihood under the model, here under the one that has just learned the task.
+`surprise` follows SuRe (2025, from memory of the paper): the examples with the highest negative log-likelihood, here
+the mean over target tokens under the model that has just learned the task.
 """
 
 from __future__ import annotations
