@@ -5,11 +5,11 @@ batches: a batch of b examples has b r of them, rounded down or up, so every bat
 take turns, so that all are read equally often, whichever task they are from. The batch keeps its size, so an epoch has
 1 / (1 - r) times as many steps.
 
-Other implementations keep more and mix less evenly: TRACE (github.com/BeyonderXX/TRACE, `training/replay.py`) and
-EasyCL (github.com/ECNU-ICALK/EasyCL, `cl/replay`) append a share of every earlier task's examples, 0.1 in their scripts
-or more, to the new task's and shuffle, so that replay grows with the number of tasks; TRACE also adds a set of general
-instructions. Neither trains on the benchmarks here: `preset: official` has the settings of O-LoRA's scripts, as SeqLoRA
-and IncLoRA do.
+Other implementations differ. EasyCL (github.com/ECNU-ICALK/EasyCL, `cl/replay`) appends a random share of every earlier
+task's examples to the new task's (0.3 in its example) and shuffles all of them, so that replay grows with the number of
+tasks. TRACE (github.com/BeyonderXX/TRACE, `training/replay.py`) learns the task first, and then reads the first tenth of
+every earlier task's examples and a set of general instructions once. Neither trains on the benchmarks here: `preset:
+official` has the settings of O-LoRA's scripts, as SeqLoRA and IncLoRA do.
 """
 
 from __future__ import annotations
