@@ -7,7 +7,7 @@ take turns, so that all are read equally often, whichever task they are from. Th
 
 Other implementations differ. EasyCL (github.com/ECNU-ICALK/EasyCL, `cl/replay`) appends a random share of every earlier
 task's examples to the new task's (0.3 in its example) and shuffles all of them, so that replay grows with the number of
-tasks. TRACE (github.com/BeyonderXX/TRACE, `training/replay.py`) learns the task first, and then reads the first tenth of
+tasks. TRACE (github.com/BeyonderXX/TRACE, `training/replay.py`) learns the task first and then reads the first tenth of
 every earlier task's examples and a set of general instructions once. Neither trains on the benchmarks here: `preset:
 official` has the settings of O-LoRA's scripts, as SeqLoRA and IncLoRA do.
 """
