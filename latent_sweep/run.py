@@ -100,6 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_sweep_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     nargs = "?" if optional else None
     parser.add_argument("sweep", nargs=nargs, help="a sweep file, e.g. sweeps/quickstart.yaml")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",

@@ -1,15 +1,16 @@
-"""The commands benchmark init and benchmark check."""
+"""The commands benchmark init, benchmark check and benchmark show."""
 
 from __future__ import annotations
 
 import argparse
 
 from latent_sweep.cli.command import Commands, add_command, add_json, print_json
-from latent_sweep.security import printable
+from latent_sweep.run import add_overrides
+from latent_sweep.security import escape_controls, printable
 
 
 def add(commands: Commands) -> None:
-    summary = "describe your own data as a benchmark (init) and check its examples (check)"
+    summary = "describe your own data as a benchmark (init), check its examples (check) and print prompts (show)"
     parser = commands.add_parser("benchmark", help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
     parser.summary = summary
     inner = parser.add_subparsers(required=True, metavar="WHAT")
@@ -40,6 +41,24 @@ def add(commands: Commands) -> None:
         "--backbone", default="smollm2-135m", help="backbone whose tokenizer is used; default: %(default)s"
     )
     add_json(check)
+    show = add_command(
+        inner,
+        "show",
+        _show,
+        "print prompts and targets as a backbone reads them",
+        "benchmark show sweeps/quickstart.yaml --examples 2",
+        "Print examples of every task with their instruction, template, special tokens and truncation, decoded from "
+        "the tokens that the backbone reads. A sweep file shows its first trial; virtual tokens of a method are left "
+        "out. Exit codes: 0 printed, 2 they could not be read.",
+    )
+    show.add_argument("benchmark", metavar="NAME", help="a sweep file; or superni, long_sequence, builtin, or a folder")
+    show.add_argument("--backbone", help="backbone whose tokenizer is used; default: the sweep file's, or smollm2-135m")
+    show.add_argument("--split", choices=("train", "validation", "test"), default="train", help="default: %(default)s")
+    show.add_argument(
+        "--examples", type=int, default=1, metavar="N", help="examples of each task; default: %(default)s"
+    )
+    add_overrides(show)
+    add_json(show)
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -68,3 +87,15 @@ def _check(options: argparse.Namespace) -> int:
     else:
         print(printable("\n".join(report.lines())))
     return 1 if report.faults else 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from latent_sweep.sweep.prompt_samples import prompt_samples, settings_of
+
+    settings = settings_of(options.benchmark, options.backbone, options.overrides)
+    samples = list(prompt_samples(settings, options.split, options.examples))
+    if options.json:
+        print_json([sample._asdict() for sample in samples])
+    else:
+        print(escape_controls("\n\n".join("\n".join(sample.lines()) for sample in samples)))
+    return 0

@@ -1,0 +1,84 @@
+"""Show prompts and targets as the backbone of a trial reads them: tokenized, cut, and decoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from latent_sweep.backbones.registry import EMBEDDED, family_of
+from latent_sweep.backbones.tokenizers import load_tokenizer
+from latent_sweep.data.chat import chat_of
+from latent_sweep.data.loaders import load_examples
+from latent_sweep.data.prompts import encode_prompt, encode_target, split_prompts
+from latent_sweep.data.schema import Split, load_benchmark, target_length, task_sequence
+from latent_sweep.settings import local_path, read_yaml
+from latent_sweep.sweep.config import load_sweep, override, trial_settings
+from latent_sweep.sweep.plan import points, resolve
+from latent_sweep.sweep.schema import TrialSettings
+
+
+class PromptSample(NamedTuple):
+    """An example as the backbone reads it, with special tokens."""
+
+    task: str
+    split: Split
+    id: str
+    prompt: str
+    prompt_tokens: int
+    target: str
+    target_tokens: int
+
+    def lines(self) -> list[str]:
+        parts = {"prompt": (self.prompt, self.prompt_tokens), "target": (self.target, self.target_tokens)}
+        lines = [f"{self.task}, {self.split}, example {self.id}"]
+        for name, (text, count) in parts.items():
+            lines += [f"  {name}, {count:,} token{'s' * (count != 1)}", *(f"    | {line}" for line in text.split("\n"))]
+        return lines
+
+
+def settings_of(place: str, backbone: str | None = None, overrides: Sequence[str] = ()) -> TrialSettings:
+    """Return the settings of a sweep file's first trial, or of a trial on a benchmark.
+
+    Args:
+        place: the path of a sweep file, or the name, folder or file of a benchmark.
+        backbone: replaces the sweep file's.
+    """
+    overrides = [*overrides, *([] if backbone is None else [override("trial.backbone.name", backbone)])]
+    if _is_sweep_file(place):
+        sweep = load_sweep(place, overrides)
+    else:
+        trial = {"benchmark": {"name": place}, "backbone": {"name": EMBEDDED}}
+        sweep = load_sweep({"name": "show", "trial": trial}, overrides)
+    return resolve(trial_settings(sweep, points(sweep)[0]))
+
+
+def _is_sweep_file(place: str) -> bool:
+    path = local_path(place)
+    content = read_yaml(path) if path.is_file() else None
+    return isinstance(content, dict) and "trial" in content
+
+
+def prompt_samples(settings: TrialSettings, split: Split, count: int) -> Iterator[PromptSample]:
+    """Yield the first `count` examples of each task, in the order in which the tasks are learned.
+
+    Raises:
+        ConfigError: the backbone's tokenizer is not on this machine, or has no chat template but needs one.
+        DataError: the data is missing or malformed.
+    """
+    s, backbone = settings.benchmark, settings.backbone
+    spec, family, tokenizer = load_benchmark(s.name), family_of(backbone.name), load_tokenizer(backbone)
+    chat = chat_of(tokenizer) if s.chat else None
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    for task in task_sequence(s, spec):
+        examples = load_examples(spec, task, split, s)
+        parts = split_prompts(spec, task, split, s, (example.input for example in examples))
+        for example, part in islice(zip(examples, parts, strict=True), count):
+            prompt = encode_prompt(part, tokenizer, family, s.max_source_length, s.truncation, s.bos, chat)
+            target = encode_target(example.target, tokenizer, family, target_length(s, task), chat)
+            yield PromptSample(
+                *(task.name, split, example.id, text(prompt), len(prompt), text(target), len(target)),
+            )
