@@ -61,7 +61,10 @@ def test_sigterm_ends_a_run_as_an_interrupt_does(tmp_path, arguments):
     assert process.returncode == 143, printed
     assert "run the same command again" in printed
     assert eventually(lambda: not any(map(runs, members)))
-    assert SweepWatch(sweep_folder(tmp_path)).look().course == "interrupted"
+    state = SweepWatch(sweep_folder(tmp_path)).look()
+    assert state.course == "interrupted"
+    (lost,) = state.record()["lost"]
+    assert "SIGTERM" in lost["message"]
     again = start(path, "--local")
     try:
         printed, _ = again.communicate(timeout=PATIENCE)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from latent_sweep.errors import ConfigError, MissingData, Paused
+from latent_sweep.errors import ConfigError, MissingData, Paused, fault_report
 from latent_sweep.execution.ray_nodes import check_cluster_answers
 from latent_sweep.execution.retries import incomplete
 from latent_sweep.execution.search import PackList, PackSource, SearchedPacks, check_classes
@@ -307,7 +307,7 @@ def check_installed(sweep: Sweep, local: bool) -> None:
         if needed and find_spec(name) is None
     ]
     if faults:
-        raise ConfigError(f"{sweep.source}: {'; '.join(faults)}")
+        raise fault_report(sweep.source, faults)
 
 
 def check_engine(settings: EngineSettings) -> None:

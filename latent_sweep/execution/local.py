@@ -13,7 +13,7 @@ import torch
 from latent_sweep.backbones.architectures import free_memory
 from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError, StorageError
 from latent_sweep.execution.engines import engine_of
-from latent_sweep.execution.retries import has_failed, journal_lengths, record_loss, still_to_try
+from latent_sweep.execution.retries import has_failed, journal_lengths, record_interrupt, record_loss, still_to_try
 from latent_sweep.execution.search import PackList, PackSource
 from latent_sweep.monitor.progress import MEASURING, ProgressWriter, say_driving
 from latent_sweep.storage.failures import failure_kind, free_frames
@@ -90,6 +90,9 @@ def run_local(
                         loss_every=run.loss_every,
                     )
                     break
+                except KeyboardInterrupt as error:
+                    record_interrupt([left], sweep, error)
+                    raise
                 except LatentSweepError as error:
                     log.error("pack %s failed: %s", p.pack_id, error)
                     if isinstance(error, StorageError):

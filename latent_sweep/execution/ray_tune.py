@@ -27,6 +27,7 @@ from latent_sweep.execution.retries import (
     has_failed,
     journal_lengths,
     record_failure,
+    record_interrupt,
     record_loss,
     still_to_try,
     unfinished,
@@ -148,6 +149,10 @@ def run_on_ray(
             os.environ.setdefault(name, value)
         try:
             _fit(tuner)
+        except KeyboardInterrupt as interrupt:
+            if not storage.is_remote:  # its workers may still push their journals
+                record_interrupt(by_id.values(), sweep, interrupt)
+            raise
         finally:  # the scheduler's decisions hold however the run ends: the next run does not start these packs
             storage.pull(sweep.path)
             for pack_id in stopped:

@@ -13,10 +13,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from latent_sweep.errors import StorageError, Terminated
 from latent_sweep.memo import memo_scope
 from latent_sweep.security import redact
 from latent_sweep.storage.failures import Phase
@@ -37,7 +39,7 @@ LESS_MEMORY: Mapping[Phase, str] = {
     "statistics": "lower training.micro_batch_size",
 }
 
-LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "storage"]
+LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "storage", "interrupted"]
 """How a worker was lost; `storage`: it could not read or write the storage."""
 
 
@@ -138,6 +140,20 @@ def unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event
 def record_loss(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) -> None:
     for journal, _ in unfinished(pack, sweep):
         journal.append("lost", kind=kind, message=redact(message)[-2000:])
+
+
+def record_interrupt(packs: Iterable[Pack], sweep: SweepFolder, error: KeyboardInterrupt) -> None:
+    """Record in the journals of trials that were running why their run ends; a full disk prevents nothing."""
+    cause: BaseException | None = error  # Ray may raise a new KeyboardInterrupt for ours
+    while cause is not None and not isinstance(cause, Terminated):
+        cause = cause.__cause__ or cause.__context__
+    signal = "interrupted (Ctrl-C)" if cause is None else "terminated (SIGTERM, as from `ray job stop` or a scheduler)"
+    with suppress(StorageError):
+        for pack in packs:
+            for journal, events in unfinished(pack, sweep):
+                if events and not isinstance(events[-1], Lost):
+                    message = f"the run was {signal}; the same command continues it"
+                    journal.append("lost", kind="interrupted", message=message)
 
 
 def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> None:
