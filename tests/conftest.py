@@ -26,6 +26,9 @@ LONGEST = (
 )
 """Files that take long in one process."""
 
+SECOND_FAMILY_SLOW = ("test_evaluation.py", "test_lfpt5.py", "test_loop.py", "test_packs.py", "test_trajectories.py")
+"""Files whose tests on the second family of backbones are slow if the first family has them, too: they train."""
+
 MEMORY = "/dev/shm"
 LEAST_FREE = 8 << 30
 """Free bytes in that folder and in memory for tests to write there: about ten times what they write."""
@@ -35,9 +38,13 @@ LEAST_FREE = 8 << 30
 def pytest_collection_modifyitems(items):
     """Keep a file's tests in one process, start with the longest files, and mark files that compute as `numeric`."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    names = {item.nodeid for item in items}
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
+        first = item.nodeid.replace("tiny-t5", "tiny-llama")
+        if item.path.name in SECOND_FAMILY_SLOW and first != item.nodeid and first in names:
+            item.add_marker(pytest.mark.slow)
         if computes_numbers(item.path) and item.path.name not in NOT_NUMERIC:
             item.add_marker(pytest.mark.numeric)
 
