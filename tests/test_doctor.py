@@ -14,6 +14,7 @@ import threading
 import pytest
 import torch
 from helpers.buckets import WholeFiles
+from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -372,7 +373,7 @@ def test_different_losses_in_the_second_run_are_a_fault(monkeypatch):
     monkeypatch.setattr(Learner, "loss", loss)
     (finding,) = methods.check_method("seq_lora", "tiny-llama", "cpu")
     assert finding.mark == "fault"
-    assert "losses from step 5 on" in finding.found
+    assert "step 5" in finding.found
 
 
 @pytest.mark.parametrize(("name", "family"), [*zip(METHODS, itertools.cycle(methods.FAMILIES))])
@@ -394,7 +395,7 @@ def test_a_gpu_is_compared_with_the_cpu_up_to_rounding(monkeypatch):
     assert [finding.mark for finding in against_cpu(monkeypatch, same, here)] == ["ok"]
     other = Outcome([{"task": 6.0}, {"task": 5.1}], ["a"] * 8, {})
     (finding,) = against_cpu(monkeypatch, other, here)
-    assert finding.mark == "fault" and "step 2, task: 5.1 instead of 5" in finding.found
+    assert finding.mark == "fault" and mentions(finding.found, "step 2", "task", "5.1", "5")
     (finding,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaaaaab"], {}), here)
     assert finding.mark == "warning" and "1 of 8 answers" in finding.found
     (finding,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaabbbb"], {}), here)
@@ -522,13 +523,13 @@ def test_nodes_report_their_differences():
         return [finding.text() for finding in nodes._of_node(node, answer, here, "4 CPU", False, unseen)]
 
     (text,) = of_node(Answer(nodes.NodeReport([ok("CPU", "4 cores")], here, True)))
-    assert text.startswith("  ok       node-7: node: 4 CPU: 1 checks")
+    assert mentions(text, "ok", "node-7: node: 4 CPU")
     (text,) = of_node(Answer(nodes.NodeReport([], {**here, "torch": "2.9.0"}, True)))
-    assert text.startswith("  fault    node-7: versions: torch 2.9.0 there, 2.13.0 here; expected the same")
+    assert mentions(text, "fault", "node-7: versions: torch 2.9.0", "2.13.0")
     (text,) = of_node(Answer(nodes.NodeReport([], here, False)), "this node does not see it")
-    assert text.startswith("  fault    node-7: storage: this node does not see it")
+    assert mentions(text, "fault", "node-7: storage: ")
     (text,) = of_node(Answer(error=ModuleNotFoundError("No module named 'latent_sweep'")))
-    assert text.startswith("  fault    node-7: node: could not be checked: ModuleNotFoundError")
+    assert mentions(text, "fault", "node-7: node: ", "ModuleNotFoundError")
 
 
 @pytest.mark.slow
@@ -554,7 +555,7 @@ def test_every_node_of_a_cluster_is_checked(tmp_path):
     assert "transformers: 4.0.0; expected" in wrong[0]
     assert "versions: transformers 4.0.0 there" in wrong[1]
     assert done.stdout.count("node: ") == 2
-    assert "warning  resources: run.resources: a trial asks for 64 CPU and 0 GPU on one node; these" in done.stdout
+    assert mentions(done.stdout, "warning", "run.resources: ", "64 CPU")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, end, results, start, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
@@ -59,82 +60,80 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
 HUNDRED = list(range(1, 101))
 
 FILES = {
-    "empty": (b"", "found an empty file; "),
-    "only a comment": (b"# later\n", "found an empty file; "),
-    "a list": (b"- a\n", "found ['a']; "),
-    "a number": (b"3\n", "found 3; "),
+    "empty": (b"", "an empty file"),
+    "only a comment": (b"# later\n", "an empty file"),
+    "a list": (b"- a\n", "['a']"),
+    "a number": (b"3\n", "found 3"),
     "two documents": (sweep() + b"---\n" + sweep(), "line 3, column 1"),
     "tabs": (b"name: a\ntrial:\n\tseed: 1\n", "line 3, column 1"),
     "unclosed quote": (b'name: a\ntrial: {seed: "1}\n', "line 3, column 1"),
     "unclosed bracket": (b"name: a\nsearch: {seed: [0, 1\n", "line 3, column 1"),
-    "duplicate key": (sweep("run: {storage: a, storage: b}\n"), "key 'storage' appears twice"),
-    "nine to the thirtieth": (BOMB.encode(), "more than 20,000 values"),
-    "the same as an axis": (f"name: a\n{BOMB}search: {{seed: *a30}}\n".encode(), "more than 20,000 values"),
-    "anchors in a long chain": (CHAIN.encode(), "nested more than 100 deep"),
-    "an anchor in itself": (sweep("search: &a {seed: [*a]}\n"), "an anchor that holds itself"),
+    "duplicate key": (sweep("run: {storage: a, storage: b}\n"), "'storage'"),
+    "nine to the thirtieth": (BOMB.encode(), "20,000"),
+    "the same as an axis": (f"name: a\n{BOMB}search: {{seed: *a30}}\n".encode(), "20,000"),
+    "anchors in a long chain": (CHAIN.encode(), "100"),
+    "an anchor in itself": (sweep("search: &a {seed: [*a]}\n"), "anchor"),
     "merged keys": (sweep("run: {<<: {storage: x}}\n"), "line 3, column 7"),
-    "nested without end": (b"name: " + b"[" * 3_000, "is not valid YAML"),
-    "many values": (b"search: {seed: [" + b"1," * 30_000 + b"]}", "more than 20,000 values"),
+    "nested without end": (b"name: " + b"[" * 3_000, "YAML"),
+    "many values": (b"search: {seed: [" + b"1," * 30_000 + b"]}", "20,000"),
     "a call": (b"name: !!python/object/apply:os.system ['exit 1']\n", "python/object/apply:os.system"),
     "a Python name": (b"name: !!python/name:os.system\n", "python/name:os.system"),
     "a set": (sweep("search: {benchmark.tasks: [!!set {mood}]}\n"), "line 3, column 28"),
     "bytes": (sweep(seed="!!binary aGVsbG8="), "line 2, column 9"),
-    "a whole number without digits": (sweep(seed='!!int ""'), "is not valid YAML"),
-    "a truth value that is none": (sweep(seed="!!bool maybe"), "is not valid YAML"),
-    "not UTF-8": (b"name: \xff\n", "is not UTF-8 text at byte 6"),
-    "UTF-16": ("name: a\n".encode("utf-16"), "is not UTF-8 text"),
-    "a NUL character": (sweep(backbone='{name: "a\\0b"}'), "a NUL character"),
-    "half a surrogate pair": (sweep('search: {"\\ud800": [1]}\n'), "half of a surrogate pair"),
+    "a whole number without digits": (sweep(seed='!!int ""'), "YAML"),
+    "a truth value that is none": (sweep(seed="!!bool maybe"), "YAML"),
+    "not UTF-8": (b"name: \xff\n", "byte 6"),
+    "UTF-16": ("name: a\n".encode("utf-16"), "UTF-8"),
+    "a NUL character": (sweep(backbone='{name: "a\\0b"}'), "NUL"),
+    "half a surrogate pair": (sweep('search: {"\\ud800": [1]}\n'), "surrogate"),
     "not a number": (sweep(training="{learning_rate: .nan}"), "trial.training.learning_rate: found nan"),
     "minus infinity": (sweep(training="{learning_rate: -.inf}"), "trial.training.learning_rate: found -inf"),
     "a fraction beyond all bounds": (sweep(training="{learning_rate: 1e999}"), "learning_rate: found inf"),
-    "400 digits": (sweep(seed="9" * 400), "a whole number of more than 64 bits"),
+    "400 digits": (sweep(seed="9" * 400), "64 bits"),
     "a hundred thousand digits": (sweep(seed="1:" * 50_000 + "1"), "trial.seed: found '1:1:1"),
     "a draw of 400 digits": (
         sweep(f"search: {{training.learning_rate: {{uniform: [1, {'9' * 400}]}}}}\n"),
-        "a whole number of more than 64 bits",
+        "64 bits",
     ),
     "true for a number": (sweep(seed="true"), "trial.seed: found true; "),
     "a number in quotes": (sweep(training="{epochs: '3'}"), "trial.training.epochs: found '3'; "),
-    "unknown key at the top": (sweep("sarch: {seed: [0]}\n"), "sarch: unknown key; did you mean 'search'?"),
-    "unknown group": (sweep(rooter="{combine: sum}"), "trial.rooter: unknown key; did you mean 'router'?"),
-    "unknown setting": (sweep(training="{epoch: 1}"), "unknown key 'epoch' (did you mean 'epochs'?)"),
-    "unknown setting of a setting": (sweep(router="{pool: {trunkate: true}}"), "(did you mean 'truncate'?)"),
+    "unknown key at the top": (sweep("sarch: {seed: [0]}\n"), ("sarch: ", "'search'")),
+    "unknown group": (sweep(rooter="{combine: sum}"), ("trial.rooter: ", "'router'")),
+    "unknown setting": (sweep(training="{epoch: 1}"), ("'epoch'", "'epochs'")),
+    "unknown setting of a setting": (sweep(router="{pool: {trunkate: true}}"), "'truncate'"),
     "a key that is no text": (sweep(training="{1: 2}"), "trial.training.1: "),
     "no seed": (sweep(seed="null"), "trial.seed: found null"),
-    "nothing but a name": (b"name: a\ntrial: null\n", "trial.benchmark.name: missing; "),
-    "axis into nowhere": (sweep("search: {method.rnk: [4]}\n"), "method.rnk: unknown key 'rnk' (did you mean 'rank'?)"),
-    "axis without values": (sweep("search: {seed: []}\n"), "search.seed: found []; expected a list"),
-    "axis without a name": (sweep("search: {'': [1]}\n"), "search.: expected a dotted path below `trial`"),
-    "axis with a hole": (sweep("search: {method..rank: [1]}\n"), "search.method..rank: expected a dotted path"),
+    "nothing but a name": (b"name: a\ntrial: null\n", "trial.benchmark.name: missing"),
+    "axis into nowhere": (sweep("search: {method.rnk: [4]}\n"), ("method.rnk: ", "'rank'")),
+    "axis without values": (sweep("search: {seed: []}\n"), "search.seed: found []"),
+    "axis without a name": (sweep("search: {'': [1]}\n"), "search.: "),
+    "axis with a hole": (sweep("search: {method..rank: [1]}\n"), "search.method..rank: "),
     "axis of the wrong type": (sweep("search: {seed: [1, true]}\n"), "search.seed[1]: seed: found true"),
     "axis of dates": (sweep("search: {seed: [2024-01-01]}\n"), "search.seed[0]: seed: found 2024-01-01"),
     "one setting, two axes": (
         sweep("search: {method: [{rank: 1}, {rank: 2}], method.rank: [3]}\n"),
-        "search.method.rank: method.rank is also set by the axis method",
+        "search.method.rank: ",
     ),
     "ten million points": (
         sweep(f"search: {{seed: {list(range(1000))}, router.components: {HUNDRED}, method.alpha: {HUNDRED}}}\n"),
-        "search: 10,000,000 points; expected at most 10,000. Leave values out, split them into several sweep files, or "
-        "draw some of them at random (run.search.num_samples)",
+        ("search: 10,000,000", "10,000", "run.search.num_samples"),
     ),
     "ten million draws": (
         sweep("search: {seed: {randint: [0, 9]}}\nrun: {search: {num_samples: 10000000}}\n"),
-        "search: 10,000,000 points; expected at most 10,000. Leave values out, split them into several sweep files, or "
-        "draw fewer (run.search.num_samples)",
+        ("search: 10,000,000", "10,000", "run.search.num_samples"),
     ),
     "a long axis": (
         sweep(f"search: {{seed: {list(range(10_001))}}}\n"),
-        "search.seed: found 10,001 values; expected at most",
+        "search.seed: found 10,001",
     ),
-    "a backbone misspelt": (sweep(backbone="{name: tiny-lama}"), "did you mean 'tiny-llama'?"),
-    "a benchmark misspelt": (sweep(benchmark="{name: superno}"), "did you mean 'superni'?"),
+    "a backbone misspelt": (sweep(backbone="{name: tiny-lama}"), "'tiny-llama'"),
+    "a benchmark misspelt": (sweep(benchmark="{name: superno}"), "'superni'"),
     "a benchmark of 5000 letters": (
         sweep(benchmark=f"{{name: {'a' * 5000}}}"),
-        "no file can have this path: File name",
+        "File name too long",
     ),
-    "data of nobody": (sweep(benchmark="{name: superni, data_dir: ~nobody-at-all/x}"), "no file can have this path"),
-    "a rank above every projection": (sweep(method="{rank: 17}"), "method.rank: found 17; tiny-llama's"),
+    "data of nobody": (sweep(benchmark="{name: superni, data_dir: ~nobody-at-all/x}"), "~nobody-at-all/x"),
+    "a rank above every projection": (sweep(method="{rank: 17}"), ("method.rank: found 17", "tiny-llama")),
 }
 
 
@@ -144,7 +143,7 @@ def test_a_sweep_file_that_is_none_is_refused_with_the_reason(tmp_path, capsys, 
     path.write_bytes(content)
     printed = refusal(capsys, "plan", path)
     assert printed.startswith(f"error: {path}: ")
-    assert words in printed
+    assert mentions(printed, *(words if isinstance(words, tuple) else [words]))
     assert len(printed) < 2000
     assert list(tmp_path.iterdir()) == [path]
 
@@ -161,16 +160,16 @@ def test_a_name_that_is_no_folders_is_refused(tmp_path, capsys, name):
 
 
 OVERRIDES = {
-    "no value": ("trial.seed", "--set trial.seed: expected path=value"),
-    "nothing": ("", "--set : expected path=value"),
-    "a hole": ("trial..seed=1", "--set trial..seed=1: expected path=value"),
-    "no YAML": ("trial.seed={", "--set trial.seed={: is not valid YAML"),
-    "a control character": ("trial.seed=\a", "is not valid YAML: unacceptable character"),
-    "a NUL character": ('name="a\\0"', "a NUL character"),
-    "an empty variable": ("trial.seed=", "--set trial.seed=: found nothing after '='; "),
-    "an axis that is not there": ("search.method.alpha=null", "search has no axis 'method.alpha' to remove"),
-    "below a number": ("trial.seed.first=1", "trial.seed is a plain value, not a group"),
-    "a long number": ("trial.seed=" + "9" * 30, "a whole number of more than 64 bits"),
+    "no value": ("trial.seed", "--set trial.seed: "),
+    "nothing": ("", "--set : "),
+    "a hole": ("trial..seed=1", "--set trial..seed=1: "),
+    "no YAML": ("trial.seed={", "--set trial.seed={: "),
+    "a control character": ("trial.seed=\a", "#x0007"),
+    "a NUL character": ('name="a\\0"', "NUL"),
+    "an empty variable": ("trial.seed=", "--set trial.seed=: "),
+    "an axis that is not there": ("search.method.alpha=null", "'method.alpha'"),
+    "below a number": ("trial.seed.first=1", "trial.seed "),
+    "a long number": ("trial.seed=" + "9" * 30, "64 bits"),
 }
 
 
@@ -183,8 +182,8 @@ def test_an_override_that_is_none_is_refused_with_the_reason(tmp_path, capsys, o
 @pytest.mark.parametrize("search", [["seed"], "seed", 5])
 def test_an_axis_is_not_removed_from_what_is_no_search(tmp_path, capsys, search):
     printed = refusal(capsys, "plan", write(tmp_path, tiny(search=search)), "--set", "search.seed=null")
-    assert "search has no axis 'seed' to remove" in printed
-    assert f"search: found {search!r}; expected a mapping" in printed
+    assert "--set search.seed=null: " in printed
+    assert f"search: found {search!r}" in printed
 
 
 def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, capsys):
@@ -192,15 +191,15 @@ def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, capsys):
     with path.open("wb") as file:
         file.write(b"name: a\n")
         file.truncate(50 << 20)
-    assert f"error: {path}: is larger than 1 MiB" in refusal(capsys, "plan", path)
+    assert mentions(refusal(capsys, "plan", path), f"error: {path}: ", "1 MiB")
 
 
 NO_FILES = {
-    "a pipe": (os.mkfifo, "found a pipe, which can be read only once and may never end"),
-    "a socket": (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "found a socket"),
-    "a folder": (Path.mkdir, "found a folder"),
-    "an endless device": (lambda path: path.symlink_to("/dev/zero"), "found a device"),
-    "an empty device": (lambda path: path.symlink_to("/dev/null"), "found a device"),
+    "a pipe": (os.mkfifo, "a pipe"),
+    "a socket": (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "a socket"),
+    "a folder": (Path.mkdir, "a folder"),
+    "an endless device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    "an empty device": (lambda path: path.symlink_to("/dev/null"), "a device"),
     "a link to itself": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
 }
 
@@ -220,7 +219,7 @@ def test_a_benchmark_with_what_is_no_file_is_refused(tmp_path, capsys, file, kin
     (own / file).unlink()
     make(own / file)
     printed = refusal(capsys, "plan", write(tmp_path, tiny(trial__benchmark={"name": str(own)})))
-    assert f"{own / file}: cannot be read: expected a file, {words}" in printed
+    assert mentions(printed, f"{own / file}: ", words)
 
 
 def test_what_another_command_writes_comes_from_a_file(tmp_path, capsys):
@@ -230,7 +229,7 @@ def test_what_another_command_writes_comes_from_a_file(tmp_path, capsys):
     with os.fdopen(reading), os.fdopen(writing, "w") as pipe:
         pipe.write(Path(path).read_text())
         pipe.flush()
-        assert "write what it gives to a file" in refusal(capsys, "plan", f"/dev/fd/{reading}")
+        assert mentions(refusal(capsys, "plan", f"/dev/fd/{reading}"), f"/dev/fd/{reading}: ", "a pipe")
     with open(path) as file:
         assert main(["plan", f"/dev/fd/{file.fileno()}"]) == 0
 
@@ -264,7 +263,7 @@ def test_files_that_may_not_be_read_are_refused(open_folder, capsys):
         mode = file.stat().st_mode
         file.chmod(0)
         with as_nobody():
-            assert f"{file}: cannot be read: Permission denied" in refusal(capsys, "plan", path)
+            assert mentions(refusal(capsys, "plan", path), f"{file}: ", "Permission denied")
         file.chmod(mode)
 
 
@@ -304,7 +303,7 @@ def test_a_storage_that_is_a_file_is_refused(tmp_path, capsys, below):
     (tmp_path / "file").write_text("mine")
     path = write(tmp_path, tiny(run__storage=f"{tmp_path / 'file'}{below}"))
     for command in (["plan", path], ["run", path, "--local"]):
-        assert f"expected a folder, but {tmp_path / 'file'} is a file" in refusal(capsys, *command)
+        assert mentions(refusal(capsys, *command), "run.storage: found", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -324,7 +323,7 @@ def test_a_storage_in_a_circle_is_refused(tmp_path, capsys):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     path = write(tmp_path, tiny(run__storage=str(tmp_path / "loop" / "runs")))
     for command in (["plan", path], ["run", path, "--local"], ["report", tmp_path / "loop" / "runs"]):
-        assert "no file can have this path: Too many levels of symbolic links" in refusal(capsys, *command)
+        assert mentions(refusal(capsys, *command), tmp_path / "loop" / "runs", "Too many levels of symbolic links")
 
 
 @pytest.mark.parametrize("lock", ["a folder", "a pipe"])
@@ -337,7 +336,7 @@ def test_an_obstacle_in_a_storage_is_named(tmp_path, capsys, lock, name):
     place = tmp_path / "runs" / name
     place.parent.mkdir(parents=True)
     NO_FILES[lock][0](place)
-    assert f"{place}: cannot be " in refusal(capsys, "run", path, "--local")
+    assert f"{place}: " in refusal(capsys, "run", path, "--local")
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, capsys, monkeypatch):
@@ -353,7 +352,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, capsys, monkeypatch):
     assert trial.params["benchmark.name"] == str(own)
     assert main(["report", "~/runs/tiny"]) == 0
     path.write_text(path.read_text().replace("~/own", "~nobody-at-all/own").replace("~/runs", "~nobody-at-all/runs"))
-    assert refusal(capsys, "plan", path).count("no file can have this path: Could not determine home directory") == 2
+    assert refusal(capsys, "plan", path).count("found '~nobody-at-all/") == 2
     assert list(tmp_path.iterdir()) == [home]
 
 
@@ -375,7 +374,7 @@ def test_a_tilde_is_the_home_folder_for_backbones_and_caches(tmp_path, checkpoin
     monkeypatch.setenv("LATENT_SWEEP_DATA", "~/data")
     (tmp_path / "data").mkdir()
     superni = write(tmp_path, tiny(trial__benchmark={"name": "superni"}))
-    assert f"Looked for {tmp_path / 'data' / 'SuperNI'}" in refusal(capsys, "run", superni, "--local")
+    assert str(tmp_path / "data" / "SuperNI") in refusal(capsys, "run", superni, "--local")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
@@ -439,70 +438,70 @@ ROW = {"input": "a", "output": "ax"}
 BENCHMARKS = {
     "no training split": (
         lambda own: (own / "left" / "train.json").unlink(),
-        "own/left/train.json (or .jsonl): there is no such file. Put the task's rows there",
+        "own/left/train.json",
     ),
-    "no test split": (lambda own: (own / "left" / "test.json").unlink(), "own/left/test.json (or .jsonl): there is no"),
-    "no task": (lambda own: shutil.rmtree(own / "left"), "own/left/train.json (or .jsonl): there is no such file"),
+    "no test split": (lambda own: (own / "left" / "test.json").unlink(), "own/left/test.json"),
+    "no task": (lambda own: shutil.rmtree(own / "left"), "own/left/train.json"),
     "a folder for a split": (
         lambda own: ((own / "left" / "train.json").unlink(), (own / "left" / "train.json").mkdir()),
-        "own/left/train.json (or .jsonl): there is no such file",
+        "own/left/train.json",
     ),
-    "no file that describes it": (lambda own: (own / "benchmark.yaml").unlink(), "there is no file"),
-    "broken JSON": (raw(b'[{"input": "a",\n "output" "b"}]'), "train.json, line 2, column 11: not valid JSON"),
+    "no file that describes it": (lambda own: (own / "benchmark.yaml").unlink(), "benchmark.yaml"),
+    "broken JSON": (raw(b'[{"input": "a",\n "output" "b"}]'), "train.json, line 2, column 11: "),
     "JSON cut off": (raw(b'[{"input": "a", "out'), "train.json, line 1"),
-    "not UTF-8": (raw(b'[{"input": "\xff", "output": "b"}]'), "train.json: byte 12 is not UTF-8"),
-    "an empty file": (raw(b""), "train.json, line 1, column 1: not valid JSON"),
-    "an empty split": (raw(b"[]"), "train.json: found no rows; expected at least one row for split 'train'"),
-    "nested without end": (raw(b"[" * 100_000), "train.json: not JSON that can be read"),
+    "not UTF-8": (raw(b'[{"input": "\xff", "output": "b"}]'), "train.json: byte 12 "),
+    "an empty file": (raw(b""), "train.json, line 1, column 1: "),
+    "an empty split": (raw(b"[]"), ("train.json: ", "'train'")),
+    "nested without end": (raw(b"[" * 100_000), "train.json: "),
     "5000 digits": (
         raw(b'[{"input": "a", "output": "b", "id": ' + b"9" * 5000 + b"}]"),
-        "train.json: not JSON that can",
+        "train.json: ",
     ),
     "half a surrogate pair": (
         raw(b'[{"input": "\\ud800", "output": "b"}]'),
-        "train.json, [0]: found half of a surrogate",
+        ("train.json, [0]: ", "surrogate"),
     ),
-    "ids twice": (rows(ROW | {"id": 1}, ROW | {"id": "1"}), "train.json, [1]: id '1' is also that of [0]"),
-    "rows that are text": (rows("a"), "train.json, [0]: found a string; expected an object"),
+    "ids twice": (rows(ROW | {"id": 1}, ROW | {"id": "1"}), ("train.json, [1]: ", "'1'", "[0]")),
+    "rows that are text": (rows("a"), "train.json, [0]: found a string"),
     "a key of a row twice": (
         raw(b'[{"input": "a", "output": "ax"}, {"input": "a", "output": "ax", "output": "bx"}]'),
-        "train.json, [1]: key 'output' appears twice; expected each key once",
+        ("train.json, [1]: ", "'output'"),
     ),
     "a key of the file twice": (
         raw(b'{"Instances": [{"input": "a", "output": "ax"}], "Instances": []}'),
-        "train.json: key 'Instances' appears twice; expected each key once",
+        ("train.json: ", "'Instances'"),
     ),
     "an empty stop string": (
         described(stop=["\n", ""]),
-        "stop: found an empty string, which would end every answer at once",
+        "stop: found an empty string",
     ),
-    "a stop string twice": (described(stop=["\n", "#", "\n"]), "stop: '\\n' listed twice; name each string once"),
+    "a stop string twice": (described(stop=["\n", "#", "\n"]), ("stop: ", "'\\n'")),
     "an order that names a task twice": (
         described(orders={"1": ["left", "right", "left"]}),
-        "order '1' names task 'left' twice",
+        ("order '1'", "'left'"),
     ),
-    "no rows in the object": (raw(b'{"rows": []}'), "expected a list of rows, or an object with `Instances`"),
+    "no rows in the object": (raw(b'{"rows": []}'), "`Instances`"),
     "a row without an answer": (
         rows(ROW, {"input": "a"}),
-        "train.json, [1]: `output` missing; found the keys ['input']",
+        ("train.json, [1]: `output`", "['input']"),
     ),
-    "a row without references": (raw(b'[{"input": "a", "output": []}]'), "train.json, [0]: `output` is a list"),
+    "a row without references": (raw(b'[{"input": "a", "output": []}]'), "train.json, [0]: `output`"),
     "an answer that is no label": (
         lambda own: (described(task_labels=["ax", "bx"])(own), rows(ROW, ROW | {"output": "cx"})(own)),
-        "train.json, [1]: the answer 'cx'",
+        ("train.json, [1]: ", "'cx'"),
     ),
     "two files for a split": (raw(b"{}", "train.jsonl"), "train.jsonl"),
-    "a task that climbs": (described(task_name="../left"), "tasks[0].name: found '../left'; "),
-    "a task with a separator": (described(task_name="a/b"), "tasks[0].name: found 'a/b'; "),
+    "a task that climbs": (described(task_name="../left"), "tasks[0].name: found '../left'"),
+    "a task with a separator": (described(task_name="a/b"), "tasks[0].name: found 'a/b'"),
     "a task of 300 letters": (described(task_name="a" * 300), "tasks[0].name: found 'aaa"),
-    "a task listed twice": (described(task_name="right"), "task 'right' is listed twice"),
-    "an unknown key": (described(promt="plain"), "promt: unknown key 'promt' (did you mean 'prompt'?)"),
-    "an unknown key of a task": (described(task_metrik="f1"), "tasks[0].metrik: unknown key 'metrik' (did you mean"),
-    "an order of unknown tasks": (described(orders={"1": ["lefd"]}), "unknown task 'lefd' (did you mean 'left'?)"),
-    "a folder of 5000 letters": (described(task_folder="a" * 5000), "no file can have this path: File name too long"),
-    "a bomb": (lambda own: (own / "benchmark.yaml").write_text(BOMB), "more than 20,000 values"),
-    "a key twice": (lambda own: (own / "benchmark.yaml").write_text("name: a\nname: b\n"), "key 'name' appears twice"),
-    "a huge file": (lambda own: os.truncate(own / "benchmark.yaml", 50 << 20), "is larger than 1 MiB"),
+    "a task listed twice": (described(task_name="right"), "'right'"),
+    "an unknown key": (described(promt="plain"), ("promt: ", "'prompt'")),
+    "an unknown key of a task": (described(task_metrik="f1"), ("tasks[0].metrik: ", "'metrik'")),
+    "an order of unknown tasks": (described(orders={"1": ["lefd"]}), ("'lefd'", "'left'")),
+    "a folder of 5000 letters": (described(task_folder="a" * 5000), "File name too long"),
+    "a bomb": (lambda own: (own / "benchmark.yaml").write_text(BOMB), "20,000"),
+    "a key twice": (lambda own: (own / "benchmark.yaml").write_text("name: a\nname: b\n"), "'name'"),
+    "a huge file": (lambda own: os.truncate(own / "benchmark.yaml", 50 << 20), "1 MiB"),
 }
 
 
@@ -512,7 +511,7 @@ def test_a_benchmark_that_is_none_is_refused_with_the_reason(tmp_path, capsys, c
     change(own)
     path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}))
     printed = refusal(capsys, "run", path, "--local")
-    assert words in printed
+    assert mentions(printed, *(words if isinstance(words, tuple) else [words]))
     assert str(own) in printed
 
 
@@ -521,13 +520,13 @@ def test_a_key_twice_in_a_line_is_refused_with_the_line(tmp_path, capsys):
     (own / "left" / "train.json").unlink()
     raw(b'{"input": "a", "output": "ax"}\n\n{"input": "b", "id": 1, "id": 2, "output": "ax"}\n', "train.jsonl")(own)
     printed = refusal(capsys, "plan", write(tmp_path, tiny(trial__benchmark={"name": str(own)})))
-    assert "train.jsonl, line 3: key 'id' appears twice; expected each key once" in printed
+    assert mentions(printed, "train.jsonl, line 3: ", "'id'")
 
 
 TEST_ROWS = {
-    "none": (b"[]", "test.json: found no rows; expected at least one row for split 'test'"),
-    "without references": (b'[{"input": "a", "output": []}]', "test.json, [0]: `output` is a list: []"),
-    "cut off": (b'[{"input": "a", "out', "test.json, line 1, column 17: not valid JSON"),
+    "none": (b"[]", "test.json: "),
+    "without references": (b'[{"input": "a", "output": []}]', "test.json, [0]: `output`"),
+    "cut off": (b'[{"input": "a", "out', "test.json, line 1, column 17: "),
 }
 
 
@@ -542,8 +541,7 @@ def test_data_that_is_not_there_is_asked_for(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     path = write(tmp_path, tiny(trial__benchmark={"name": "superni", "data_dir": str(tmp_path / "nowhere")}))
     printed = refusal(capsys, "run", path, "--local")
-    assert f"Looked for {tmp_path / 'nowhere' / 'SuperNI'}" in printed
-    assert "Set benchmark.data_dir, or the environment variable LATENT_SWEEP_DATA" in printed
+    assert mentions(printed, tmp_path / "nowhere" / "SuperNI", "benchmark.data_dir", "LATENT_SWEEP_DATA")
 
 
 # --- backbones -------------------------------------------------------------------------------------------------------
@@ -568,7 +566,7 @@ def configured(change):
 
 
 BACKBONES = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "config cut off": (lambda folder: os.truncate(folder / "config.json", 40), "config.json"),
     "config of another family": (configured(lambda c: c | {"model_type": "gpt2"}), "Conv1D"),
 }
@@ -613,7 +611,7 @@ def test_weights_that_are_none_fail_their_trials_with_the_reason(checkpoint, tmp
     assert main(["run", path, "--local"]) == 1
     (trial,) = sweep_folder(tmp_path)
     assert status(trial.events()) == "failed"
-    assert f"backbone.name: '{folder}' could not be loaded" in trial.events()[-1].message
+    assert mentions(trial.events()[-1].message, "backbone.name: ", folder)
     assert str(folder) in caplog.text
     assert "1 trials (1 failed)" in capsys.readouterr().out
 
@@ -643,7 +641,6 @@ def test_the_error_of_a_trial_holds_no_secret(telling, tmp_path, capsys):
     assert main(["run", telling, "--local"]) == 1
     (trial,) = sweep_folder(tmp_path)
     failed = trial.events()[-1]
-    assert "could not be loaded" in failed.message
     assert "Traceback" in failed.traceback
     assert "password=***" in failed.message and "password=***" in failed.traceback
     printed = capsys.readouterr()
@@ -662,7 +659,7 @@ def test_no_process_of_a_run_tells_a_secret(telling, tmp_path, how):
     finally:
         end(process)
     assert process.returncode == 1, printed
-    assert "could not be loaded" in printed
+    assert "password=***" in printed
     assert "hunter2" not in printed
     assert [name for name, text in told(tmp_path).items() if "hunter2" in text] == []
 
@@ -733,7 +730,7 @@ def test_factors_under_another_name_are_distinguished(tmp_path, caplog, other):
     (written,) = tmp_path.glob("*.safetensors")
     written.rename(tmp_path / "llama-exact-v1-r8.safetensors")
     found = load_factors(llama.targets, "llama", 8, tmp_path)
-    assert "llama-exact-v1-r8.safetensors holds the factors of another file" in caplog.text
+    assert "llama-exact-v1-r8.safetensors" in caplog.text
     assert all(torch.equal(found[name].U, factors.U) for name, factors in expected.items())
     assert "another file" not in caplog.text.partition("computed again")[2]
 
@@ -766,7 +763,7 @@ def test_a_full_disk_damages_nothing_and_the_run_goes_on_when_there_is_room(undi
     command = [sys.executable, "-c", LIMITED, str(limit), path]
     full = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert full.returncode in (1, 2), full.stderr
-    assert "cannot be written: File too large" in full.stdout + full.stderr
+    assert "File too large" in full.stdout + full.stderr
     assert main(["run", path, "--local"]) == 0
     assert results(sweep_folder(tmp_path)) == undisturbed[1]
     assert not list((tmp_path / "runs").rglob("*.damaged"))

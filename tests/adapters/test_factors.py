@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.imitated_gpu import imitated_gpu
+from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.tiny import load_tiny
 from safetensors.torch import load_file
@@ -327,7 +328,7 @@ def test_a_checkpoint_of_bin_files_is_read_from_the_loaded_model(llama, tmp_path
         loaded = load_backbone(settings)
     assert loaded.projections is loaded.targets
     assert loaded.weights_digest == llama.weights_digest
-    assert f"{folder} has no safetensors files here; its weights are read from the loaded model" in caplog.text
+    assert mentions(caplog.text, folder, "safetensors")
 
 
 def test_a_missing_shard_is_logged(checkpoint, caplog):
@@ -335,7 +336,7 @@ def test_a_missing_shard_is_logged(checkpoint, caplog):
     (checkpoint / shard_of["model.layers.1.self_attn.v_proj.weight"]).unlink()
     with caplog.at_level("INFO"):
         assert checkpoint_weights(BackboneSettings(name=str(checkpoint))) is None
-    assert "holds no model.layers." in caplog.text
+    assert "model.layers." in caplog.text
 
 
 def test_other_names_than_the_models_are_logged(llama, tmp_path, caplog):
@@ -343,7 +344,7 @@ def test_other_names_than_the_models_are_logged(llama, tmp_path, caplog):
     llama.model.model.save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
         assert checkpoint_weights(BackboneSettings(name=str(tmp_path))) is None
-    assert "holds no model.embed_tokens.weight in its safetensors files" in caplog.text
+    assert "model.embed_tokens.weight" in caplog.text
 
 
 def test_a_model_in_the_hubs_cache_is_found_there(checkpoint, llama, tmp_path, monkeypatch):

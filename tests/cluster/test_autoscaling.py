@@ -4,6 +4,7 @@ imitated machines, each a real Ray node on this one."""
 import json
 
 import pytest
+from helpers.messages import mentions
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import eventually, head
@@ -106,9 +107,7 @@ def test_infeasible_resources_are_reported_and_start_nothing(cluster, tmp_path):
     finally:
         end(process)
     assert process.returncode == 2, printed
-    wish = "a trial asks for 64 CPU and 1 GPU (A100) on one node"
-    assert f"error: run.resources: {wish}; the cluster has 0 CPU and 0 GPU on 1 nodes" in printed
-    assert "its autoscaler has no node type that could add it" in printed
+    assert mentions(printed, "error: run.resources: ", "64 CPU", "1 GPU (A100)", "0 CPU and 0 GPU", "autoscaler")
     assert "Traceback" not in printed
     assert events(sweep_folder(tmp_path), "started") == []
     assert cluster.workers() == 0

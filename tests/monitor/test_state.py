@@ -11,6 +11,7 @@ import time
 from typing import get_args
 
 import pytest
+from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.sweep_folders import TASKS, PackOf, finish, learn, run_to_end, start, write_sweep
 from rich.console import Console
@@ -225,8 +226,8 @@ def test_failures_are_shown_with_their_reasons(sweep, capsys):
     state = look(sweep)
     assert state.counts == {"stopped": 1, "failed": 1, "pending": 2}
     (line,) = [line for line in status_lines(state) if line.startswith("failed")]
-    assert line == "failed    K=1 seed=0 at task intent: the loss is nan second line"
-    assert any("failed: K=1 seed=0 at task intent: the loss is nan" in line for line in drawn(state, 100))
+    assert mentions(line, "K=1 seed=0", "intent", "the loss is nan second line")
+    assert any(mentions(line, "failed", "K=1 seed=0", "intent", "the loss is nan") for line in drawn(state, 100))
     assert main(["status", str(sweep.path)]) == 1
     assert "4 (2 pending, 1 failed, 1 stopped)" in capsys.readouterr().out
     assert main(["status", str(sweep.path), "--json"]) == 1
@@ -251,7 +252,7 @@ def test_a_sweep_that_has_ended(sweep, capsys):
         12,
         0,
     )
-    assert "best      AP 75.0: K=2 seed=0 (after 3 of 3 tasks)" in status_lines(state)
+    assert any(mentions(line, "best", "75.0", "K=2 seed=0", "3 of 3") for line in status_lines(state))
     assert main(["status", str(sweep.path), "--watch"]) == 0
     assert capsys.readouterr().out.splitlines() == status_lines(state)
     assert main(["status", str(sweep.path), "--json"]) == 0
@@ -463,7 +464,7 @@ def test_the_screen_fits_the_terminal(tmp_path, monkeypatch, width, height):
     assert "\x1b" not in text
     assert "more workers" in text
     assert "more failed" in text
-    assert any("learning sentiment, task 1 of 3, step 3 of 40" in line for line in lines) == (width == 100)
+    assert any(mentions(line, "sentiment", "1 of 3", "3 of 40") for line in lines) == (width == 100)
 
 
 def test_the_screen_shows_the_state(sweep):
@@ -474,10 +475,10 @@ def test_the_screen_shows_the_state(sweep):
         ProgressWriter(sweep, PackOf(second)).write(Step(0, "learning", 3, 40, {"task": 0.5}, "t"))
         state = look(sweep)
     lines = drawn(state, 100)
-    assert lines[0].rstrip() == "lambda: 4 trials (1 finished, 1 running, 2 pending)"
-    assert any(line.startswith("best AP so far 50.0: K=1 seed=0 (after 3 of 3 tasks)") for line in lines)
-    assert any("3 of 12 tasks; 3 stages learned, 0 reused" in line for line in lines)
-    assert any("learning sentiment, task 1 of 3, step 3 of 40, loss 0.500" in line for line in lines)
+    assert mentions(lines[0], "lambda", "4 trials", "1 finished, 1 running, 2 pending")
+    assert any(mentions(line, "best AP", "50.0", "K=1 seed=0", "3 of 3") for line in lines)
+    assert any(mentions(line, "3 of 12 tasks", "3 stages learned", "0 reused") for line in lines)
+    assert any(mentions(line, "sentiment", "1 of 3", "3 of 40", "0.500") for line in lines)
 
 
 def test_tables_and_status_count_trials_alike(sweep):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.messages import mentions
 from helpers.sweeps import sweep_folder, tiny, write
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
@@ -174,11 +175,11 @@ def test_missing_files_are_reported(folder, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "factors")
     pictures, (first, second) = interference_pictures(sweep)
     assert pictures == []
-    assert first.startswith("interference of lambda=0.0 combine=soft seed=0: the singular values of its backbone's ")
-    assert second.startswith("interference of lambda=1e-05")
+    assert "lambda=0.0 combine=soft seed=0" in first
+    assert "lambda=1e-05" in second
     last = stages(compared_trials(finished_trials(sweep))[0].events)[-1].lineage
     sweep.snapshots.path(last).write_bytes(b"spoilt")
-    assert interference(sweep)[1][0].endswith(f"snapshot {last} does not match its digest")
+    assert mentions(interference(sweep)[1][0], "snapshot", last, "digest")
     assert sweep.snapshots.path(last).read_bytes() == b"spoilt"  # nothing is changed
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers.buckets import URI
 from helpers.events import an_event, fields_of
+from helpers.messages import mentions
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import nodes
@@ -156,7 +157,7 @@ def test_a_copy_that_is_damaged_here_is_fetched_again(node, caplog, bucket):
     there.get("abc")
     there.path("abc").write_bytes(b"spoiled")
     assert torch.equal(there.get("abc").tensors["R"], snapshot().tensors["R"])
-    assert "abc does not match its digest" in caplog.text
+    assert mentions(caplog.text, "abc", "digest")
     assert len(bucket) == 2, "what was damaged is never pushed"
 
 
@@ -338,8 +339,8 @@ def test_where_a_sweep_stands_is_seen_from_another_node(node, quick, capsys):
         node("b")
         assert main(["status", f"{URI}/lambda"]) == 0
         printed = capsys.readouterr().out
-        assert f"running, driven by process {os.getpid()} on " in printed
-        assert "now       seed=0: starting (" in printed
+        assert mentions(printed, "running", f"process {os.getpid()} on ")
+        assert mentions(printed, "now", "seed=0: starting")
     assert main(["status", f"{URI}/lambda", "--watch"]) == 0
     assert "interrupted" in capsys.readouterr().out
 
@@ -475,7 +476,7 @@ def test_workers_of_one_trial_write_one_after_the_other(tmp_path, caplog):
         thread = threading.Thread(target=second)
         thread.start()
         begun.wait(PATIENCE)
-        while "works on the same trials" not in caplog.text:
+        while "same trials" not in caplog.text:
             time.sleep(0.01)
         order.append("first")
     thread.join(PATIENCE)
@@ -713,14 +714,14 @@ def test_two_drivers_of_one_sweep_do_everything_once(request, tmp_path, on_node,
         begun.wait(drivers[0])
         on_node("two")
         drivers.append(start(path, "--local"))
-        wait_for_line("waiting for its end", drivers[1])
+        wait_for_line("waiting for", drivers[1])
         begun.release()
         first, second = (driver.communicate(timeout=PATIENCE)[0] for driver in drivers)
     finally:
         for driver in drivers:
             end(driver)
     assert [driver.returncode for driver in drivers] == [0, 0], (first, second)
-    assert "waiting for its end" not in first
+    assert "waiting for" not in first
     assert "1 of 1 trainings are complete" in second
     on_node("three")
     if kind == "object store":

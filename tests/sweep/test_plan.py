@@ -90,7 +90,7 @@ def test_equal_trials_collapse():
 @pytest.mark.parametrize(("axis", "equal"), [("training.micro_batch_size", 1), ("training.batch_size", 0)])
 def test_a_plan_reports_equal_points_of_the_search(tmp_path, capsys, axis, equal):
     assert main(["plan", write(tmp_path, tiny(search={axis: [2, 4]}))]) == 0
-    assert capsys.readouterr().out.count("1 trial (2 points of the search") == equal
+    assert capsys.readouterr().out.count("1 trial (2 points") == equal
 
 
 # --- the backbone's own dropout ---------------------------------------------------------------------------------------

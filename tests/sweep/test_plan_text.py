@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import snapshots
+from helpers.messages import mentions
 from helpers.sweeps import tiny
 
 from latent_sweep.backbones.registry import BackboneSettings
@@ -131,9 +132,8 @@ def test_axes_are_counted(changes, line):
 
 def test_equal_points_are_one_trial():
     search = {"router.combine": ["sum", "soft"], "router.components": [1, 2]}
-    assert plan_of(verbose=False, search=search)[0].startswith(
-        "sweep tiny: 3 trials (4 points of the search, some of them equal) -> 1 training in 1 pack"
-    )
+    first = plan_of(verbose=False, search=search)[0].partition("\n")[0]
+    assert mentions(first, "tiny: 3 trials", "4 points", "1 training in 1 pack")
 
 
 def test_work_that_is_left(runs):
@@ -142,7 +142,7 @@ def test_work_that_is_left(runs):
     runs.run(packs[:1])
     assert "2 left" in line_of(plan_of(runs.sweep.storage, verbose=False)[0], "work")
     runs.run(packs[1:])
-    assert line_of(plan_of(runs.sweep.storage, verbose=False)[0], "time").endswith("nothing is left to run")
+    assert "nothing is left" in line_of(plan_of(runs.sweep.storage, verbose=False)[0], "time")
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ def test_memory_of_shards_names_engine_and_host():
         return memory_of(run__engine=settings, run__resources={"gpus": 1, **resources})[0]
 
     line = engine(workers=2)
-    assert "weights 12.1, gathered weights 1.0" in line and line.endswith("ZeRO-3 over 2 workers")
-    assert engine().endswith("ZeRO-3; 24.2 GiB of host memory")
+    assert "weights 12.1, gathered weights 1.0" in line and mentions(line, "ZeRO-3", "2 workers")
+    assert mentions(engine(), "ZeRO-3", "24.2 GiB")
 
 
 @pytest.mark.parametrize(
