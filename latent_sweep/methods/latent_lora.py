@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.backbones.registry import EMBEDDED
+from latent_sweep.backbones.registry import PACKAGES
 from latent_sweep.methods.protocol import (
     ADAPTER_COMBINATIONS,
     Learner,
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 PAPER_LAMBDA = {"superni": 0.05, "long_sequence": 0.02}
 """From section "Training" of the paper's appendix; other benchmarks use SuperNI's."""
 
-EMBEDDED_LAMBDA = 1e-5
-"""The penalty grows as S^4 R^4: on SmolLM2 the paper's lambda makes it a thousand times the task loss (A4b)."""
+PACKAGED_LAMBDA = 1e-5
+"""The penalty grows as S^4 R^4: on SmolLM2 and FLAN-T5-small the paper's lambda makes it a thousand times the task loss
+(A4b)."""
 
 
 class OrthoSettings(Settings):
@@ -108,7 +109,7 @@ class LatentLora(Method):
 
     @classmethod
     def defaults(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
+        value = PACKAGED_LAMBDA if backbone in PACKAGES else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
         return {"ortho_lambda": value}
 
     def reads_history(self, position: int) -> bool:

@@ -6,7 +6,7 @@ from helpers.methods import has_official
 from helpers.tiny import bank_of
 from pydantic import ValidationError
 
-from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, target_shapes
+from latent_sweep.backbones.registry import EMBEDDED, FLAN_T5, REGISTRY, target_shapes
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import as_written
@@ -232,6 +232,7 @@ def test_backbones_of_a_family_share_its_scripts():
         ("llama-2-13b", "long_sequence", 0.02),
         ("tiny-llama", "builtin", 0.05),
         (EMBEDDED, "superni", 1e-5),
+        (FLAN_T5, "long_sequence", 1e-5),
     ],
 )
 def test_lambda_of_latent_lora_defaults_to_the_papers(backbone, benchmark, expected):
