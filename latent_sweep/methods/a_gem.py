@@ -66,6 +66,7 @@ class AGem(LoraMethod):
     """One pair trained on all tasks in turn, with projected gradients."""
 
     settings_class = AGemSettings
+    masks_rows = False  # it shapes gradients itself
     settings: AGemSettings
     keeps_rows = True
     official = staticmethod(o_lora_scripts)  # none were released for LoRA

@@ -33,7 +33,7 @@ def earlier_rows(method: Method, n_tasks: int) -> EarlierRows:
 
 
 def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
-    learner = method.begin_task(task, history)
+    learner = method.with_options(method.begin_task(task, history), task)
     if defined_in(type(learner), "examples") is not Learner and not method.replays:
         raise ConfigError(
             f"method {method.settings.name}: {type(learner).__name__} defines `examples`, but `replays` is False; "
@@ -43,15 +43,13 @@ def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
 
 
 def shapes_gradients(learner: Learner) -> bool:
-    shapes, refers = (
-        defined_in(type(learner), member) is not Learner for member in ("shape_gradients", "reference_batches")
-    )
-    if refers and not shapes:
+    refers = defined_in(type(learner), "reference_batches") is not Learner
+    if refers and not learner.shapes_gradients:
         raise ConfigError(
             f"method {type(learner).__name__}: found `reference_batches`, which only `shape_gradients` reads; expected "
             "both, or neither"
         )
-    return shapes
+    return learner.shapes_gradients
 
 
 def reference_batches(learner: Learner, step: int) -> Sequence[Sequence[Example]]:

@@ -23,6 +23,7 @@ class JointLora(LoraMethod):
     """One pair for all tasks, trained in the first stage."""
 
     settings_class = JointLoraSettings
+    masks_rows = False
     official = staticmethod(o_lora_scripts)
 
     def reads_history(self, position: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,20 +17,24 @@ from latent_sweep.backbones.registry import PACKAGES, dropout_rate, family_of
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.protocol import (
     ADAPTER_COMBINATIONS,
+    GradientStep,
     Learner,
     LowRankPairs,
     Method,
     MethodSettings,
+    Observer,
     Snapshots,
     TaskData,
+    without,
 )
-from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
+from latent_sweep.settings import FROM_PRESET, LEFT_OUT_AT_DEFAULT, NOT_IDENTITY
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation, Delta
     from latent_sweep.adapters.lora import LoraPair
+    from latent_sweep.methods._migu import RowMask
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
@@ -91,6 +95,9 @@ class LoraSettings(MethodSettings):
     """LoRA's alpha; the scale is s = alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1, json_schema_extra=FROM_PRESET)
     """Dropout on the adapter's input during training, one mask for all pairs."""
+    migu: float | None = Field(None, gt=0, lt=1, json_schema_extra=LEFT_OUT_AT_DEFAULT)
+    """MIGU: share of each projection's rows of A and of B that get no gradient at a step, those whose outputs are
+    smallest over its examples; from the second task on. The released scripts have 0.7. Off if it is left out."""
 
     @property
     def s(self) -> float:
@@ -111,8 +118,13 @@ class TaskAdapterSettings(LoraSettings):
 
 
 class LoraMethod(Method):
-    """Presets, and pairs in snapshots, which answer as `dW = sum_t w_t(x) s B_t A_t`."""
+    """Presets, and pairs in snapshots, which answer as `dW = sum_t w_t(x) s B_t A_t`.
 
+    Attributes:
+        masks_rows: whether `migu` applies: later tasks have a `LoraLearner` without gradient hooks of its own.
+    """
+
+    masks_rows: ClassVar[bool] = True
     settings: LoraSettings
 
     # --- planning ---
@@ -139,6 +151,15 @@ class LoraMethod(Method):
         return scripts(family_of(backbone), benchmark)
 
     @classmethod
+    def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
+        if settings.migu is not None and not cls.masks_rows:
+            raise ConfigError(
+                f"method.migu: found {settings.migu:g}, but {settings.name} learns no second task, or shapes gradients "
+                "itself; leave migu out"
+            )
+        return super().resolve(settings, backbone, benchmark)
+
+    @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
         scripts = cls.scripts(settings, backbone, benchmark)
         return scripts.method if scripts else {}
@@ -154,11 +175,32 @@ class LoraMethod(Method):
             return {"group_by_length": False, **scripts.training, "backbone_dropout": dropout_rate(backbone)}
         return {"learning_rate": 1e-3} if backbone in PACKAGES else {}
 
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        return without(super().stage_identity(position), *(() if position else ("migu",)))
+
     def rank(self) -> int:
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         return sum(self.rank() * (m + n) for m, n in shapes.values())
+
+    # --- learning ---
+
+    def with_options(self, learner: Learner, task: TaskData) -> Learner:
+        from latent_sweep.methods._migu import RowMask
+
+        threshold, hooks = self.settings.migu, ("observer", "shape_gradients")
+        if threshold is None:
+            return learner
+        own = [name for name in hooks if getattr(type(learner), name) is not getattr(LoraLearner, name)]
+        if own or not isinstance(learner, LoraLearner):
+            raise ConfigError(
+                f"method.migu: found {threshold:g}, but {type(learner).__name__} is no LoraLearner, or has an "
+                "`observer` or `shape_gradients` of its own. Leave migu out, or set `masks_rows = False` in the method"
+            )
+        if task.position:
+            learner.mask = RowMask(learner, threshold)
+        return learner
 
     # --- pairs ---
 
@@ -242,6 +284,9 @@ class LoraLearner(Learner):
         train_A: whether A is trained; it is part of the snapshot either way.
     """
 
+    mask: RowMask | None = None
+    """Of `migu`, if it is set; see `latent_sweep.methods._migu`."""
+
     def __init__(
         self,
         pair: LoraPair,
@@ -257,6 +302,17 @@ class LoraLearner(Learner):
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in (("A", self.A), ("B", self.B)) if tensor.requires_grad}
+
+    def observer(self) -> Observer | None:
+        return None if self.mask is None else self.mask.observe
+
+    @property
+    def shapes_gradients(self) -> bool:
+        return self.mask is not None or type(self).shape_gradients is not LoraLearner.shape_gradients
+
+    def shape_gradients(self, step: GradientStep) -> None:
+        if self.mask is not None:
+            self.mask.apply(step)
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
         import torch

@@ -291,6 +291,10 @@ class Method:
         """
         raise NotImplementedError
 
+    def with_options(self, learner: Learner, task: TaskData) -> Learner:
+        """Return the learner of `begin_task` with options applied that suit any learner of this method."""
+        return learner
+
     # --- answering ---
 
     def prompts(
@@ -388,6 +392,11 @@ class Learner:
         Their passes have no more rows than those of training. All workers of a group must return the same rows.
         """
         return ()
+
+    @property
+    def shapes_gradients(self) -> bool:
+        """Whether `shape_gradients` is called: by default if a subclass defines it."""
+        return type(self).shape_gradients is not Learner.shape_gradients
 
     def shape_gradients(self, step: GradientStep) -> None:
         """Change the parameters' `.grad` before they are clipped.

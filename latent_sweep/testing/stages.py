@@ -24,6 +24,7 @@ from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError
+from latent_sweep.methods import checked
 from latent_sweep.methods.protocol import Learner, MethodContext, TaskData
 from latent_sweep.settings import Settings, as_written, flatten
 from latent_sweep.storage.snapshots import TaskCheckpoint
@@ -111,7 +112,7 @@ class Stages:
         history = [self.remembered(trial, earlier) for earlier in reads]
         rows = random_rows(6, seed=position)
         data = task_data(rows, position, s.seed, len(trial.tasks) + longer, task.name)
-        learner = method.begin_task(data, history)
+        learner = checked.new_learner(method, data, history)
         checkpoint = self._folder / f"checkpoint-{next(self._number)}"
         seed_parts, held_out = (s.seed, task.name), {"validation": validation}
         learn(learner, rows, self._backbone, self._bank, s.training, checkpoint, seed_parts, **held_out)

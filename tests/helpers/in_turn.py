@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from helpers.tiny import learn, random_rows, task_data
+from latent_sweep.methods import checked
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.sweep.schema import TrainingSettings
 
@@ -25,7 +26,7 @@ def begin(method, history=(), rows=(), seed=0):
     position = len(history)
     task = task_data(rows or random_rows(7, seed=position), position=position, seed=seed, name=f"task {position}")
     earlier = list(history) if method.reads_history(position) else []
-    return method.begin_task(task, earlier)
+    return checked.new_learner(method, task, earlier)
 
 
 def lesson(method, history, folder, training=TRAINING, learner=None):

@@ -1,5 +1,7 @@
 """The conformance suite for every built-in method; one test class each."""
 
+from typing import ClassVar
+
 import pytest
 from helpers.methods import OPTIONS
 
@@ -24,6 +26,14 @@ for _method in METHODS:
     _name = f"Test_{_method}"
     _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "__test__": True}
     globals()[_name] = type(_name, (_OnEveryFamily,), _content)
+
+
+class Test_migu(_OnEveryFamily):
+    """An option of all methods with LoRA pairs, on one of them."""
+
+    __test__ = True
+    method = "inc_lora"
+    settings: ClassVar = {"migu": 0.6}
 
 
 class _AllLinear(MethodConformance):

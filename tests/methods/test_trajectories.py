@@ -22,7 +22,7 @@ from helpers.tiny import FAMILIES, bank_of, learn, load_tiny, random_rows, task_
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers.optimization import Adafactor
 
-from latent_sweep.methods import _pseudo_samples, method_class
+from latent_sweep.methods import _pseudo_samples, checked, method_class
 from latent_sweep.methods._pseudo_samples import Samples
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
@@ -66,6 +66,7 @@ class Dense:
         self.weights = [module.weight.detach() for module in self.modules]
         self.table = self.model.get_input_embeddings().weight.detach()
         self.added, self.read = [], None
+        self.seen = None
         for i, module in enumerate(self.modules):
             module.register_forward_hook(self._hook(i))
 
@@ -76,6 +77,8 @@ class Dense:
                 self.read[i].append(h[0].detach())
             for matrices, cut in self.added:
                 output = output + (h.detach() if cut else h) @ matrices[i].T
+            if self.seen is not None:
+                self.seen[i].append((h[0].detach(), output[0].detach()))
             return output
 
         return add
@@ -448,6 +451,29 @@ def inc_lora(ref, task):
     return trained(start, task, lambda p, rows: ref.dense.loss(rows, ref.pair(p) + ref.earlier()))
 
 
+def migu(ref, task):
+    """IncLoRA, in which only the largest rows learn from the second task on."""
+    dense, share = ref.dense, ref.settings.migu
+
+    def loss(p, rows):
+        dense.seen = [[] for _ in dense.modules]
+        return dense.loss(rows, ref.pair(p) + ref.earlier())
+
+    def silence(gradient, outputs):
+        """Zero the rows below the quantile, by interpolation between sorted magnitudes."""
+        sizes = np.abs(outputs.numpy()).sum(0)
+        gradient[torch.from_numpy(sizes < np.percentile(sizes, 100 * share))] = 0
+
+    def shape(p, step):
+        for i, seen in enumerate(dense.seen if task.position else ()):
+            h, output = (torch.cat(parts) for parts in zip(*seen, strict=True))
+            silence(p["A"].grad[i], h @ p["A"][i].detach().T)
+            silence(p["B"].grad.split(dense.outputs)[i], output)
+        dense.seen = None
+
+    return trained({name: task.draws[name] for name in "AB"}, task, loss, shape=shape)
+
+
 def overlaps(ref, task, p):
     """O-LoRA's terms, with weights by position."""
     s, kind = ref.settings, getattr(ref.settings, "penalty", "l1")
@@ -765,6 +791,7 @@ CASES = [
     ("inc_lora", inc_lora, PAIR),
     ("merge_lora", merge_lora, PAIR | {"merge": "magmax"}),
     ("sd_lora", sd_lora, PAIR),
+    ("inc_lora", migu, PAIR | {"migu": 0.7}),
     ("o_lora", o_lora, PAIR | LAMBDAS),
     ("n_lora", n_lora, PAIR | {"lambda_1": [0.02, 0.05]}),
     ("c_lora", c_lora, PAIR | {"k": 5, "lambda_1": 0.3, "subspace_seed": 7}),
@@ -797,7 +824,7 @@ RELEASED = [
 def case(name, reference, settings, family, slow):
     named = (
         *("preset", "variant", "fisher", "old_branch_grad", "penalty", "product", "merge", "norm"),
-        *("under", "constraints", "margin"),
+        *("under", "constraints", "margin", "migu"),
     )
     values = [str(settings[key]) for key in named if key in settings]
     marks = [pytest.mark.slow] if slow else []
@@ -820,7 +847,7 @@ def learned(tmp_path, monkeypatch):
         for position in range(FEWER.get(name, TASKS)):
             rows = [row | {"input_ids": row["prompt_ids"]} for row in random_rows(ROWS, seed=position)]
             task = task_data(rows, position, n_tasks=TASKS, name=f"task {position}")
-            learner = method.begin_task(task, history if method.reads_history(position) else [])
+            learner = checked.new_learner(method, task, history if method.reads_history(position) else [])
             draws = {n: value.detach().clone() for n, value in learner.parameters().items()}
             A = learner.A.detach().clone() if hasattr(learner, "A") else None
             fresh = dict(zip("AB", method.fresh(task), strict=True)) if hasattr(method, "fresh") else {}

@@ -148,7 +148,7 @@ SETTINGS = {
 METHOD_SETTINGS = {
     NOTHING: {"preset"},  # it fills in others
     "trial training": {
-        *("rank", "alpha", "dropout", "train_active", "old_branch_grad"),
+        *("rank", "alpha", "dropout", "train_active", "old_branch_grad", "migu"),
         *("sensitivity_decay", "uncertainty_decay", "score_share", "percentile", "both_share"),
         *("temperature", "orthogonality", "ewc_lambda", "fisher", "gamma", "fisher_samples", "alpha_kd"),
         *("prompt_length", "lm_weight", "kl_weight", "sample_length", "samples_per_label", "samples_per_task"),

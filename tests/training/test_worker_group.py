@@ -28,6 +28,7 @@ CASES = [
     *((method, LLAMA, "zero-3") for method in METHODS),
     *((method, T5, "zero-2") for method in METHODS),
     ("latent_lora", T5, "zero-3"),
+    ("migu", T5, "zero-2"),
     ("latent_lora", LLAMA, "torch"),
     *(("seq_lora", f"tiny-{name}", "zero-3") for name in ("flan-t5", "umt5", "gemma3", "qwen3", "mistral")),
 ]
