@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.checked import defined_in
-from latent_sweep.methods.protocol import LowRankPairs, Method
+from latent_sweep.methods.protocol import DenseUpdates, LowRankPairs, Method
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from latent_sweep.deploy.model import ContinualModel
 
 SUM, LAST = "sum", "last"
@@ -24,7 +27,7 @@ class Adapter:
     """Its task, or the combination if all texts have the same adapter."""
     tasks: tuple[str, ...]
     """The tasks that it has learned."""
-    pairs: LowRankPairs
+    update: LowRankPairs | DenseUpdates
     carried_on: bool = False
     """Whether its method trains a single adapter through all tasks."""
 
@@ -33,9 +36,27 @@ class Adapter:
         return f"{'after' if self.carried_on else 'for'} {', '.join(self.tasks)}"
 
     @property
+    def pairs(self) -> LowRankPairs:
+        """The adapter as pairs. Raises ConfigError if it has full rank."""
+        if isinstance(self.update, LowRankPairs):
+            return self.update
+        raise ConfigError(
+            f"adapter {self.name}: its update has full rank, so it is no LoRA adapter; export it with `--to merged`, "
+            "`--to model` or `--to mlflow`"
+        )
+
+    @property
     def rank(self) -> int:
         """Of a sum, that of all task adapters together."""
         return len(self.pairs.A[0])
+
+    def updates(self) -> Iterator[Tensor]:
+        """Compute dW of each projection in turn, float32."""
+        if not isinstance(self.update, LowRankPairs):
+            yield from self.update.updates()
+            return
+        for A, B in zip(self.update.A, self.update.B, strict=True):
+            yield self.update.scale * B.float() @ A.float()
 
 
 def adapters_of(model: ContinualModel) -> list[Adapter]:
@@ -47,14 +68,14 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
             "`--to mlflow`"
         )
     # how snapshots are combined must be defined, or inherited, where the pairs are
-    exported = {defined_in(type(method), name) for name in ("low_rank_pairs", *(["low_rank_sum"] * (mode == SUM)))}
+    exported = {defined_in(type(method), name) for name in ("low_rank_pairs", *(["exported_sum"] * (mode == SUM)))}
     if not any(issubclass(kind, defined_in(type(method), "combine")) for kind in exported):
         raise ConfigError(
             f"method {method.settings.name}: it combines its snapshots in its own way, which peft adapters cannot; "
             "export it with `--to model` or `--to mlflow`"
         )
     if mode == SUM:
-        return [Adapter(SUM, model.tasks, method.low_rank_sum([task.snapshot.tensors for task in learned]))]
+        return [Adapter(SUM, model.tasks, method.exported_sum([task.snapshot.tensors for task in learned]))]
     pairs = [method.low_rank_pairs(task.snapshot.tensors) for task in learned]
     if mode == LAST:
         carried_on = method.combinations == (LAST,)

@@ -33,10 +33,9 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
     adapter = adapter_for(model, task)
     path = new_folder(folder)
     weights = {name: weight.detach() for name, weight in backbone.model.named_parameters()}  # a tied one once
-    for name, A, B in zip(backbone.targets, adapter.pairs.A, adapter.pairs.B, strict=True):
+    for name, update in zip(backbone.targets, adapter.updates(), strict=True):
         W = weights[f"{name}.weight"]
-        changed = W.float() + adapter.pairs.scale * B.float() @ A.float()
-        weights[f"{name}.weight"] = changed.to(W.dtype)
+        weights[f"{name}.weight"] = (W.float() + update).to(W.dtype)
     kept = backbone.model.state_dict().keys()  # persistent buffers, e.g. BART's vocabulary bias
     weights |= {name: buffer for name, buffer in backbone.model.named_buffers() if name in kept}
     # the model's own method looks for accelerators and prints about them

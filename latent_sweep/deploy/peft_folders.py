@@ -47,6 +47,8 @@ def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
     Raises ConfigError if the snapshots are not LoRA adapters, or the folder is not empty.
     """
     adapters = adapters_of(model)
+    for adapter in adapters:
+        _ = adapter.pairs  # refused before a folder is made
     path = new_folder(folder)
     for adapter in adapters:
         _write(model, adapter, path / adapter.name)

@@ -21,14 +21,13 @@ one task alone is trimmed or thinned as well. The papers choose lambda on valida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from latent_sweep.errors import ConfigError
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
-from latent_sweep.methods.protocol import LowRankPairs, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import DenseUpdates, LowRankPairs, Snapshots, TaskData, without
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY
 
 if TYPE_CHECKING:
@@ -127,8 +126,13 @@ class MergeLora(LoraMethod):
         s, dtype = self.settings, self.context.backbone.model.dtype
         if s.merge == "average":
             return Adaptation(summed(self._averaged(history), self.outputs, s.s, dtype))
-        merge, of_projections = self._merge(), self._updates(history)
-        return Adaptation([DenseDelta((s.merge_lambda * merge(updates)).to(dtype)) for updates in of_projections])
+        return Adaptation([DenseDelta(merged.to(dtype)) for merged in self._merged(history)])
+
+    def _merged(self, history: Snapshots) -> Iterator[Tensor]:
+        """Merge the updates of each projection in turn, (m, n)."""
+        merge = self._merge()
+        for updates in self._updates(history):
+            yield self.settings.merge_lambda * merge(updates)
 
     def _averaged(self, history: Snapshots) -> list[LoraPair]:
         """Return pairs whose sum is the average."""
@@ -163,14 +167,10 @@ class MergeLora(LoraMethod):
 
     # --- exporting ---
 
-    def low_rank_sum(self, history: Snapshots) -> LowRankPairs:
-        """Return the average, of the summed rank."""
+    def exported_sum(self, history: Snapshots) -> LowRankPairs | DenseUpdates:
         if self.settings.merge != "average":
-            raise ConfigError(
-                f"method.merge: found {self.settings.merge!r}, whose merged update has no low rank, so it is no LoRA "
-                "adapter; expected 'average'. Export it with `--to model` or `--to mlflow`"
-            )
-        return super().low_rank_sum([{"A": A, "B": B} for A, B in self._averaged(history)])
+            return DenseUpdates(lambda: self._merged(history))
+        return super().exported_sum([{"A": A, "B": B} for A, B in self._averaged(history)])
 
 
 class MergeLoraLearner(LoraLearner):

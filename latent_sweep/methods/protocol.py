@@ -7,7 +7,7 @@ not load it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -130,6 +130,14 @@ class Replayed:
     """They take turns, shuffled anew in each turn, so that all are read equally often."""
     in_an_epoch: int
     """Number of them that an epoch reads in addition to the task's own examples."""
+
+
+@dataclass(frozen=True)
+class DenseUpdates:
+    """Snapshots as one change of full rank to each adapted projection, in the backbone's order."""
+
+    updates: Callable[[], Iterator[Tensor]]
+    """Computes dW (m, n) of each projection in turn, float32."""
 
 
 @dataclass(frozen=True)
@@ -325,11 +333,10 @@ class Method:
         """Return a snapshot as LoRA adapters in float32, for export to other programs."""
         raise NotImplementedError
 
-    def low_rank_sum(self, history: Snapshots) -> LowRankPairs:
-        """Return the adapter in which these snapshots answer together (`sum`), for export.
+    def exported_sum(self, history: Snapshots) -> LowRankPairs | DenseUpdates:
+        """Return how these snapshots answer together (`sum`), for export.
 
-        By default it is the sum of `low_rank_pairs`, with equal scales, concatenated: the ranks add up. ConfigError if
-        it has no low rank.
+        By default these are the pairs of `low_rank_pairs`, of equal scales, concatenated: the ranks add up.
         """
         import torch
 

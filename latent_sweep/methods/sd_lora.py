@@ -22,7 +22,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
-from latent_sweep.methods.protocol import LowRankPairs, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import DenseUpdates, LowRankPairs, Snapshots, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,8 +96,8 @@ class SdLora(LoraMethod):
         dtype = self.context.backbone.model.dtype
         return Adaptation(summed(self._weighted(history), self.outputs, self.settings.s, dtype))
 
-    def low_rank_sum(self, history: Snapshots) -> LowRankPairs:
-        return super().low_rank_sum([{"A": A, "B": B} for A, B in self._weighted(history)])
+    def exported_sum(self, history: Snapshots) -> LowRankPairs | DenseUpdates:
+        return super().exported_sum([{"A": A, "B": B} for A, B in self._weighted(history)])
 
 
 class SdLoraLearner(LoraLearner):

@@ -9,7 +9,7 @@ r rank, V vocabulary, P trainable parameters, M adapted projections of o x n.
     adapter      8 P: values and gradients in float32
     optimizer    8 P: AdamW's two moments
     history      (4 + b) P for each task, if earlier task adapters stay active or answer together
-    merged       b o n for each projection, if adapters answer merged into dense matrices, and 24 o n to merge one
+    merged       b o n for each projection, if adapters answer merged into dense matrices, and 32 o n to merge one
     moments      InfLoRA and GainLoRA, before and after a task: 8 n^2 for each input that projections read, and
                  64 n^2 to find the directions of one, or 16 n for each token of a batch
     fisher       EWC, after a task: a pass of as many examples as a step's, at most 8, and 8 P for each: its own
@@ -178,7 +178,7 @@ def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
         host=host,
         factors=runs * shape.bytes * method.rank() * sides if method.factored else 0,
         history=tasks * trained * (4 + shape.bytes) if "sum" in method.combinations else 0,
-        merged=shape.bytes * dense + 6 * 4 * largest if dense else 0,
+        merged=shape.bytes * dense + 8 * 4 * largest if dense else 0,
         activations=activations,
         working=working,
         logits=logits,

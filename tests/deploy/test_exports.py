@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 LEARNED = TASKS[:2]
 ADAPTED = {"tiny-qwen3": {"targets": "all-linear"}}
 METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "zero_shot"), "tiny-t5": ("latent_lora", "seq_lora")}
+METHODS["tiny-llama"] += ("slao", "sd_lora", "merge_lora")
 METHODS |= {"tiny-qwen3": ("latent_lora", "inc_lora")}
 TARGETS = {
     "tiny-llama": ["q_proj", "v_proj"],
@@ -98,6 +99,8 @@ CASES = [
     ("tiny-llama", "gain_lora", {"mood": [0], "ticket": [1]}),
     ("tiny-llama", "inc_lora", {"sum": [0, 1]}),
     ("tiny-t5", "seq_lora", {"last": [1]}),
+    ("tiny-llama", "slao", {"last": [1]}),
+    ("tiny-llama", "sd_lora", {"sum": [0, 1]}),
     ("tiny-qwen3", "latent_lora", {"mood": [0], "ticket": [1]}),
     ("tiny-qwen3", "inc_lora", {"sum": [0, 1]}),
 ]
@@ -132,6 +135,16 @@ def test_merged_weights_compute_the_same(opened, tmp_path, family, name, expecte
         assert tokenizer(texts)["input_ids"] == model.context.backbone.tokenizer(texts)["input_ids"]
     # the backbone itself is unchanged
     assert_same_to_rounding(logits(bare(model, tmp_path / "base")), logits(model.context.backbone.model), PASS)
+
+
+def test_updates_of_full_rank_are_merged_but_are_no_adapter(opened, tmp_path):
+    model = opened("tiny-llama", "merge_lora")
+    with pytest.raises(ConfigError):
+        export_peft(model, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+    merged = AutoModelForCausalLM.from_pretrained(export_merged(model, tmp_path / "merged"), dtype="float32")
+    assert_same_to_rounding(logits(merged), ours(model, [0, 1]), PASS)
+    assert (logits(merged) - logits(bare(model, tmp_path / "base"))).abs().max() > 1e-3
 
 
 def test_merged_folders_include_persistent_buffers(opened, tmp_path):

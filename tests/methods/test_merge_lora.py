@@ -10,9 +10,8 @@ from helpers.tiny import bank_of, learn, random_rows, task_data
 
 from latent_sweep.adapters.lora import DenseDelta
 from latent_sweep.adapters.merging import Dropped, Trimmed, elected_mean, largest, mean
-from latent_sweep.errors import ConfigError
 from latent_sweep.methods import method_class
-from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.methods.protocol import DenseUpdates, MethodContext
 from latent_sweep.settings import as_written
 from latent_sweep.sweep.schema import TrainingSettings
 
@@ -183,14 +182,12 @@ def test_every_task_and_projection_is_thinned_by_its_own_draws(histories):
     assert len(seeds.unique()) == seeds.numel()
 
 
-@pytest.mark.parametrize("merge", ["average", "ties"])
-def test_only_the_average_is_an_adapter(histories, method_of, merge):
-    method, history = method_of(merge=merge), histories["fresh"]
-    if merge == "ties":
-        with pytest.raises(ConfigError):
-            method.low_rank_sum(history)
-        return
-    pairs = method.low_rank_sum(history)
+def test_only_the_average_has_a_low_rank(histories, method_of):
+    history = histories["fresh"]
+    for changes in MERGES[2:]:
+        assert isinstance(method_of(**changes).exported_sum(history), DenseUpdates) == (changes["merge"] != "average")
+    method = method_of(merge="average")
+    pairs = method.exported_sum(history)
     answering = method.combine(history, torch.ones(1, TASKS)).deltas
     for delta, A, B in zip(answering, pairs.A, pairs.B, strict=True):
         torch.testing.assert_close(pairs.scale * B @ A, dense(delta, A.shape[1]))

@@ -213,8 +213,11 @@ def rows_of(count, prompt, target):
     ]
 
 
-def measured_steps(trial, folder, runs=1, kept=None, steps=2):
-    """Bytes that steps make at most, in addition to weights, factors and adapters; `kept` gets what autograd keeps."""
+def measured_steps(trial, folder, runs=1, kept=None, steps=2, earlier=0):
+    """Bytes that steps make at most, in addition to weights, factors and adapters; `kept` gets what autograd keeps.
+
+    `earlier` copies of the first task's snapshot precede the task.
+    """
     import torch
 
     from latent_sweep.methods import method_class
@@ -231,6 +234,9 @@ def measured_steps(trial, folder, runs=1, kept=None, steps=2):
     for number in range(runs):
         method = method_class(s.method.name)(s.method, MethodContext(backbone, bank, folder, 8))
         learner = method.begin_task(task_data(rows, seed=number), [])
+        if earlier:
+            learner = method.begin_task(task_data(rows, earlier, seed=number), [learner.finish()] * earlier)
+            resident += learner._directions
         resident += learner.parameters().values()
         resident += [*method.space.rights, *method.space.lefts] if s.method.name == "latent_lora" else []
         trainings.append(Trainer(learner, rows, settings, (number, "task"), checkpoint_at(folder / str(number))))
@@ -306,6 +312,17 @@ def test_dropout_of_the_backbone_keeps_its_noise(dtype, prompt, checkpointing, t
     assert predicted_steps(drops) > 1.05 * predicted_steps(still)
     on_gpu = run_of()
     assert predict(still, on_gpu).learning < predict(drops, on_gpu).learning < predict(drops, RunSettings()).learning
+
+
+@pytest.mark.parametrize("name", ["small-llama", "small-t5"])
+def test_a_step_that_weighs_earlier_directions(name, tmp_path):
+    """Their products with the inputs are kept, as magnitudes are trained."""
+    tasks = ["mood", "topic", "ticket", "arrival", "crew", "date"]
+    method = {"name": "sd_lora", "rank": 8, "alpha": 8.0}
+    trial = trial_of(name, method=method, trial__benchmark__tasks=tasks)
+    alone = trial_of(name, method=method)
+    assert predicted_steps(trial) > 1.02 * predicted_steps(alone)
+    assert predicted_steps(trial) == pytest.approx(measured_steps(trial, tmp_path, earlier=len(tasks) - 1), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["small-llama", "small-t5"])
@@ -610,3 +627,31 @@ def test_a_gpu_is_asked_for_what_this_process_can_have(monkeypatch):
     assert free(0.25) == 20
     monkeypatch.undo()
     assert architectures.free_memory(BackboneSettings(name="tiny-llama", device="cpu")) == float("inf")
+
+
+@pytest.mark.parametrize("merge", ["average", "ties", "dare_ties", "magmax"])
+@pytest.mark.parametrize(("name", "dtype"), [("small-llama", "float32"), ("small-t5", "bfloat16")])
+def test_the_memory_of_merged_answers(name, dtype, merge, tmp_path):
+    """Dense matrices of all projections, and those with which one is merged, besides the tasks' pairs."""
+    import torch
+
+    from latent_sweep.methods import method_class
+    from latent_sweep.methods.protocol import MethodContext
+
+    trial = trial_of(name, dtype, {"name": "merge_lora", "rank": 8, "merge": merge})
+    backbone = backbone_of(name, dtype)
+    bank = bank_of(backbone)
+    method = method_class("merge_lora")(trial.settings.method, MethodContext(backbone, bank, tmp_path, 8))
+    history = [method.begin_task(task_data(name=str(number)), []).finish() for number in range(4)]
+    for snapshot in history:
+        snapshot["B"] = torch.randn_like(snapshot["B"])
+    with live_bytes([t for snapshot in history for t in snapshot.values()]) as live:
+        adaptation = method.combine(history, torch.ones(1, 4))
+    bank.remove()
+    memory = predict(trial, RunSettings())
+    assert len(adaptation.deltas) == len(backbone.targets)
+    if merge == "average":
+        assert memory.merged == 0
+    else:
+        assert memory.answering == memory.weights + memory.history + memory.merged + memory.cache + memory.reading
+        assert 0.5 * memory.merged < live.peak < 1.02 * memory.merged
