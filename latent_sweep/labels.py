@@ -27,6 +27,8 @@ METHOD_NAMES: Mapping[str, str] = {
     "ella": "ELLA",
     "inf_lora": "InfLoRA",
     "gain_lora": "GainLoRA",
+    "sapt": "SAPT-LoRA",
+    "moe_lora": "MoELoRA",
     "zero_shot": "Zero-shot",
     "joint_lora": "JointLoRA",
 }

@@ -34,6 +34,8 @@ METHODS: Mapping[str, str] = {
     "ella": "latent_sweep.methods.ella:Ella",
     "inf_lora": "latent_sweep.methods.inf_lora:InfLora",
     "gain_lora": "latent_sweep.methods.gain_lora:GainLora",
+    "sapt": "latent_sweep.methods.sapt:Sapt",
+    "moe_lora": "latent_sweep.methods.moe_lora:MoeLora",
     "zero_shot": "latent_sweep.methods.zero_shot:ZeroShot",
     "joint_lora": "latent_sweep.methods.joint_lora:JointLora",
 }

@@ -220,7 +220,8 @@ def _changed(trial: Trial, written: Settings) -> list[Change]:
 
     groups = {}
     for path, group in [*variants(resolved(written)), *variants(written)]:
-        with contextlib.suppress(ConfigError):  # such as a preset that the method does not have
+        # such as a preset that the method does not have, or a value that conflicts with a default
+        with contextlib.suppress(ConfigError, ValidationError):
             groups[path, resolved(group)] = group
     changes = [(path, group, with_group(trial, "method", complete)) for (path, complete), group in groups.items()]
     return [change for change in changes if change[2].settings != s]

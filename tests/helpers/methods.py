@@ -18,8 +18,12 @@ OPTIONS = {
     "inf_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "gain_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
     "lfpt5": {"prompt_length": 4, "sample_length": 24, "tries": 2},
+    "moe_lora": {"rank": 6, "experts": 2},
+    "sapt": {"rank": 4, "width": 8},
 }
 """Settings of methods whose defaults do not fit the tiny backbones."""
+UNTRIED = {"moe_lora": {"rank"}}
+"""Settings that the conformance suite cannot change alone: the rank must stay a multiple of the experts."""
 
 EACH_DEMAND = ("latent_lora", "gain_lora", "lfpt5", "lwf", "ewc", "tasl")
 """Methods that represent all uses of a backbone: factors, inputs and embeddings, soft prompts, a teacher's answers,

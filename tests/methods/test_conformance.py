@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 import pytest
-from helpers.methods import OPTIONS
+from helpers.methods import OPTIONS, UNTRIED
 
 from latent_sweep.backbones.registry import REGISTRY
 from latent_sweep.methods import METHODS
@@ -24,7 +24,8 @@ class _OnEveryFamily(MethodConformance):
 
 for _method in METHODS:
     _name = f"Test_{_method}"
-    _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "__test__": True}
+    _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "untried": UNTRIED.get(_method, set())}
+    _content["__test__"] = True
     globals()[_name] = type(_name, (_OnEveryFamily,), _content)
 
 
@@ -65,7 +66,8 @@ class _AllLinear(MethodConformance):
 
 for _method in METHODS:
     _name = f"Test_{_method}_all_linear"
-    _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "__test__": True}
+    _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "untried": UNTRIED.get(_method, set())}
+    _content["__test__"] = True
     globals()[_name] = type(_name, (_AllLinear,), _content)
 
 

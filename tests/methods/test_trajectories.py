@@ -65,7 +65,7 @@ class Dense:
         self.outputs = [module.out_features for module in self.modules]
         self.weights = [module.weight.detach() for module in self.modules]
         self.table = self.model.get_input_embeddings().weight.detach()
-        self.added, self.read = [], None
+        self.added, self.experts, self.read = [], [], None
         self.seen = None
         for i, module in enumerate(self.modules):
             module.register_forward_hook(self._hook(i))
@@ -77,6 +77,11 @@ class Dense:
                 self.read[i].append(h[0].detach())
             for matrices, cut in self.added:
                 output = output + (h.detach() if cut else h) @ matrices[i].T
+            if self.experts:
+                router, matrices = self.experts[i]
+                scores = (h @ router.T).exp()
+                for e, matrix in enumerate(matrices):
+                    output = output + (scores[..., e] / scores.sum(-1)).unsqueeze(-1) * (h @ matrix.T)
             if self.seen is not None:
                 self.seen[i].append((h[0].detach(), output[0].detach()))
             return output
@@ -174,6 +179,8 @@ class Task:
     """A and B as drawn."""
     references: list
     """Further batches that each step read."""
+    data: object
+    """As the method gets it, for its generators."""
 
 
 @dataclass
@@ -712,6 +719,70 @@ def gain_lora(ref, task):
     return actual | (remember(ref, task, alone(actual)) if inf else {})
 
 
+NORM = ("query.weight", "query.bias")
+
+
+def sapt(ref, task):
+    s, dense, tasks = ref.settings, ref.dense, [*ref.history, None]
+    names = ("A", "B", "key", "query.down", "query.up", *NORM)
+
+    def attention(p, pooled):
+        """The weight of each task's pair, oldest first, for one pooled prompt."""
+        x = silu(p["query.up"] @ (p["query.down"] @ pooled))
+        x = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt() * p["query.weight"] + p["query.bias"]
+        scores = [old["key"] @ x / math.sqrt(len(x)) for old in ref.history] + [p["key"] @ x / math.sqrt(len(x))]
+        return torch.stack(scores).softmax(0)  # exactly 1, without a gradient, for one task
+
+    def pooled(row):
+        return dense.table[row["prompt_ids"]].max(0).values
+
+    def added(p):
+        cut, scale = s.old_branch_grad == "detach", s.alpha / s.rank
+
+        def of_row(row):
+            a = attention(p, pooled(row))
+            matrices = [dense.matrices(p if old is None else old, scale) for old in tasks]
+            return [
+                ([weight * matrix for matrix in each], cut and old is not None)
+                for weight, each, old in zip(a, matrices, tasks, strict=True)
+            ]
+
+        return of_row
+
+    def loss(p, rows):
+        total = dense.loss(rows, added(p))
+        for old in ref.history:
+            for e in old["kept"]:
+                a, before = attention(p, e), old["attention"]
+                divergence = sum(q * (q.log() - now.log()) for q, now in zip(before, a[: len(before)], strict=True))
+                total = total + s.kl_weight * divergence / len(old["kept"])
+        return total
+
+    start = {name: task.draws[name] for name in names}
+    if ref.history:
+        start |= {name: ref.history[-1][name] for name in names if name.startswith("query")}
+    actual = trained(start, task, loss)
+    order = torch.randperm(len(task.rows), generator=task.data.generator("kept"))[:2].sort().values
+    mean = torch.stack([attention(actual, pooled(row)) for row in task.rows]).mean(0)
+    return actual | {"kept": torch.stack([pooled(task.rows[i]) for i in order]), "attention": mean}
+
+
+def moe_lora(ref, task):
+    s, dense = ref.settings, ref.dense
+    start = ref.history[-1] if ref.history else task.draws
+    ranks = s.rank // s.experts
+
+    def loss(p, rows):
+        dense.experts = []
+        for i, B in enumerate(p["B"].split(dense.outputs)):
+            of_expert = [slice(e * ranks, (e + 1) * ranks) for e in range(s.experts)]
+            matrices = [s.alpha / s.rank * B[:, own] @ p["A"][i, own] for own in of_expert]
+            dense.experts.append((p["routers"][i], matrices))
+        return dense.loss(rows, ())
+
+    return trained(start, task, loss)
+
+
 # --- a matrix in the space of singular vectors, and a soft prompt ----------------------------------------------------
 
 
@@ -775,6 +846,7 @@ LAMBDAS = {"lambda_1": [0.5, 0.02, 0.05], "lambda_2": [0.01, 0.03]}
 SKILL = {"percentile": 60.0}
 KEPT = {"keep": 2, "choose": "surprise"}
 LATENT = {"rank": 4, "alpha": 8.0, "ortho_lambda": 1e-3, "R_std": 0.01}
+ATTENTION = {"width": 6, "keep": 2, "kl_weight": 0.7}
 PROMPT = {"prompt_length": 4, "kl_weight": 0.2}
 OFFICIAL = {"preset": "official"}
 ADAFACTOR = TRAINING.model_copy(update={"optimizer": "adafactor", "gradient_clip": None})
@@ -799,6 +871,8 @@ CASES = [
     ("inf_lora", inf_lora, PAIR | GPM),
     ("gain_lora", gain_lora, PAIR | GPM),
     ("gain_lora", gain_lora, PAIR | GPM | LAMBDAS | {"variant": "o_lora"}),
+    ("sapt", sapt, PAIR | ATTENTION),
+    ("moe_lora", moe_lora, {"rank": 6, "alpha": 6.0, "experts": 3}),
     ("latent_lora", latent_lora, LATENT),
     ("lfpt5", lfpt5, PROMPT),
 ]
@@ -811,6 +885,7 @@ MORE = [
     ("merge_lora", merge_lora, PAIR),
     ("sd_lora", sd_lora, PAIR | {"norm": "product", "magnitude": 1.5}),
     ("o_lora", o_lora, PAIR | LAMBDAS | {"penalty": "squared"}),
+    ("sapt", sapt, PAIR | ATTENTION | {"old_branch_grad": "detach"}),
 ]
 RELEASED = [
     ("n_lora", n_lora, PAIR | {"lambda_1": [0.02, 0.05], "product": "inner"}),
@@ -854,7 +929,7 @@ def learned(tmp_path, monkeypatch):
             batches, references = recorded(learner)
             learn(learner, rows, backbone, banks[0], training, tmp_path / f"{position}.safetensors")
             history.append(learner.finish())
-            yield Task(position, rows, batches, draws, A, fresh, references), history[-1], resolved
+            yield Task(position, rows, batches, draws, A, fresh, references, task), history[-1], resolved
 
     yield learned
     for bank in banks:

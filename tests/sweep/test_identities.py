@@ -157,6 +157,7 @@ METHOD_SETTINGS = {
         *("keep", "choose", "under", "ratio", "constraints", "reference_rows", "margin"),
         *("design", "gpm.batch_size", "gpm.chunks", "gpm.cross_attention_v", "gpm.energy", "gpm.eps_0"),
         *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp", "gpm.padding", "gpm.group_by_length"),
+        *("experts", "keep", "width"),
         *("variant", "gate.chunks", "gate.form", "gate.key_design", "gate.pooling", "gate.rescale_rows", "gate.width"),
         *("start", "magnitude", "norm"),
     },

@@ -1,0 +1,119 @@
+"""MoELoRA: LoRA experts in each projection, weighted token by token by a softmax router, trained on task after task.
+
+    y = W h + s sum_e g_e(h) B_e A_e h,  g(h) = softmax(R h)
+
+After Chen et al., "CoIN: a benchmark of continual instruction tuning for multimodal large language models" (2024), and
+its released code, which EasyCL repeats for language models. Experts and routers are all dense and all trained, and the
+next task carries them on with a fresh optimizer; there is no balancing loss. The rank is shared: an expert has rank / E
+ranks, and s = alpha / rank with the whole rank.
+
+Departures from the code: dropout has one mask for all experts, not one each. The scripts train a vision-language model
+(LLaVA with Vicuna) on all linear layers; `backbone.targets` decides here. Their rate falls as a cosine after a warm-up
+of 3 % of the steps, which no setting expresses.
+
+CL-MoE's momentum (Huai et al. 2025) is not offered: in EasyCL the merging of experts depends on router statistics that
+are sampled by wall-clock time, its formula contradicts its comments, and the instance-level router is commented out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts
+from latent_sweep.methods.protocol import Method, Snapshots, TaskData
+from latent_sweep.settings import FROM_PRESET
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.adapters.lora import LoraPair
+
+A_STD = 0.01
+"""Standard deviation of every expert's A at the start."""
+
+
+class MoeLoraSettings(LoraSettings):
+    """The `method:` group of a sweep file for MoELoRA."""
+
+    name: Literal["moe_lora"] = "moe_lora"
+    """Name of the method."""
+    experts: int = Field(4, ge=1, json_schema_extra=FROM_PRESET)
+    """E, the number of experts in each projection; a divisor of `rank`, which they share equally."""
+
+    @model_validator(mode="after")
+    def _ranks_of_an_expert(self) -> MoeLoraSettings:
+        if self.rank and self.experts and self.rank % self.experts:
+            raise ValueError(
+                f"experts = {self.experts} cannot share rank = {self.rank} equally; take a divisor of the rank"
+            )
+        return self
+
+
+class MoeLora(LoraMethod):
+    """One set of experts and routers for all tasks."""
+
+    settings_class = MoeLoraSettings
+    settings: MoeLoraSettings
+    low_rank_pairs = Method.low_rank_pairs  # weights that depend on the token are no LoRA adapter
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        if family != "llama":
+            raise ConfigError(
+                f"method.preset: found 'official' with a backbone of family {family}, but MoELoRA was released for "
+                "Llama only; expected 'unified'"
+            )
+        training = {"learning_rate": 2e-4, "batch_size": 896, "epochs": 1}
+        return Scripts({"rank": 128, "alpha": 256.0, "dropout": 0.05, "experts": 8}, training)
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        return super().parameter_count(shapes, width) + self.settings.experts * sum(n for _, n in shapes.values())
+
+    def begin_task(self, task: TaskData, history: Snapshots) -> MoeLoraLearner:
+        from latent_sweep.adapters.experts import new_experts
+
+        s, backbone = self.settings, self.context.backbone
+        if history:
+            newest = history[-1]
+            pair, routers = self.pair(newest), newest["routers"].to(backbone.device)
+        else:
+            pair, routers = new_experts(backbone.targets, s.rank, s.experts, A_STD, task.generator("start"))
+        return MoeLoraLearner(pair, routers, self.outputs, s)
+
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.experts import ExpertDeltas
+
+        newest = history[-1]
+        routers = newest["routers"].to(self.context.backbone.device)
+        deltas = ExpertDeltas(*self.pair(newest), routers, self.outputs, self.settings.s)
+        return Adaptation(deltas.cast(self.context.backbone.model.dtype))
+
+
+class MoeLoraLearner(LoraLearner):
+    """Trains experts and routers."""
+
+    def __init__(self, pair: LoraPair, routers: Tensor, outputs: Sequence[int], settings: MoeLoraSettings):
+        super().__init__(pair, outputs, settings)
+        self.routers = routers.detach().clone().requires_grad_(True)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return super().parameters() | {"routers": self.routers}
+
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
+        import torch
+
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.experts import ExpertDeltas
+
+        rate = self.settings.dropout if torch.is_grad_enabled() else 0.0
+        return Adaptation(ExpertDeltas(self.A, self.B, self.routers, self.outputs, self.settings.s, rate))
+
+    def finish(self) -> dict[str, Tensor]:
+        return super().finish() | {"routers": self.routers.detach().cpu().clone()}
