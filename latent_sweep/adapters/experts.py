@@ -51,9 +51,7 @@ class ExpertDelta:
 class ExpertDeltas(LazyDeltas):
     """The experts of all projections."""
 
-    def __init__(
-        self, A: Tensor, B: Tensor, routers: Tensor, outputs: Sequence[int], scale: float, rate: float = 0.0
-    ):
+    def __init__(self, A: Tensor, B: Tensor, routers: Tensor, outputs: Sequence[int], scale: float, rate: float = 0.0):
         self.A, self.B, self.routers, self.outputs, self.scale, self.rate = A, B, routers, list(outputs), scale, rate
         self.uniform = not rate
 
@@ -67,4 +65,6 @@ class ExpertDeltas(LazyDeltas):
     @cached_property
     def _deltas(self) -> Sequence[Delta]:
         B = (self.scale * self.B).split(self.outputs)
-        return [ExpertDelta(*parts, self.rate) for parts in zip(self.A.unbind(0), B, self.routers.unbind(0), strict=True)]
+        return [
+            ExpertDelta(*parts, self.rate) for parts in zip(self.A.unbind(0), B, self.routers.unbind(0), strict=True)
+        ]

@@ -18,14 +18,14 @@ are sampled by wall-clock time, its formula contradicts its comments, and the in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts
-from latent_sweep.methods.protocol import Method, Snapshots, TaskData
+from latent_sweep.methods.protocol import Snapshots, TaskData
 from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class MoeLora(LoraMethod):
 
     settings_class = MoeLoraSettings
     settings: MoeLoraSettings
-    low_rank_pairs = Method.low_rank_pairs  # weights that depend on the token are no LoRA adapter
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:

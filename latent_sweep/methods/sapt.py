@@ -40,12 +40,11 @@ from latent_sweep.settings import FROM_PRESET
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation
     from latent_sweep.adapters.lora import LoraPair
-    from latent_sweep.adapters.task_attention import MaxPooled, Query
+    from latent_sweep.adapters.task_attention import Query
 
 QUERY = ("down", "up", "weight", "bias")
 """Parameters of the query network."""

@@ -19,6 +19,9 @@ INF = {"design": "svd", "old_branch_grad": "flow", "gpm": GPM}
 GATED = INF | {"gate": GATE}
 GATED_O = {"variant": "o_lora", "lambda_1": 0.5, "lambda_2": 0.1, "old_branch_grad": "flow", "gpm": GPM, "gate": GATE}
 
+SAPT = {"width": 8, "kl_weight": 0.5, "old_branch_grad": "flow"}
+MOE = {"rank": 4, "experts": 2}
+
 
 def planned(name, backbone="tiny-llama", benchmark="superni", **settings):
     """The method with resolved settings, for planning."""
@@ -48,6 +51,11 @@ CHANGES = [
     ("gain_lora", GATED | {"gpm": COUNTED}, {"gpm": COUNTED | {"padding": "released"}}),
     ("gain_lora", GATED | {"gpm": COUNTED}, {"gpm": COUNTED | {"group_by_length": False}}),
     ("gain_lora", GATED_O, {"gpm": GPM | {"eps_0": 0.9}}),
+    ("sapt", SAPT, {"kl_weight": 0.0}),
+    ("sapt", SAPT, {"keep": 0.5}),
+    ("sapt", SAPT, {"width": 5}),
+    ("moe_lora", MOE, {"rank": 6}),
+    ("moe_lora", MOE, {"experts": 1}),
     ("gain_lora", GATED_O, {"lambda_1": 0.0}),
     ("gain_lora", GATED_O, {"gate": GATE | {"key_design": "random_project"}}),
     *(
@@ -128,6 +136,9 @@ UNREAD = [
     ("o_lora", {}, {"lambda_2": 0.1}, [True, True]),
     ("o_lora", {"lambda_1": [9.0, 0.5, 5.0]}, {"lambda_1": 5.0}, [False, True, False]),
     ("inc_lora", {}, {"train_active": "current"}, [False, True]),
+    ("sapt", {}, {"kl_weight": 0.0}, [False, True]),
+    ("sapt", {}, {"old_branch_grad": "detach"}, [False, True]),
+    ("sapt", {}, {"keep": 3}, [True, True]),
     ("lfpt5", {"kl_weight": 0.0}, {"accumulation": 4}, [False, False]),
     ("lfpt5", {}, {"sample_length": 50}, [True, True]),
     ("lfpt5", {"lm_weight": 0.0}, {"sample_length": 50}, [False, True]),
@@ -264,6 +275,8 @@ def test_dropout_prevents_packing():
         ("inf_lora", "t5-large", {}, 1_179_648),
         ("gain_lora", "t5-large", {"gate": {"width": 100}}, 1_179_648 + 205_824),
         ("gain_lora", "t5-large", {"variant": "o_lora", "gate": {"width": 50}}, 2_359_296 + 103_424),
+        ("sapt", "t5-large", {}, 2_359_296 + 207_872),
+        ("moe_lora", "t5-large", {}, 2_359_296 + 589_824),
         ("lfpt5", "t5-large", {}, 307_200),
         ("zero_shot", "t5-large", {}, 0),
     ],
@@ -313,6 +326,8 @@ REFUSED = {
         {"gpm": gpm} for gpm in ({"eps_0": 1.0}, {"eps_0": 0.0}, {"ramp": 0}, {"energy": "x"}, {"max_batches": 0})
     ],
     "gain_lora": [{"gate": {"width": 0}}, {"gate": {"form": "silu"}}],
+    "sapt": [{"keep": keep} for keep in (0, 0.0, 1.0, 2.5, "all")] + [{"kl_weight": -0.1}, {"width": 0}],
+    "moe_lora": [{"experts": 0}, {"rank": 8, "experts": 3}],
     "lfpt5": [
         {"prompt_length": 0},
         {"lm_weight": -0.1},

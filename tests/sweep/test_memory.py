@@ -275,6 +275,8 @@ def limits(trial):
         ("small-llama", "seq_lora", "float32"),
         ("small-t5", "latent_lora", "float32"),
         ("small-t5", "seq_lora", "bfloat16"),
+        pytest.param("small-t5", "sapt", "float32", marks=pytest.mark.slow),
+        pytest.param("small-llama", "moe_lora", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_the_memory_of_a_step(name, method, dtype, checkpointing, tmp_path):
