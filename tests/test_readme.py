@@ -112,7 +112,7 @@ def test_every_released_method_has_a_protocol():
     trials = [trial for name in RELEASED for trial in expand(parse_sweep(parse_yaml(RELEASED[name], name), name))]
     with_protocol = {trial.settings.method.name for trial in trials}
     released = {name for name in METHODS if has_official(name)}
-    assert released - with_protocol == {"ewc", "lwf", "replay", "a_gem", "joint_lora", "c_lora"}
+    assert released - with_protocol == {"ewc", "lwf", "replay", "a_gem", "joint_lora", "c_lora", "moe_lora"}
 
 
 def test_every_sweep_file_has_its_row_and_every_named_one_is_valid():

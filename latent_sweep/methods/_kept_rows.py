@@ -34,10 +34,14 @@ def _check_count(value: float) -> float:
     return value
 
 
+Keep = Annotated[float, AfterValidator(_check_count)]
+"""A share below 1, or a number of examples."""
+
+
 class KeptRowsSettings(Settings):
     """The settings of methods whose snapshots keep examples."""
 
-    keep: Annotated[float, AfterValidator(_check_count)] = Field(0.02, gt=0)
+    keep: Keep = Field(0.02, gt=0)
     """Examples kept of every task: a share of its training examples if below 1, at least one example; otherwise a
     number, or all examples of a smaller task. A snapshot stores their token ids."""
     choose: Choice = "uniform"

@@ -74,6 +74,9 @@ class MoeLora(LoraMethod):
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         return super().parameter_count(shapes, width) + self.settings.experts * sum(n for _, n in shapes.values())
 
+    def kept_rank(self, n_tasks: int) -> int:
+        return 3 * self.rank() + self.settings.experts  # products with A, weights of all ranks, weighted products
+
     def begin_task(self, task: TaskData, history: Snapshots) -> MoeLoraLearner:
         from latent_sweep.adapters.experts import new_experts
 

@@ -27,14 +27,22 @@ Departures from the code:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import DataError
+from latent_sweep.methods._kept_rows import Keep, kept_indices
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, gain_lora_scripts
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import (
+    ADAPTER_COMBINATIONS,
+    Combination,
+    EarlierRows,
+    Snapshots,
+    TaskData,
+    without,
+)
 from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
@@ -64,8 +72,9 @@ class SaptSettings(LoraSettings):
     kl_weight: float = Field(0.5, ge=0, json_schema_extra=FROM_PRESET)
     """Weight of the divergence from earlier tasks' attention. Under `preset: official` it includes the released number
     of micro-batches, whose divergences are added up: 2 (0.5 in the script) for T5, 0.2 (0.1) on Long Sequence."""
-    keep: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """Examples of a task that its snapshot keeps: a share of them, but at least one, or their number."""
+    keep: Keep = Field(0.02, gt=0)
+    """Examples of every task whose pooled prompts its snapshot keeps, chosen at random: a share of its training
+    examples if below 1, at least one example; otherwise a number, or all examples of a smaller task."""
     old_branch_grad: Literal["flow", "detach"] = Field("flow", json_schema_extra=FROM_PRESET)
     """Whether gradients flow through earlier pairs to lower layers (`flow`), or stop there (`detach`)."""
 
@@ -89,6 +98,12 @@ class Sapt(LoraMethod):
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         return super().parameter_count(shapes, width) + (2 * self.settings.width + 3) * width
+
+    def kept_rank(self, n_tasks: int) -> int:
+        return self.rank() * (n_tasks + 1)  # products with every A, and the weighted product with the new one
+
+    def earlier_rows(self) -> EarlierRows:
+        return "real" if self.settings.kl_weight else "none"
 
     def query(self, snapshot: Mapping[str, Tensor]) -> Query:
         from latent_sweep.adapters.task_attention import Query
@@ -126,14 +141,14 @@ class SaptLearner(LoraLearner):
     def __init__(self, method: Sapt, task: TaskData, history: Snapshots):
         import torch
 
-        from latent_sweep.adapters.task_attention import MaxPooled, new_key, new_query
+        from latent_sweep.adapters.task_attention import MaxPooled, Query, new_key, new_query
 
         super().__init__(method.fresh(task), method.outputs, method.settings)
         table = method.context.backbone.embedding_table
         device, d = table.device, table.shape[1]
         snapshots = [dict(snapshot) for snapshot in history]  # read once
         query = method.query(snapshots[-1]) if history else new_query(d, self.settings.width, task.generator("query"))
-        self._query = type(query)(*(self._trained(getattr(query, part).to(device)) for part in QUERY))
+        self._query = Query(*(self._trained(getattr(query, part).to(device)) for part in QUERY))
         self._key = self._trained(new_key(d, task.generator("key")).to(device))
         self._keys = method.keys(snapshots)
         self._pairs: LoraPair | None = None
@@ -192,12 +207,9 @@ class SaptLearner(LoraLearner):
         return {"attention_kl": self.settings.kl_weight * torch.stack(terms).sum()}
 
     def finish(self) -> dict[str, Tensor]:
-        import torch
-
-        rows, keep = self._task.rows, self.settings.keep
-        count = min(keep if isinstance(keep, int) else max(1, round(keep * len(rows))), len(rows))
-        order = torch.randperm(len(rows), generator=self._task.generator("kept"))[:count]
-        kept = self._pooled_prompts([rows[i] for i in sorted(order.tolist())])
+        rows = self._task.rows
+        indices = kept_indices(rows, self.settings.keep, "uniform", self._task.generator("kept"))
+        kept = self._pooled_prompts([rows[i] for i in indices])
         trained = {name: value.detach().cpu().clone() for name, value in self.parameters().items()}
         return trained | {"kept": kept.cpu(), "attention": self._mean_attention().cpu()}
 

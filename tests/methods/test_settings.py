@@ -326,7 +326,7 @@ REFUSED = {
         {"gpm": gpm} for gpm in ({"eps_0": 1.0}, {"eps_0": 0.0}, {"ramp": 0}, {"energy": "x"}, {"max_batches": 0})
     ],
     "gain_lora": [{"gate": {"width": 0}}, {"gate": {"form": "silu"}}],
-    "sapt": [{"keep": keep} for keep in (0, 0.0, 1.0, 2.5, "all")] + [{"kl_weight": -0.1}, {"width": 0}],
+    "sapt": [{"keep": keep} for keep in (0.0, -1.0, 2.5, "all")] + [{"kl_weight": -0.1}, {"width": 0}],
     "moe_lora": [{"experts": 0}, {"rank": 8, "experts": 3}],
     "lfpt5": [
         {"prompt_length": 0},
