@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.sweeps import tiny
 from helpers.tiny import bank_of, learn, random_rows, task_data
 
 from latent_sweep.adapters.lora import DenseDelta
@@ -13,6 +14,8 @@ from latent_sweep.adapters.merging import Dropped, Trimmed, elected_mean, larges
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import DenseUpdates, MethodContext
 from latent_sweep.settings import as_written
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import TrainingSettings
 
 EPS = float(torch.finfo(torch.float32).eps)
@@ -200,6 +203,21 @@ def test_dense_entries_are_those_of_the_merged_matrices(backbone, histories, met
         deltas = method.combine(histories["fresh"], torch.ones(1, TASKS)).deltas
         held = sum(delta.dW.numel() for delta in deltas) if merge != "average" else 0
         assert method.dense_entries(shapes) == held
+
+
+def test_an_axis_of_merges_costs_no_training():
+    fresh = ["average", "ties", "dare_linear", "dare_ties"]
+    methods = [{"name": "merge_lora", "merge": merge} for merge in [*fresh, "magmax"]]
+    methods.append({"name": "merge_lora", "merge": "magmax", "start": "fresh"})
+    content = tiny(trial__method=None, search={"method": methods})
+    trials = {(t.settings.method.merge, t.settings.method.start): t for t in expand(parse_sweep(content, "x"))}
+    assert len(trials) == len(methods)
+    assert len({trial.training_id for trial in trials.values()}) == 2
+    assert len({trial.row_keys()[-1] for trial in trials.values()}) == len(methods)
+    alone, carried = trials["average", "fresh"], trials["magmax", "carried"]
+    assert alone.lineages()[0] == carried.lineages()[0]
+    assert not set(alone.lineages()[1:]) & set(carried.lineages())
+    assert trials["magmax", "fresh"].lineages() == alone.lineages()
 
 
 # --- mergekit --------------------------------------------------------------------------------------------------------
