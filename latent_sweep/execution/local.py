@@ -88,6 +88,7 @@ def run_local(
                         keep_answers=run.keep_answers,
                         limit=limit,
                         loss_every=run.loss_every,
+                        forward_transfer=run.forward_transfer,
                     )
                     break
                 except KeyboardInterrupt as error:

@@ -115,7 +115,17 @@ def run_part(
 
         engine = engine_of(run.engine, group)
         pack = decided(pack, run, lambda backbone: group.first(partial(free_memory, backbone)))
-        run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine, run.keep_answers, limit, run.loss_every)
+        run_pack(
+            pack,
+            sweep,
+            emit,
+            max(1, int(run.resources.cpus)),
+            engine,
+            run.keep_answers,
+            limit,
+            loss_every=run.loss_every,
+            forward_transfer=run.forward_transfer,
+        )
 
 
 def lost_errors() -> tuple[type[Exception], ...]:

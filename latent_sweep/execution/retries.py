@@ -162,11 +162,11 @@ def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> 
 
 
 @memo_scope()
-def incomplete(packs: Sequence[Pack], sweep: SweepFolder) -> list[Pack]:
+def incomplete(packs: Sequence[Pack], sweep: SweepFolder, forward_transfer: bool) -> list[Pack]:
     """Return the part of packs whose trials have not ended, or whose files do not agree with their journals."""
 
     def is_incomplete(run: Run) -> bool:
-        return not all(trial.files(sweep).complete for trial in run.trials)
+        return not all(trial.is_complete(trial.files(sweep), forward_transfer) for trial in run.trials)
 
     parts = [Pack(tuple(filter(is_incomplete, pack.runs))) for pack in packs]
     return [part for part in parts if part.runs]

@@ -18,13 +18,13 @@ from latent_sweep.metrics.answers import Metric, score_rows, takes_input
 from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.metrics.more import Scored, more_measures
 from latent_sweep.results.inputs import read_test_examples
-from latent_sweep.results.measures import recorded_measures, task_facts
+from latent_sweep.results.measures import task_facts
 from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Stage, final_metrics
 from latent_sweep.storage.predictions import Answer, Answers, saved_answers
-from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, corrupt_files
+from latent_sweep.storage.trial_files import AHEAD, EPSILON, PREDICTIONS, SCORES, corrupt_files, recorded_files
 
 MEASURES = ("AP", "FM")
 """Always compared; others if they are stored."""
@@ -182,13 +182,15 @@ class _Rescoring:
                 row = tuple(cell.recomputed for cell in cells)
             rows.append(row)
         self._check_data(result)
+        matrix_measures: set[str] = set()
         whole = [row for row in rows if row is not None]
         recomputed = {} if rows[-1] is None else {"AP": float(np.mean(rows[-1]))}
         if len(whole) == len(rows):
             matrix = ScoreMatrix(self.tasks, tuple(whole))
+            matrix_measures = set(matrix.measures())
             recomputed = self._further(matrix, kept[len(rows)]) | matrix.measures()
         stored = final_metrics(self.trial.events)
-        further = [name for name in recorded_measures(stored) if name in recomputed]
+        further = [name for name in stored if name in recomputed and name not in matrix_measures]
         result.measures = {name: Measure(stored.get(name), recomputed.get(name)) for name in (*MEASURES, *further)}
 
     def _further(self, matrix: ScoreMatrix, newest: Answers) -> dict[str, float]:
@@ -197,7 +199,22 @@ class _Rescoring:
             for task in self.tasks
         }
         new = {task: self._by_stage[seen, task] for seen, task in enumerate(self.tasks, start=1)}
-        return more_measures(matrix, task_facts(self.settings.name), last, new)
+        return more_measures(matrix, task_facts(self.settings.name), last, new) | self._forward_transfer()
+
+    def _forward_transfer(self) -> dict[str, float]:
+        """Return FWT and its parts from `ahead.jsonl`; nothing without the file."""
+        path = self.trial.folder.path / AHEAD
+        if AHEAD not in recorded_files(self.trial.events):
+            return {}
+        lines = list(map(json.loads, path.read_bytes().splitlines()))
+        measures: dict[str, float] = {}
+        for task in self.tasks[1:]:
+            own, metric = [line for line in lines if line["task"] == task], self.stages[-1].scored_by[task]
+            for prefix, name in (("ahead", ""), ("untouched", "untouched_")):
+                answers = [Answer(line[f"{name}prediction"], line[f"{name}score"]) for line in own]
+                measures[f"{prefix}/{task}"] = float(np.mean(self._scores(task, metric, answers)))
+        gains = [measures[f"ahead/{task}"] - measures[f"untouched/{task}"] for task in self.tasks[1:]]
+        return measures | {"FWT": float(np.mean(gains))}
 
     def _unscorable(self, metrics: Mapping[str, Metric]) -> str | None:
         """Return why answers cannot be scored here: a missing metric, or missing inputs that it needs."""

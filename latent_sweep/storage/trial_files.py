@@ -45,6 +45,9 @@ from latent_sweep.storage.storage import JOURNAL, json_bytes
 log = logging.getLogger(__name__)
 
 SCORES, RESULT, PREDICTIONS = "scores.json", "result.json", "predictions"
+AHEAD = "ahead.jsonl"
+"""Answers to every task but the first before it was learned, and of the untouched backbone, in a line for each example:
+task, row (from 0), prediction, score, untouched_prediction, untouched_score."""
 EPSILON = sys.float_info.epsilon
 Row = tuple[float, ...]
 
@@ -70,7 +73,8 @@ def recorded_files(events: Sequence[Event]) -> dict[str, str]:
     digests: dict[str, str] = {}
     for event in events:
         if isinstance(event, Started):
-            digests.pop(RESULT, None)  # rewritten at the end
+            for name in (RESULT, AHEAD):  # rewritten at the end
+                digests.pop(name, None)
         elif isinstance(event, Stage):
             digests.pop(answers_file(event.tasks_seen), None)  # a repeated stage may save no answers
         if isinstance(event, (Stage, Finished)):
@@ -386,8 +390,15 @@ class TrialFiles:
             self.journal.append("stage", **row, **provenance, reused=reused, metrics=dict(metrics))
             self._recorded[seen] = digest
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        self.journal.append("finished", metrics=result["metrics"], files=self._write({RESULT: json_bytes(result)}))
+    @property
+    def has_ahead(self) -> bool:
+        """Whether `AHEAD` is intact, or the trial was stopped and needs none."""
+        return AHEAD in self._written or self.stop is not None
+
+    def finish(self, result: Mapping[str, Any], others: Mapping[str, bytes]) -> None:
+        """Write `result.json` and other files, and append `finished`."""
+        files = {RESULT: json_bytes(result), **others}
+        self.journal.append("finished", metrics=result["metrics"], files=self._write(files))
 
     def stop_again(self) -> None:
         """Append `stopped` again, as repairing a stopped trial has appended other events."""

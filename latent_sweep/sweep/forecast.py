@@ -27,9 +27,9 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.predictions import cached_stages
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
-from latent_sweep.storage.trial_files import recorded_rows
+from latent_sweep.storage.trial_files import AHEAD, recorded_files, recorded_rows
 from latent_sweep.sweep.memory import shape_of
-from latent_sweep.sweep.plan import Trial, router_identity
+from latent_sweep.sweep.plan import Trial, learns_in_turn, router_identity
 from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
@@ -87,11 +87,15 @@ class Estimate:
 
 
 @memo_scope()
-def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
-    """Estimate the work of trials; rows recorded in the sweep's folder are done."""
+def estimate(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool = False) -> Estimate:
+    """Estimate the work of trials; rows recorded in the sweep's folder are done.
+
+    Args:
+        forward_transfer: as `run.forward_transfer`.
+    """
     reuse, missing = None, None
     try:
-        reuse = _reuse(trials, folder)
+        reuse = _reuse(trials, folder, forward_transfer)
     except MissingData as error:
         missing = str(error)
     lengths = [len(trial.tasks) for trial in trials]
@@ -105,7 +109,7 @@ def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
     )
 
 
-def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
+def _reuse(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool) -> Reuse:
     lineages = {trial.training_id: trial.lineages() for trial in trainings_of(trials)}
     rows_of = [_recorded_rows(trial, folder) for trial in trials]
     unfinished = [trial for trial, rows in zip(trials, rows_of, strict=True) if rows < len(trial.tasks)]
@@ -118,8 +122,17 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     generated = cached_stages(folder.storage.folder)
     written: Counter[str] = Counter()
     for trial, recorded in zip(trials, rows_of, strict=True):
-        passes = _StagePasses.of(trial, lineages[trial.training_id])
+        own = lineages[trial.training_id]
+        passes = _StagePasses.of(trial, own)
         answers += sum(passes.seen)
+        if forward_transfer and learns_in_turn(own):
+            ahead = _passes_ahead(trial, own)
+            answers += sum(sum(tests.values()) for _, tests in ahead.least)
+            for total, before in ((least, ahead.least), (most, ahead.most)):
+                for snapshots, tests in before:
+                    total.add(snapshots, tests)
+                    if _has_ahead(trial, folder):
+                        done.add(snapshots, tests)
         if recorded < len(trial.tasks):
             written["trials"] += 1
             written["rows"] += len(trial.tasks) - recorded
@@ -238,6 +251,31 @@ class _StagePasses(NamedTuple):
         return cls(rows, sure if mode in (*ROUTED, "ngram") else spread, spread)
 
 
+class _PassesAhead(NamedTuple):
+    """The passes for the forward transfer of one trial: the snapshots that answer, and the tests."""
+
+    least: Sequence[tuple[str, Tests]]
+    most: Sequence[tuple[str, Tests]]
+
+
+_UNTOUCHED = "untouched"
+
+
+def _passes_ahead(trial: Trial, lineages: Sequence[str]) -> _PassesAhead:
+    """Return each later task's pass by the snapshots before it, and by the backbone, whose answers all trials share."""
+    _, _, alone = _tests(trial)
+    bare = [(_UNTOUCHED, tests) for tests in alone[1:]]
+    before = list(enumerate(alone[1:], start=1))
+    mode = trial.settings.router.combine
+    if mode == "oracle":
+        return _PassesAhead(bare, bare)
+    single = [(lineages[n - 1], tests) for n, tests in before]
+    weights = _weights_key(trial, lineages)
+    spread = [(f"{weights} {' '.join(lineages[:n])}", tests) for n, tests in before]
+    least = single if mode in ("last", *ROUTED, "ngram") else spread
+    return _PassesAhead(bare + least, bare + (single if mode == "last" else spread))
+
+
 def _test_parts(trial: Trial) -> tuple[Any, ...]:
     s = trial.settings
     return s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
@@ -277,6 +315,14 @@ def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
     return len(recorded_rows(events, trial.row_keys())) if events else 0
 
 
+@memoized(lambda trial, folder: (trial, folder))
+def _has_ahead(trial: Trial, folder: SweepFolder) -> bool:
+    try:
+        return AHEAD in recorded_files(folder.journal(trial.trial_id).read())
+    except StorageError:
+        return False
+
+
 # --- time and cost ---------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +336,9 @@ class Work(NamedTuple):
 
 
 @memo_scope()
-def work_of(trials: Sequence[Trial], folder: SweepFolder, estimated: Estimate) -> dict[tuple[str, str], list[Work]]:
+def work_of(
+    trials: Sequence[Trial], folder: SweepFolder, estimated: Estimate, forward_transfer: bool = False
+) -> dict[tuple[str, str], list[Work]]:
     """Estimate the time by every profile in the storage, by name and precision of each backbone."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
@@ -299,7 +347,7 @@ def work_of(trials: Sequence[Trial], folder: SweepFolder, estimated: Estimate) -
     for (backbone, dtype), group in groups.items():
         paths = (profile_path(folder.storage.folder, backbone, dtype, device) for device in ("cuda", "cpu"))
         profiles = [profile for profile in map(read_profile, paths) if profile is not None]
-        own = estimated if len(groups) == 1 or not profiles else estimate(group, folder)
+        own = estimated if len(groups) == 1 or not profiles else estimate(group, folder, forward_transfer)
         timed = [_work_by(profile, group, folder, own.reuse) for profile in profiles if own.reuse is not None]
         work[backbone, dtype] = timed
     return work
@@ -365,7 +413,8 @@ def _tokens_per_example(trial: Trial, position: int, reader: Reader) -> float:
 @memo_scope()
 def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
     folder = SweepFolder(storage, plan.sweep.name)
-    estimated = estimate(plan.trials, folder)
+    ahead = plan.sweep.run.forward_transfer
+    estimated = estimate(plan.trials, folder, ahead)
     reuse = None
     if estimated.reuse is not None:
         spans = {name: value._asdict() for name, value in vars(estimated.reuse).items() if isinstance(value, Span)}
@@ -392,7 +441,7 @@ def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
         ],
         "estimate": {**asdict(estimated), "reuse": reuse},
         "costs": [
-            item.record() for item in costs_of(plan, estimated, work_of(plan.trials, folder, estimated), storage)
+            item.record() for item in costs_of(plan, estimated, work_of(plan.trials, folder, estimated, ahead), storage)
         ],
         "warnings": plan.remarks,
         **more,

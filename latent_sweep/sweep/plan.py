@@ -204,6 +204,11 @@ class Trial:
     def files(self, sweep: SweepFolder) -> TrialFiles:
         return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
 
+    def is_complete(self, files: TrialFiles, forward_transfer: bool) -> bool:
+        """Return whether nothing is left to run: with forward transfer, also the answers to tasks to come."""
+        ahead = forward_transfer and learns_in_turn(self.lineages())
+        return files.complete and (files.has_ahead or not ahead)
+
     def source(self, task: TaskSpec, split: Split) -> str | None:
         of_test = split == "test" and self.settings.benchmark.score_on == "test"
         return self.sources[task.name, "test" if of_test else "train"]
@@ -313,6 +318,11 @@ def _test_contents(trial: Trial) -> list[str]:
         stop = [] if task.stop in (None, trial.spec.stop) else [{"stop": task.stop}]
         tests.append(canonical_json([trial.data_digest_of(task, "test"), metric, b.references, *code, *stop]))
     return tests
+
+
+def learns_in_turn(lineages: Sequence[str]) -> bool:
+    """Return whether every stage after the first learns a task, and there is one."""
+    return len(lineages) > 1 and all(a != b for a, b in itertools.pairwise(lineages))
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ def describe_whole_plan(plan: Plan, storage: Storage, verbose: bool = False) -> 
 def describe_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
     """Write the plan of one sweep, with its warnings at the end."""
     folder = SweepFolder(storage, plan.sweep.name)
-    estimated = estimate(plan.trials, folder)
-    work = work_of(plan.trials, folder, estimated)
+    ahead = plan.sweep.run.forward_transfer
+    estimated = estimate(plan.trials, folder, ahead)
+    work = work_of(plan.trials, folder, estimated, ahead)
     costs = costs_of(plan, estimated, work, storage)
     memory = _memory(plan.packs, plan.sweep.run)
     lines = _summary(plan, estimated, work, costs, memory)

@@ -313,6 +313,9 @@ class RunSettings(Settings):
     newest stage (`last`)."""
     loss_every: int = Field(50, ge=0)
     """Optimizer steps per point of the loss curves, each a mean over that many steps; 0 records none."""
+    forward_transfer: bool = False
+    """Also answer every task just before it is learned, and by the untouched backbone, for the measure FWT. `true`
+    completes finished trials, too."""
     page: bool = True
     """Write the report as a page, `report.html`, when a run ends."""
     log_model: Literal["none", "best"] = "none"

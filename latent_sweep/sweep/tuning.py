@@ -109,7 +109,7 @@ def find_selections(sweep: Sweep) -> list[Selection]:
 
 def tuning_sweep(sweep: Sweep) -> Sweep:
     """Return the sweep of the tuning trials; none is stopped early, so that all can be compared."""
-    run = sweep.run.model_copy(update={"scheduler": SchedulerSettings()})
+    run = sweep.run.model_copy(update={"scheduler": SchedulerSettings(), "forward_transfer": False})
     own: dict[str, Any] = {
         "name": tuning_name(sweep.name),
         "grid": {},

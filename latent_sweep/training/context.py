@@ -56,6 +56,7 @@ class Context:
         keeps_features: whether methods store features of prompts.
         limit: when to end.
         loss_every: steps per recorded loss; 0 records none.
+        forward_transfer: whether tasks are answered before they are learned.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class Context:
         keeps_features: bool = True,
         limit: TimeLimit | None = None,
         loss_every: int = 0,
+        forward_transfer: bool = False,
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
         self.keeps_features, self.limit, self.loss_every = keeps_features, limit or TimeLimit(), loss_every
+        self.forward_transfer = forward_transfer
         self.store = SnapshotStorage(storage)
         self._emit, self._activities = emit, list[Activity]()
         self._scatter_sums: dict[str, PooledScatter] = {}

@@ -89,6 +89,8 @@ class CombinedAdapters:
 
     def of(self, batch: AnswerBatch, weights: Array, snapshot: Callable[[str], Snapshot]) -> Adaptation:
         """Return the adaptation for some rows of a batch, with weights (rows, snapshots)."""
+        if not batch.lineages:  # the untouched backbone, also for a worker that knows only the trial's method
+            return Adaptation()
         if not batch.merged:
             cached = self._tensors
             self._tensors = {

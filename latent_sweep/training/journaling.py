@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from latent_sweep.data.schema import scoring_metric
 from latent_sweep.metrics.more import TaskFacts, more_measures
@@ -14,13 +14,22 @@ from latent_sweep.storage import versions
 from latent_sweep.storage.failures import failure_facts
 from latent_sweep.storage.journal import PAUSED, attempts, stages, status
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.storage.trial_files import TrialFiles, newest_scored, scores_when_new
+from latent_sweep.storage.trial_files import AHEAD, TrialFiles, newest_scored, scores_when_new
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.training.context import Context, computed_with, hardware
 from latent_sweep.training.trainer import TrainingSummary
 
 BATCHES_ANSWERED: Mapping[int, str] = {1: "whole", 2: "in halves"}
 """By number of passes; in bfloat16 answers depend on it."""
+
+
+class Ahead(NamedTuple):
+    """Scores on the tasks but the first, before they are learned."""
+
+    metrics: Mapping[str, float]
+    """FWT, and by task `ahead/<task>` and `untouched/<task>`."""
+    lines: bytes
+    """The answers, one JSON object per example."""
 
 
 def record_started(files: TrialFiles, trial: Trial, context: Context) -> None:
@@ -73,12 +82,14 @@ def record_stage(
     files.record_stage(snapshot.lineage, summary is None, metrics, how)
 
 
-def record_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context) -> None:
+def record_finished(
+    files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context, ahead: Ahead | None = None
+) -> None:
     """Write the trial's result with its provenance, and close its journal."""
     if files.stop is not None:
         files.stop_again()
         return
-    metrics = files.matrix.measures() | more_measures_of(files, trial)
+    metrics = files.matrix.measures() | more_measures_of(files, trial) | dict(ahead.metrics if ahead else {})
     timed = ("seconds_train", "seconds_eval")
     recorded = [event.metrics for event in stages(files.journal.read())]
     paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
@@ -95,7 +106,8 @@ def record_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], co
             "values": dict(trial.values),
             "versions": versions.installed(),
             "hardware": hardware(context.engine),
-        }
+        },
+        {AHEAD: ahead.lines} if ahead else {},
     )
 
 

@@ -14,11 +14,12 @@ from latent_sweep.storage.failures import during, failure_kind
 from latent_sweep.storage.folders import SweepFolder, writing
 from latent_sweep.storage.predictions import KeepAnswers
 from latent_sweep.sweep.data_checks import check_pack
-from latent_sweep.sweep.plan import Pack
+from latent_sweep.sweep.plan import Pack, learns_in_turn
 from latent_sweep.sweep.reader import Reader
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.events import Emit, StageDone, ignore_event
+from latent_sweep.training.forward_transfer import score_ahead
 from latent_sweep.training.journaling import record_finished, record_paused, record_started
 from latent_sweep.training.preflight import try_everything
 from latent_sweep.training.run import ActiveRuns, unfinished
@@ -36,6 +37,7 @@ def run_pack(
     keep_answers: KeepAnswers = "all",
     limit: TimeLimit | None = None,
     loss_every: int = 0,
+    forward_transfer: bool = False,
 ) -> None:
     """Run what is missing of a pack's trials: learn each task once, and score it for every trial.
 
@@ -48,6 +50,7 @@ def run_pack(
         engine: None is plain torch in this process. Every worker of its group calls this function with the same pack.
         keep_answers: whether trials save the predictions of every stage or only of the last.
         loss_every: steps per recorded loss; 0 records none.
+        forward_transfer: whether tasks are also answered before they are learned.
 
     Raises:
         Exception: the error of the first run that failed, once the others have ended and journals have `failed` events.
@@ -68,6 +71,7 @@ def run_pack(
         emit_here,
         limit=limit,
         loss_every=loss_every,
+        forward_transfer=forward_transfer,
     )
     try:
         _run(pack, sweep, emit, context)
@@ -142,4 +146,8 @@ def _learn_and_score(runs: ActiveRuns, emit: Emit) -> None:
     for run in runs.going(0):
         with runs.leaving([run], n_tasks - 1):
             for active in run.trials:
-                record_finished(active.files, active.trial, run.lineages, runs.context)
+                ahead = None
+                if runs.context.forward_transfer and learns_in_turn(run.lineages) and active.files.stop is None:
+                    with during("answering"):
+                        ahead = score_ahead(run, active)
+                record_finished(active.files, active.trial, run.lineages, runs.context, ahead)

@@ -223,6 +223,6 @@ def unfinished(pack: Pack, sweep: SweepFolder, context: Context) -> ActiveRuns:
     runs = []
     for run in pack.runs:
         trials = [ActiveTrial(trial, trial.files(sweep)) for trial in run.trials]
-        if incomplete := [active for active in trials if not active.files.complete]:
+        if incomplete := [a for a in trials if not a.trial.is_complete(a.files, context.forward_transfer)]:
             runs.append(ActiveRun(run, incomplete, context))
     return ActiveRuns(runs, context)

@@ -9,22 +9,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from latent_sweep.data.prompts import definitions
-from latent_sweep.data.schema import scoring_metric, stop_of, target_length
-from latent_sweep.methods import checked
-from latent_sweep.metrics.answers import takes_input
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.predictions import GENERATED, mark_stage_cached
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.context import Context
-from latent_sweep.training.evaluation import AnswerEnd, CachedTensors
 from latent_sweep.training.events import Emit, Step
 from latent_sweep.training.journaling import record_stage
 from latent_sweep.training.loop import train_pack
 from latent_sweep.training.memory_housekeeping import PeakMemory, give_back_memory
 from latent_sweep.training.run import ActiveRun, ActiveRuns, ActiveTrial
+from latent_sweep.training.scoring import TaskScoring
 from latent_sweep.training.trainer import Progress, Trainer, TrainingSummary
 
 log = logging.getLogger(__name__)
@@ -141,36 +136,26 @@ def _score(active: ActiveTrial, run: ActiveRun, position: int, emit: Emit) -> di
     began = time.monotonic()
     trial, context = active.trial, run.context
     context.limit.check("scoring")
-    s, method = trial.settings, run.method_of(trial)
+    method = run.method_of(trial)
     run.step = None
     context.check(run.snapshots[: position + 1])
-    tensors = [CachedTensors(snapshot.tensors) for snapshot in run.snapshots]
-
-    def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
-        return checked.gates(method, tensors[:tasks_seen], prompts)
-
-    combiner = context.combiner(trial, gates)
+    order = partial(context.order, "answer", run.training_id, trial.trial_id)
+    scoring = TaskScoring(run, trial, context.evaluator(trial, method, context.storage.folder / GENERATED, order))
+    combiner = scoring.combiner
     with context.doing("fitting the router", position) if combiner.routes else nullcontext():
         combiner.fitted(position + 1)
     routing_metrics = combiner.routing_metrics(position + 1, [task.name for task in trial.tasks])
-    order = partial(context.order, "answer", run.training_id, trial.trial_id)
-    evaluator = context.evaluator(trial, method, context.storage.folder / GENERATED, order)
     row, generated, total, rouge_1 = active.files.new_row(), 0, 0, {}
     with context.doing("answering", position):
         for j in range(position + 1):
             task = trial.tasks[j]
-            rows = context.tokens(trial, j, "test")
-            wordings = len(definitions(task, "test", s.benchmark))
-            metric = scoring_metric(s.benchmark, task)
-            inputs = [row.input for row in context.examples(trial, j, "test")] if takes_input(metric) else None
             weights, recent = combiner.weights_at(position + 1, j), context.recent(trial, j)
             routing_metrics.add(j, weights)
-            end = AnswerEnd(target_length(s.benchmark, task), stop_of(trial.spec, task))
-            result = evaluator.score(run.snapshots, weights, rows, metric, wordings, inputs, recent, end)
+            result = scoring.score(j, weights, run.snapshots, recent)
             row.add(task.name, result.score, result.predictions)
             if result.rouge_1 is not None:
                 rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
-            generated, total = generated + result.generated, total + len(rows)
+            generated, total = generated + result.generated, total + len(weights)
             emit(Step(position, "scoring", j + 1, position + 1, {}, run.training_id))
         routing = routing_metrics.measures()
     active.files.record(row, context.keep_answers)

@@ -246,7 +246,7 @@ class Trainer:
         except NonFiniteLoss as failure:
             return failure
         first, last = self.history.mean(last=False), self.history.mean(last=True)
-        replayed = max(0.0, 1 - len(self.examples) / len(self.rows))
+        replayed = max(0.0, 1 - len(self.examples) / (self._own + self._replayed))
         return TrainingSummary(self.steps, last, first, self.seconds, self.tokens, self.history, replayed)
 
 

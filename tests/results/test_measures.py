@@ -19,6 +19,9 @@ from latent_sweep.results.rescore import rescore
 from latent_sweep.results.summaries import summarize
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import open_sweep
+from latent_sweep.sweep.config import load_sweep
+from latent_sweep.sweep.forecast import Span, estimate
+from latent_sweep.sweep.planning import plan_sweep
 
 SCORES = st.sampled_from([0.0, 0.2, 0.5, 1.0])
 
@@ -111,16 +114,25 @@ METHODS = [
 ]
 
 
+CHANGES = {
+    "trial__benchmark": {
+        "name": "builtin",
+        "tasks": ["mood", "ticket", "past"],
+        "train_per_task": 32,
+        "test_per_task": 6,
+    },
+    "trial__training": {"learning_rate": 0.05, "epochs": 5, "batch_size": 8},
+    "trial__method": None,
+    "trial__router": None,
+    "search": {"trial": METHODS},
+}
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Three trials that have run: a pair for every task with the task known, one pair for all, and joint training."""
     folder = tmp_path_factory.mktemp("measures")
-    benchmark = {"name": "builtin", "tasks": ["mood", "ticket", "past"], "train_per_task": 8, "test_per_task": 6}
-    training = {"learning_rate": 0.1, "epochs": 2, "batch_size": 8}
-    content = tiny(trial__benchmark=benchmark, trial__training=training, search={"trial": METHODS})
-    content["trial"].pop("method")
-    content["trial"].pop("router")
-    assert run_locally(write(folder, content)) == 0
+    assert run_locally(write(folder, tiny(**CHANGES))) == 0
     return sweep_folder(folder)
 
 
@@ -262,3 +274,55 @@ def references(tmp_path, others, own=None):
 )
 def test_which_trial_is_the_reference(tmp_path, others, expected):
     assert references(tmp_path, others) == expected
+
+
+# --- forward transfer ------------------------------------------------------------------------------------------------
+
+
+def test_forward_transfer_completes_a_finished_sweep(ran, tmp_path):
+    """FWT equals what the score matrices of single stages and of the backbone say; answers are cached and rescored."""
+    shutil.copytree(ran.storage.folder, tmp_path / "runs")
+    path = write(tmp_path, tiny(**CHANGES, run={"forward_transfer": True, "tracking": {"uri": "none"}, "page": False}))
+    sweep = sweep_folder(tmp_path)
+    scores = {folder.trial_id: (folder.path / "scores.json").read_bytes() for folder in sweep}
+    planned = plan_sweep(load_sweep(path), sweep.storage)
+    without, wanted = (estimate(planned.trials, sweep, ahead).reuse for ahead in (False, True))
+    assert (without.open_passes.most, wanted.to_learn) == (0, 0)
+    assert wanted.open_passes == Span(2 + 2, 2 + 2)  # of the backbone, for both trials, and of seq_lora
+    assert run_locally(path) == 0
+    assert {folder.trial_id: (folder.path / "scores.json").read_bytes() for folder in sweep} == scores
+    assert estimate(planned.trials, sweep, True).reuse.open_passes == Span(0, 0)
+    trial = trial_named(sweep, "seq_lora")
+    lines = [json.loads(line) for line in (trial.folder.path / "ahead.jsonl").read_text().splitlines()]
+    gains = [
+        np.mean([line["score"] - line["untouched_score"] for line in lines if line["task"] == task])
+        for task in trial.tasks[1:]
+    ]
+    assert trial.metrics["FWT"] == pytest.approx(np.mean(gains))
+    assert further_measures(trial)["FWT"] == trial.metrics["FWT"]
+    assert trial_named(sweep, "inc_lora").metrics["FWT"] == 0.0  # the oracle knows no adapter of a task to come
+    assert "FWT" not in trial_named(sweep, "joint_lora").metrics
+    assert all(one.equal for one in rescore(sweep))
+    assert [one.recomputed for r in rescore(sweep) for name, one in r.measures.items() if name == "FWT"] == [
+        *(0.0, pytest.approx(trial.metrics["FWT"]))
+    ]
+    journals = [len(folder.events()) for folder in sweep]
+    assert run_locally(path) == 0  # nothing is left to do
+    assert [len(folder.events()) for folder in sweep] == journals
+
+
+def test_the_backbones_answers_are_those_of_zero_shot(ran, tmp_path):
+    shutil.copytree(ran.storage.folder, tmp_path / "runs")
+    run = {"forward_transfer": True, "tracking": {"uri": "none"}, "page": False}
+    assert run_locally(write(tmp_path, tiny(**CHANGES, run=run))) == 0
+    trial = trial_named(sweep_folder(tmp_path), "seq_lora")
+    lines = [json.loads(line) for line in (trial.folder.path / "ahead.jsonl").read_text().splitlines()]
+    bare = tiny(**CHANGES, run=run | {"forward_transfer": False}, name="bare")
+    bare["search"] = {"trial": [{"method": {"name": "zero_shot"}}]}
+    assert run_locally(write(tmp_path, bare)) == 0
+    (folder,) = sweep_folder(tmp_path, "bare")
+    for task in trial.tasks[1:]:
+        answers = [json.loads(line) for line in (folder.path / f"predictions/{task}.jsonl").read_text().splitlines()]
+        own = [line for line in lines if line["task"] == task]
+        assert [line["untouched_prediction"] for line in own] == [line["prediction"] for line in answers]
+        assert [line["untouched_score"] for line in own] == [line["score"] for line in answers]

@@ -1,0 +1,74 @@
+"""Forward transfer: every task's test rows, answered just before it is learned and by the untouched backbone.
+
+FWT is the mean over tasks j > 1 of a[j - 1, j] minus the backbone's own score on j (Lopez-Paz and Ranzato 2017). All
+answers are in the generation cache; those of the backbone serve all trials.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from latent_sweep.adapters.bank import Adaptation
+from latent_sweep.methods.protocol import Method, MethodSettings, Snapshots
+from latent_sweep.storage.predictions import GENERATED
+from latent_sweep.training.evaluation import TaskScore
+from latent_sweep.training.journaling import Ahead
+from latent_sweep.training.run import ActiveRun, ActiveTrial
+from latent_sweep.training.scoring import TaskScoring
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Untouched(Method):
+    """The frozen backbone, without snapshots."""
+
+    settings_class = MethodSettings
+
+    def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
+        return Adaptation()
+
+
+def score_ahead(run: ActiveRun, active: ActiveTrial) -> Ahead:
+    """Score every task but the first with the snapshots of the tasks before it, and without any."""
+    trial, context = active.trial, run.context
+    run.step = None
+    context.check(run.snapshots)
+    order = partial(context.order, "answer", run.training_id, trial.trial_id)
+    cache = context.storage.folder / GENERATED
+    scoring = TaskScoring(run, trial, context.evaluator(trial, run.method_of(trial), cache, order))
+    untouched = Untouched(MethodSettings(name="untouched"))
+    bare = replace(context.evaluator(trial, untouched, cache, order), method_source=None)
+    lines: list[dict[str, Any]] = []
+    metrics: dict[str, float] = {}
+    for position in range(1, len(trial.tasks)):
+        context.limit.check("scoring")
+        name = trial.tasks[position].name
+        with context.doing("answering", position):
+            without = scoring.score(position, np.zeros((scoring.count(position), 0)), [], evaluator=bare)
+            ahead = without if trial.settings.router.combine == "oracle" else _ahead(scoring, run, position)
+        metrics |= {f"ahead/{name}": ahead.score, f"untouched/{name}": without.score}
+        lines += _lines(name, ahead, without)
+    differences = [metrics[f"ahead/{t.name}"] - metrics[f"untouched/{t.name}"] for t in trial.tasks[1:]]
+    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    return Ahead({"FWT": statistics.fmean(differences)} | metrics, content.encode())
+
+
+def _ahead(scoring: TaskScoring, run: ActiveRun, position: int) -> TaskScore:
+    return scoring.score(position, scoring.combiner.weights_at(position, position), run.snapshots[:position])
+
+
+def _lines(task: str, ahead: TaskScore, without: TaskScore) -> list[dict[str, Any]]:
+    return [
+        {
+            **{"task": task, "row": row, "prediction": line["prediction"], "score": line["score"]},
+            **{"untouched_prediction": bare["prediction"], "untouched_score": bare["score"]},
+        }
+        for row, (line, bare) in enumerate(zip(ahead.predictions, without.predictions, strict=True))
+    ]
