@@ -213,6 +213,7 @@ RUN = {
     "allow_insecure": True,
     "keep_answers": "last",
     "loss_every": 1,
+    "forward_transfer": True,
     "page": False,
     "log_model": "best",
     "pack": 2,
