@@ -59,6 +59,7 @@ class MoeLora(LoraMethod):
     """One set of experts and routers for all tasks."""
 
     settings_class = MoeLoraSettings
+    masks_rows = False  # MIGU ranks the outputs of one pair, not those of weighted experts
     settings: MoeLoraSettings
 
     @classmethod
