@@ -10,6 +10,8 @@ from typing import Any
 METHOD_NAMES: Mapping[str, str] = {
     "latent_lora": "Latent-LoRA",
     "lfpt5": "LFPT5",
+    "prog_prompt": "Progressive Prompts",
+    "l2p": "L2P",
     "ewc": "EWC",
     "lwf": "LwF",
     "replay": "Replay",

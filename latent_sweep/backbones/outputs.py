@@ -29,16 +29,28 @@ class Outputs:
     cross_entropy: CrossEntropy | None = field(default=None, repr=False)
     index: int = 0
     """Index of this learner among them."""
+    whole: int | None = None
+    """Number of examples of the step's whole batch; None if this is all of it."""
 
     @staticmethod
     def of_all(
-        rows: Sequence[Sequence[Example]], logits: Tensor, labels: Tensor, denominators: Sequence[float]
+        rows: Sequence[Sequence[Example]],
+        logits: Tensor,
+        labels: Tensor,
+        denominators: Sequence[float],
+        whole: Sequence[int] | None = None,
     ) -> list[Outputs]:
         """Split a pass over the examples of several learners."""
         targets = [sum(len(row["target_ids"]) for row in own) for own in rows]
         shared = CrossEntropy(logits, labels, targets) if sum(map(bool, targets)) > 1 else None
-        parts = zip(rows, logits.split(targets), labels.split(targets), denominators, strict=True)
-        return [Outputs(*part, shared, index) for index, part in enumerate(parts)]
+        whole = list(map(len, rows)) if whole is None else whole
+        parts = zip(rows, logits.split(targets), labels.split(targets), denominators, whole, strict=True)
+        return [Outputs(*part, shared, index, size) for index, (*part, size) in enumerate(parts)]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of examples of the step's whole batch: divides a sum over examples so that micro-batches add up."""
+        return len(self.rows) if self.whole is None else self.whole
 
     def by_row(self, of_targets: Tensor) -> Sequence[Tensor]:
         """Split a tensor over target tokens by example."""

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket")
 
-SMALL: Mapping[str, Mapping[str, Any]] = {"lfpt5": {"prompt_length": 4, "sample_length": 16, "tries": 2}}
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "lfpt5": {"prompt_length": 4, "sample_length": 16, "tries": 2},
+    "prog_prompt": {"prompt_length": 4},
+    "l2p": {"pool_size": 4, "prompt_length": 2, "selected": 2},
+}
 """Settings that fit the tiny backbones, for methods without a rank."""
 RANK = 4
 """For all other methods."""

@@ -17,6 +17,8 @@ from latent_sweep.plugins import code_digest, imported
 METHODS: Mapping[str, str] = {
     "latent_lora": "latent_sweep.methods.latent_lora:LatentLora",
     "lfpt5": "latent_sweep.methods.lfpt5:Lfpt5",
+    "prog_prompt": "latent_sweep.methods.prog_prompt:ProgPrompt",
+    "l2p": "latent_sweep.methods.l2p:L2p",
     "ewc": "latent_sweep.methods.ewc:Ewc",
     "lwf": "latent_sweep.methods.lwf:Lwf",
     "replay": "latent_sweep.methods.replay:Replay",

@@ -179,6 +179,7 @@ class _Batches:
         self.backbone = engine.backbone
         settings = [trainer.settings for trainer in trainers]
         rows = [[trainer.rows[i] for i in trainer.batch(trainer.step + ahead)] for trainer in trainers]
+        self.sizes = list(map(len, rows))
         self.denominators = [denominator(own, s) for own, s in zip(rows, settings, strict=True)]
         chunks = [micro_batches(own, s.micro_batch_size, engine.group) for own, s in zip(rows, settings, strict=True)]
         self.passes = list(itertools.zip_longest(*chunks, fillvalue=MicroBatch(())))
@@ -250,7 +251,8 @@ def _forward_and_back(
     with bank.active(side_by_side(adaptations, batch.counts)):
         with bank.watching(watch) as arrived, bank.observing(observation(bank, running, batch)):
             logits = label_logits(batches.backbone, batch)
-        outputs = Outputs.of_all([part.rows for part in parts], logits, batch.labels, batches.denominators)
+        own_rows = [part.rows for part in parts]
+        outputs = Outputs.of_all(own_rows, logits, batch.labels, batches.denominators, batches.sizes)
         terms = [checked.loss(t.learner, o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
         add([part.counted(own) for part, own in zip(parts, terms, strict=True)])
     for by_sequence in arrived:

@@ -838,6 +838,57 @@ def lfpt5(ref, task):
     return trained({"prompt": start["prompt"]}, task, loss, optimizer=optimizer, clip=clip)
 
 
+def prog_prompt(ref, task):
+    earlier = ref.history[-1]["prompt"] if ref.history else torch.zeros(0, ref.dense.table.shape[1]).double()
+
+    def newest(p):
+        W, b = ([p.get(f"mlp.{i}.{what}") for i in range(3)] for what in ("weight", "bias"))
+        if W[0] is None:
+            return p["start"]
+        inner = (p["start"] @ W[0].T + b[0]).clamp(min=0) @ W[1].T + b[1]
+        if W[2] is not None:
+            return p["start"] + inner.tanh() @ W[2].T + b[2]
+        centered = inner - inner.mean(1, keepdim=True)
+        variance = centered.square().mean(1, keepdim=True)
+        return p["start"] + centered / (variance + 1e-5).sqrt() * p["mlp.norm.weight"] + p["mlp.norm.bias"]
+
+    def loss(p, rows):
+        prompt = torch.cat([newest(p), earlier])
+        return sum(ref.dense.nll(row, prompt=prompt) for row in rows) / tokens(rows)
+
+    return {"prompt": torch.cat([newest(trained(task.draws, task, loss)), earlier])}
+
+
+def l2p(ref, task):
+    s, dense = ref.settings, ref.dense
+    start = ref.history[-1] if ref.history else task.draws
+    counts = start.get("counts", torch.zeros(s.pool_size).double())
+
+    def cosine(row, key):
+        q = dense.table[[token for token in row["prompt_ids"] if token >= 0]].mean(0)
+        return (q @ key) / (q.norm() * key.norm())
+
+    def chosen(row, keys):
+        near = [float(cosine(row, key)) for key in keys]
+        if s.diversify:
+            return sorted(range(s.pool_size), key=lambda i: ((1 - near[i]) * float(counts[i]), -near[i]))[: s.selected]
+        return sorted(range(s.pool_size), key=lambda i: -near[i])[: s.selected]
+
+    def loss(p, rows):
+        answers = pulled = 0.0
+        for row in rows:
+            own = chosen(row, p["keys"].detach())
+            answers += dense.nll(row, prompt=torch.cat([p["pool"][i] for i in own])) / tokens(rows)
+            pulled += sum(1 - cosine(row, p["keys"][i]) for i in own) / len(rows)
+        return answers + s.pull * pulled
+
+    after = trained({name: start[name] for name in ("pool", "keys")}, task, loss)
+    if s.diversify:
+        selected = [i for row in task.rows for i in chosen(row, after["keys"])]
+        after["counts"] = counts + torch.tensor(selected).bincount(minlength=s.pool_size)
+    return after
+
+
 # --- comparison ------------------------------------------------------------------------------------------------------
 
 PAIR = {"rank": 3, "alpha": 6.0, "dropout": 0.0}
@@ -848,6 +899,7 @@ KEPT = {"keep": 2, "choose": "surprise"}
 LATENT = {"rank": 4, "alpha": 8.0, "ortho_lambda": 1e-3, "R_std": 0.01}
 ATTENTION = {"width": 6, "keep": 2, "kl_weight": 0.7}
 PROMPT = {"prompt_length": 4, "kl_weight": 0.2}
+POOL = {"pool_size": 5, "prompt_length": 2, "selected": 2}
 OFFICIAL = {"preset": "official"}
 ADAFACTOR = TRAINING.model_copy(update={"optimizer": "adafactor", "gradient_clip": None})
 
@@ -875,6 +927,8 @@ CASES = [
     ("moe_lora", moe_lora, {"rank": 6, "alpha": 6.0, "experts": 3}),
     ("latent_lora", latent_lora, LATENT),
     ("lfpt5", lfpt5, PROMPT),
+    ("prog_prompt", prog_prompt, {"prompt_length": 3}),
+    ("l2p", l2p, POOL | {"diversify": True}),
 ]
 MORE = [
     ("replay", replay, PAIR | KEPT | {"ratio": 0.5, "under": "inc_lora", "old_branch_grad": "detach"}),
@@ -886,6 +940,9 @@ MORE = [
     ("sd_lora", sd_lora, PAIR | {"norm": "product", "magnitude": 1.5}),
     ("o_lora", o_lora, PAIR | LAMBDAS | {"penalty": "squared"}),
     ("sapt", sapt, PAIR | ATTENTION | {"old_branch_grad": "detach"}),
+    ("prog_prompt", prog_prompt, {"prompt_length": 3, "mlp": "mlp1", "bottleneck": 6}),
+    ("prog_prompt", prog_prompt, {"prompt_length": 3, "mlp": "mlp2", "bottleneck": 6}),
+    ("l2p", l2p, POOL | {"pull": 2.0}),
 ]
 RELEASED = [
     ("n_lora", n_lora, PAIR | {"lambda_1": [0.02, 0.05], "product": "inner"}),
@@ -899,7 +956,7 @@ RELEASED = [
 def case(name, reference, settings, family, slow):
     named = (
         *("preset", "variant", "fisher", "old_branch_grad", "penalty", "product", "merge", "norm"),
-        *("under", "constraints", "margin", "migu"),
+        *("under", "constraints", "margin", "migu", "mlp", "pull"),
     )
     values = [str(settings[key]) for key in named if key in settings]
     marks = [pytest.mark.slow] if slow else []

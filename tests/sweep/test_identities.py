@@ -155,6 +155,7 @@ METHOD_SETTINGS = {
         *("tries", "top_k", "repetition_penalty", "accumulation"),
         *("lambda_1", "lambda_2", "penalty", "product", "k", "subspace_seed"),
         *("keep", "choose", "under", "ratio", "constraints", "reference_rows", "margin"),
+        *("mlp", "bottleneck", "pool_size", "selected", "pull", "diversify"),
         *("design", "gpm.batch_size", "gpm.chunks", "gpm.cross_attention_v", "gpm.energy", "gpm.eps_0"),
         *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp", "gpm.padding", "gpm.group_by_length"),
         *("experts", "keep", "width"),
