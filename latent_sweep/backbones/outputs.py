@@ -44,8 +44,8 @@ class Outputs:
         targets = [sum(len(row["target_ids"]) for row in own) for own in rows]
         shared = CrossEntropy(logits, labels, targets) if sum(map(bool, targets)) > 1 else None
         whole = list(map(len, rows)) if whole is None else whole
-        parts = zip(rows, logits.split(targets), labels.split(targets), denominators, whole, strict=True)
-        return [Outputs(*part, shared, index, size) for index, (*part, size) in enumerate(parts)]
+        parts = zip(rows, logits.split(targets), labels.split(targets), denominators, strict=True)
+        return [Outputs(*part, shared, index, whole[index]) for index, part in enumerate(parts)]
 
     @property
     def batch_size(self) -> int:

@@ -63,7 +63,7 @@ class L2pSettings(MethodSettings):
     @model_validator(mode="after")
     def _check_selected(self) -> L2pSettings:
         if self.selected > self.pool_size:
-            raise ValueError(f"selected: found {self.selected}; expected at most pool_size, {self.pool_size}")
+            raise ValueError(f"selected: found {self.selected}; expected at most pool_size ({self.pool_size})")
         return self
 
 

@@ -19,17 +19,18 @@ Departures from the code:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.backbones.registry import EMBEDDED, dropout_rate, family_of
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.protocol import Learner, Method, MethodSettings, Snapshots, TaskData, without
-from latent_sweep.settings import NOT_IDENTITY
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings, Snapshots, TaskData
+from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation
+
+
+BOTTLENECK = 800
 
 
 class ProgPromptSettings(MethodSettings):
@@ -54,8 +58,14 @@ class ProgPromptSettings(MethodSettings):
     mlp: Literal["none", "mlp1", "mlp2"] = "none"
     """Network through which a prompt is trained, with a residual connection: none; linear, ReLU, linear, layer norm
     (`mlp1`); or linear, ReLU, linear, tanh, linear (`mlp2`). Each task has a new one, whose output alone is stored."""
-    bottleneck: int = Field(800, ge=2)
-    """Inner width of the network; the second inner layer of `mlp2` has half of it."""
+    bottleneck: int | None = Field(None, ge=2, json_schema_extra=FROM_PRESET)
+    """Inner width of the network, 800 if there is one; the second inner layer of `mlp2` has half of it."""
+
+    @model_validator(mode="after")
+    def _check_bottleneck(self) -> ProgPromptSettings:
+        if self.bottleneck is not None and self.mlp == "none":
+            raise ValueError("bottleneck has no effect with mlp 'none'; leave it out or change mlp")
+        return self
 
 
 class ProgPrompt(Method):
@@ -66,21 +76,21 @@ class ProgPrompt(Method):
     settings: ProgPromptSettings
 
     @classmethod
+    def defaults(cls, settings: ProgPromptSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        if settings.preset == "official" and family_of(backbone) != "t5":
+            raise ConfigError(
+                f"method.preset: found 'official' with the decoder {backbone}, but prog_prompt's scripts were released "
+                "for T5 only; expected 'unified', with a training.learning_rate of its own"
+            )
+        return {"bottleneck": None if settings.mlp == "none" else BOTTLENECK}
+
+    @classmethod
     def training_defaults(cls, settings: ProgPromptSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
         if settings.preset == "official":
-            if family_of(backbone) != "t5":
-                raise ConfigError(
-                    f"method.preset: found 'official' with the decoder {backbone}, but prog_prompt's scripts were "
-                    "released for T5 only; expected 'unified', with a training.learning_rate of its own"
-                )
             scripts = {"learning_rate": 0.3, "batch_size": 8, "epochs": 10, "weight_decay": 1e-5}
             own = {"adam_eps": "before_correction", "gradient_clip": None, "group_by_length": False}
             return {**scripts, **own, "backbone_dropout": dropout_rate(backbone)}
         return {"learning_rate": 0.03} if backbone == EMBEDDED else {}
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        identity = super().stage_identity(position)
-        return without(identity, "bottleneck") if self.settings.mlp == "none" else identity
 
     def rank(self) -> int:
         return 0
@@ -122,10 +132,11 @@ class ProgPrompt(Method):
 
 def mlp_shapes(settings: ProgPromptSettings, width: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the network's parameters in the order of its layers, by name."""
-    inner, half = settings.bottleneck, settings.bottleneck // 2
+    inner = settings.bottleneck or BOTTLENECK
+    half = inner // 2
     layers: dict[str, list[int]] = {"none": [], "mlp1": [width, inner, width], "mlp2": [width, inner, half, width]}
     widths, shapes = layers[settings.mlp], dict[str, tuple[int, ...]]()
-    for i, (n, m) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (n, m) in enumerate(itertools.pairwise(widths)):
         shapes |= {f"mlp.{i}.weight": (m, n), f"mlp.{i}.bias": (m,)}
     if settings.mlp == "mlp1":
         shapes |= {"mlp.norm.weight": (width,), "mlp.norm.bias": (width,)}

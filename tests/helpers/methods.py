@@ -49,11 +49,16 @@ def changes(method, family):
 
 def has_official(method):
     """Whether the method has released scripts, for any family."""
+    return released_for(method) is not None
+
+
+def released_for(method):
+    """Return a backbone of a family that the method's scripts were released for; None if there is none."""
     kind = method_class(method)
     if "preset" not in kind.settings_class.model_fields:
-        return False
+        return None
     for backbone in ("tiny-llama", "tiny-t5"):
         with contextlib.suppress(ConfigError):
             kind.resolve(as_written(kind.settings_class)(preset="official"), backbone, "superni")
-            return True
-    return False
+            return backbone
+    return None

@@ -14,7 +14,7 @@ QUICK_CUTS = ("inside the second task", "while the second row is scored")
 of the backbone, the first of these of every other."""
 SECOND_FAMILY_CUTS = (*QUICK_CUTS, "after the first task")
 """Interruptions of the other methods on the second family."""
-EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5")
+EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5", "l2p")
 """Methods that represent all ways of computing packs."""
 TOGETHER = "test_two_seeds_side_by_side_end_as_each_alone"
 WHOLE_TRAININGS = ("test_another_seed_is_another_training", "test_micro_batches_add_up", TOGETHER)

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.in_turn import check_identity_is_what_training_reads
-from helpers.methods import has_official
+from helpers.methods import released_for
 from helpers.tiny import bank_of
 from pydantic import ValidationError
 
@@ -197,8 +197,9 @@ def test_history_is_read_from_the_second_task_on_if_a_setting_needs_it(name, set
 @pytest.mark.parametrize("name", METHODS)
 def test_resolved_settings_are_complete_and_can_be_read_back(name):
     kind = method_class(name)
-    for preset in ("unified", "official") if has_official(name) else (None,):
-        settings = planned(name, **({"preset": preset} if preset else {})).settings
+    backbone = released_for(name)
+    for preset in ("unified", "official") if backbone else (None,):
+        settings = planned(name, backbone or "tiny-llama", **({"preset": preset} if preset else {})).settings
         assert kind.settings_class.model_validate(settings.model_dump()) == settings
         if preset != "official":
             assert kind.training_defaults(settings, "t5-large", "superni") == {}
@@ -278,6 +279,11 @@ def test_dropout_prevents_packing():
         ("sapt", "t5-large", {}, 2_359_296 + 207_872),
         ("moe_lora", "t5-large", {}, 2_359_296 + 589_824),
         ("lfpt5", "t5-large", {}, 307_200),
+        ("prog_prompt", "t5-large", {}, 10_240),
+        ("prog_prompt", "t5-large", {"mlp": "mlp1"}, 10_240 + 2 * 1024 * 800 + 800 + 3 * 1024),
+        ("prog_prompt", "t5-large", {"mlp": "mlp2"}, 10_240 + 1024 * 1200 + 1200 + 400 * 800 + 1024),
+        ("l2p", "t5-large", {}, 60 * 1024),
+        ("l2p", "t5-large", {"pull": 0.0}, 50 * 1024),
         ("zero_shot", "t5-large", {}, 0),
     ],
 )
@@ -336,6 +342,8 @@ REFUSED = {
         {"samples_per_label": -1},
         {"repetition_penalty": 0.0},
     ],
+    "prog_prompt": [{"prompt_length": 0}, {"mlp": "transformer"}, {"mlp": "mlp1", "bottleneck": 1}],
+    "l2p": [{"pool_size": 0}, {"selected": 0}, {"pull": -0.1}, {"preset": "official"}],
 }
 
 
@@ -355,6 +363,8 @@ def test_invalid_values_are_refused(name, settings):
         ("merge_lora", {"density": 0.5}, "density .*'average'"),
         ("merge_lora", {"merge": "magmax", "density": 0.5}, "density .*'magmax'"),
         ("merge_lora", {"merge": "ties", "rescale": "l1"}, "rescale .*'ties'"),
+        ("prog_prompt", {"bottleneck": 7}, "bottleneck .*'none'"),
+        ("l2p", {"pool_size": 4}, "selected.* 5.* 4"),
         ("gain_lora", {"lambda_1": 0.5}, "lambda_1 .*'inf_lora'"),
         ("gain_lora", {"variant": "o_lora", "design": "svd"}, "design .*'o_lora'"),
     ],

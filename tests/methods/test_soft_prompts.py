@@ -77,8 +77,18 @@ def test_prompts_equal_those_of_the_released_code(mlp, tmp_path, monkeypatch):
             norm = "layer_norm" in name
             weight.copy_(drawn(name, weight.shape, 0.1) + 1 if norm else drawn(name, weight.shape, 0.2))
     backbone.model.double()
-    own = method("prog_prompt", backbone, bank_of(backbone), tmp_path, prompt_length=LENGTH, mlp=mlp, bottleneck=6)
-    defaults = type(own).training_defaults(own.settings.model_copy(update={"preset": "official"}), "t5-large", "superni")
+    own = method(
+        "prog_prompt",
+        backbone,
+        bank_of(backbone),
+        tmp_path,
+        prompt_length=LENGTH,
+        mlp=mlp,
+        bottleneck=None if mlp == "none" else 6,
+    )
+    defaults = type(own).training_defaults(
+        own.settings.model_copy(update={"preset": "official"}), "t5-large", "superni"
+    )
     changes = {"learning_rate": 0.01, "batch_size": BATCH, "epochs": 2, "backbone_dropout": 0.0}
     training = TrainingSettings(**{**defaults, **changes})
     history, losses = [], []
@@ -94,9 +104,7 @@ def test_prompts_equal_those_of_the_released_code(mlp, tmp_path, monkeypatch):
                 value.copy_(drawn(f"{task}.module.{2 * int(layer)}.{what}", value.shape, 0.3, "uniform"))
         progress = lambda step, steps, terms: losses.append(terms["task"])  # noqa: E731
         checkpoint = tmp_path / f"{task}.safetensors"
-        learn(
-            learner, released_rows(task), backbone, own.context.bank, training, checkpoint, on_step=progress
-        )
+        learn(learner, released_rows(task), backbone, own.context.bank, training, checkpoint, on_step=progress)
         history.append(learner.finish())
     own.context.bank.remove()
     expected = torch.tensor(FIXTURE[mlp]["prompts"])
@@ -202,7 +210,7 @@ def test_keys_without_pull_stay(backbone, bank, tmp_path):
 
 def test_the_released_scripts_are_for_t5_only():
     kind = method_class("prog_prompt")
-    settings = kind.settings_class(preset="official")
+    settings = as_written(kind.settings_class)(preset="official")
     assert kind.training_defaults(settings, "t5-large", "superni")["learning_rate"] == 0.3
     with pytest.raises(ConfigError, match=r"method\.preset: found 'official'"):
-        kind.training_defaults(settings, "llama-2-7b", "superni")
+        kind.resolve(settings, "llama-2-7b", "superni")
