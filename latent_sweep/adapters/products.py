@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from latent_sweep.adapters.inputs import PRODUCT_BLOCK
 
@@ -94,7 +94,7 @@ def stacked(B: Tensor, outputs: Sequence[int]) -> Tensor:
     """Return B_Or as (M, m of the largest, r), padded with zeros."""
     if len(set(outputs)) == 1:
         return B.view(len(outputs), -1, B.shape[1])
-    return pad_sequence(list(B.split(list(outputs))), batch_first=True)
+    return torch.stack([pad(own, (0, 0, 0, max(outputs) - len(own))) for own in B.split(list(outputs))])
 
 
 def orthonormal(rows: int, columns: int, generator: torch.Generator, device: torch.device) -> Tensor:

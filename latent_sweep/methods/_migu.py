@@ -77,5 +77,12 @@ class RowMask:
         self._sums.zero_()
 
     def _kept(self, magnitudes: Tensor) -> Tensor:
-        """Return 1 for each of a projection's magnitudes, (projections, rows), that reaches the quantile, else 0."""
-        return (magnitudes >= magnitudes.quantile(self._threshold, dim=1, keepdim=True)).float()
+        """Return 1 for each of a projection's magnitudes, (projections, rows), that reaches the quantile, else 0.
+
+        The quantile is interpolated linearly, as `torch.quantile` does with more passes.
+        """
+        last = magnitudes.shape[1] - 1
+        below = int(self._threshold * last)
+        ordered, share = magnitudes.sort(dim=1).values, self._threshold * last - below
+        quantile = ordered[:, below].lerp(ordered[:, min(below + 1, last)], share)
+        return (magnitudes >= quantile.unsqueeze(1)).float()

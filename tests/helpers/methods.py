@@ -33,13 +33,17 @@ gradients of rows, gradients of steps."""
 
 
 MIGU = {"name": "inc_lora", "migu": 0.6}
-"""The method `migu` of `changes`: an option of others."""
+"""An option of other methods, under the name `migu` in `group`."""
+
+
+def group(method):
+    return MIGU if method == "migu" else {"name": method, **OPTIONS.get(method, {})}
 
 
 def changes(method, family):
     return {
         "search": {},
-        "trial__method": {"name": method, **OPTIONS.get(method, {})} if method != "migu" else MIGU,
+        "trial__method": group(method),
         "trial__backbone__name": family,
         "trial__benchmark": {"name": "builtin", "tasks": TASKS, "train_per_task": 8, "test_per_task": 3},
         "trial__training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.imitated_gpu import Record, imitated_gpu
-from helpers.methods import EACH_DEMAND, OPTIONS
+from helpers.methods import EACH_DEMAND, group
 from helpers.steady_steps import workshop
 from helpers.sweeps import tiny
 from helpers.tiny import FAMILIES, Runs, learns, load_tiny
@@ -43,7 +43,7 @@ def content(method: str, family: str) -> dict[str, Any]:
     """Two tasks of three steps, with a checkpoint after the second, and answers to two rows of each."""
     content = tiny(
         search={},
-        trial__method={"name": method, **OPTIONS.get(method, {})},
+        trial__method=group(method),
         trial__backbone={"name": family, "dtype": "bfloat16"},
         trial__training={"learning_rate": 0.01, "epochs": 1, "batch_size": 2, "checkpoint_every": 2},
         trial__router={"components": 2},
@@ -63,7 +63,7 @@ def method_and_family(method: str, family: str) -> Any:
     return pytest.param(method, family, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("method", "family"), [method_and_family(m, f) for f in FAMILIES for m in METHODS])
+@pytest.mark.parametrize(("method", "family"), [method_and_family(m, f) for f in FAMILIES for m in (*METHODS, "migu")])
 def test_every_method_runs_on_it(method, family, tmp_path, tokens, monkeypatch):
     """Train, interrupt after a checkpoint, resume, and answer."""
     marks: dict[str, Record] = {}
