@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 LEARNED = TASKS[:2]
 ADAPTED = {"tiny-qwen3": {"targets": "all-linear"}}
 METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "zero_shot"), "tiny-t5": ("latent_lora", "seq_lora")}
-METHODS["tiny-llama"] += ("slao", "sd_lora", "merge_lora")
+METHODS["tiny-llama"] += ("slao", "sd_lora", "merge_lora", "moe_lora")
 METHODS |= {"tiny-qwen3": ("latent_lora", "inc_lora")}
 TARGETS = {
     "tiny-llama": ["q_proj", "v_proj"],
@@ -234,11 +234,12 @@ def test_ambiguous_target_modules_have_full_names():
     assert target_modules(module, ["a.q"]) == ["a.q"]
 
 
-def test_snapshots_without_adapters_are_refused(opened, tmp_path):
-    bare_model = opened("tiny-llama", "zero_shot")
+@pytest.mark.parametrize("name", ["zero_shot", "moe_lora"])
+def test_snapshots_without_adapters_are_refused(opened, tmp_path, name):
+    model = opened("tiny-llama", name)
     for export in (export_peft, export_merged):
-        with pytest.raises(ConfigError, match="method zero_shot"):
-            export(bare_model, tmp_path / "adapters")
+        with pytest.raises(ConfigError, match=f"method {name}"):
+            export(model, tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
 
 

@@ -30,10 +30,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "latent_sweep"
 COPIED = (PACKAGE, "tests", "sweeps", "docs", "README.md", "pyproject.toml")
 SUBJECTS: Mapping[str, str] = {
+    "adapters/experts.py": "methods/test_moe_lora.py",
     "adapters/factors.py": "adapters/test_factors.py",
     "adapters/latent.py": "adapters/test_latent_adapter.py",
     "adapters/lora.py": "adapters/test_lora_adapter.py",
     "adapters/low_rank.py": "adapters/test_low_rank.py",
+    "adapters/task_attention.py": "methods/test_sapt.py",
     "backbones/generation.py": "backbones/test_generation.py",
     "backbones/layouts.py": "backbones/test_layouts.py",
     "data/mapping.py": "data/test_sources.py",
@@ -41,6 +43,7 @@ SUBJECTS: Mapping[str, str] = {
     "execution/retries.py": "execution/test_retries.py",
     "methods/_gate.py": "methods/test_gain_lora.py",
     "methods/latent_lora.py": "methods/test_latent_lora.py methods/test_settings.py methods/test_trajectories.py",
+    "methods/sapt.py": "methods/test_sapt.py methods/test_settings.py methods/test_trajectories.py",
     "metrics/answers.py": "test_metrics.py",
     "metrics/matrix.py": "test_metrics.py",
     "metrics/numerals.py": "test_metrics.py",
