@@ -766,4 +766,4 @@ def test_a_full_disk_damages_nothing_and_the_run_goes_on_when_there_is_room(undi
     assert "File too large" in full.stdout + full.stderr
     assert main(["run", path, "--local"]) == 0
     assert results(sweep_folder(tmp_path)) == undisturbed[1]
-    assert not list((tmp_path / "runs").rglob("*.damaged"))
+    assert not list((tmp_path / "runs").rglob("*.corrupt"))

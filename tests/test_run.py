@@ -344,7 +344,7 @@ def test_a_scheduler_that_needs_ray_is_reported_without_it(tmp_path):
 # --- changed data ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("since", [("started", {"attempt": 2}), ("lost", {"kind": "damaged", "message": "cut short"})])
+@pytest.mark.parametrize("since", [("started", {"attempt": 2}), ("lost", {"kind": "corrupt", "message": "cut short"})])
 def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, capsys, since):
     """A scheduler stopped the trial, a repair was interrupted, and then its data changed."""
     own = write_benchmark(tmp_path / "own")
@@ -410,7 +410,7 @@ def test_a_corrupt_snapshot_is_learned_again(finished, tmp_path):
     (trial.path / "scores.json").unlink()  # so that it is read
     assert main(["run", write(tmp_path, tiny(**ROUTED)), "--local"]) == 0
     assert results(sweep_folder(tmp_path)) == before
-    assert list((tmp_path / "runs" / "snapshots" / "damaged").iterdir())
+    assert list((tmp_path / "runs" / "snapshots" / "corrupt").iterdir())
 
 
 def test_an_unreachable_tracker_delays_only_the_upload(finished, tmp_path, capsys, monkeypatch):

@@ -32,7 +32,9 @@ def add(commands: Commands) -> None:
         "--benchmark", help="superni, long_sequence, builtin (default), or the folder of your own benchmark"
     )
     data.add_argument(
-        "--own", action="store_true", help="also write a benchmark of two small tasks to replace: the folder FILE_tasks"
+        "--own",
+        action="store_true",
+        help="also write a benchmark of two small tasks to replace: the folder FILE_benchmark",
     )
 
 
@@ -63,7 +65,7 @@ def _init(options: argparse.Namespace) -> int:
     path = local_path(options.sweep or options.name)
     if path.suffix not in (".yaml", ".yml"):
         path = path.with_name(f"{path.name}.yaml")
-    own = path.with_name(f"{path.stem}_tasks")
+    own = path.with_name(f"{path.stem}_benchmark")
     for target in (path, own) if options.own else (path,):
         if target.exists():
             raise ConfigError(f"{target}: already exists; remove it, or name another file")

@@ -52,11 +52,11 @@ def is_complete(target: Path) -> bool:
 
 
 def complete_or_quarantined(target: Path, label: str) -> bool:
-    """Return `is_complete`; rename a corrupt folder to `*.damaged` and log it under this label."""
+    """Return `is_complete`; rename a corrupt folder to `*.corrupt` and log it under this label."""
     if is_complete(target):
         return True
     if target.exists():
-        quarantine = target.with_suffix(".damaged")
+        quarantine = target.with_suffix(".corrupt")
         log.warning("The %s %s is corrupt; renamed to %s and rebuilt.", label, target, quarantine.name)
         remove(quarantine)
         target.rename(quarantine)

@@ -108,7 +108,7 @@ def model_card(content: ModelContent, context: Context) -> bytes:
         f"It needs `{content.outside_module}`, which must be importable: the method is a plugin, and its code is not "
         "in this folder."
     )
-    limits = {task.spec.name: task.farthest for task in content.learned if task.farthest is not None}
+    limits = {task.spec.name: task.distance_limit for task in content.learned if task.distance_limit is not None}
     novelty = (
         "A text is flagged as novel if its Mahalanobis distance from all learned tasks exceeds the limit of the task "
         f"that it is routed to, the {NOVELTY_QUANTILE:g} quantile of held-out examples: "

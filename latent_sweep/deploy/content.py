@@ -22,7 +22,7 @@ NOVELTY_QUANTILE = 0.99
 class Records:
     """The router's records of one task; None for those that the combination does not read."""
 
-    mixture: TaskGmm | None = None
+    gmm: TaskGmm | None = None
     scatter: TaskScatter | None = None
     ngrams: TaskNgrams | None = None
 
@@ -34,7 +34,7 @@ class LearnedTask:
     spec: TaskSpec
     snapshot: Snapshot
     records: Records
-    farthest: float | None
+    distance_limit: float | None
     """Distance beyond which an example routed here is novel; None without a posterior or without held-out examples."""
 
 

@@ -38,9 +38,9 @@ from latent_sweep.sweep.schema import resolved_settings
 from latent_sweep.training.context import Context
 
 MODEL_FILE = "model.json"
-FORMAT = 1
+FORMAT = 2
 RECORDS: Mapping[str, Callable[[Path], Any]] = {
-    "mixture": TaskGmm.load,
+    "gmm": TaskGmm.load,
     "scatter": TaskScatter.load,
     "ngrams": TaskNgrams.load,
 }
@@ -124,7 +124,7 @@ def _described(content: ModelContent) -> dict[str, Any]:
             {
                 "task": _without_source(task.spec),
                 "snapshot": task.snapshot.lineage,
-                "farthest": task.farthest,
+                "distance_limit": task.distance_limit,
                 "sources": {split: digest for (name, split), digest in trial.sources.items() if name == task.spec.name},
             }
             for task in content.learned
@@ -164,7 +164,7 @@ def _content(path: Path, description: Mapping[str, Any]) -> ModelContent:
         if snapshot is None:
             raise LookupError(f"there is no snapshot {entry['snapshot']}")
         records = {kind: load(_record_path(path, task.name, kind)) for kind, load in RECORDS.items()}
-        learned.append(LearnedTask(task, snapshot, Records(**records), entry["farthest"]))
+        learned.append(LearnedTask(task, snapshot, Records(**records), entry["distance_limit"]))
     return ModelContent(trial, tuple(learned), description["largest_rank"], Origin(**description["origin"]))
 
 

@@ -212,7 +212,7 @@ class ContinualModel:
         if self.trial.settings.router.combine not in ROUTING:
             return Answer(answer, None, mixed, None, None)
         routed = self.content.learned[int(weights.argmax())]
-        known = None if novelty is None or routed.farthest is None else novelty <= routed.farthest
+        known = None if novelty is None or routed.distance_limit is None else novelty <= routed.distance_limit
         return Answer(answer, routed.spec.name, mixed, novelty, known)
 
     def _end(self, position: int | None) -> AnswerEnd | None:
@@ -309,11 +309,11 @@ class ContinualModel:
                 raise run.failure
             combiner = records_combiner(context, context.trial)
             records = [*(task.records for task in self.content.learned), records_at(combiner, position)]
-            farthest = limit_at(combiner, position, fitted(combiner.settings, records))
+            distance_limit = limit_at(combiner, position, fitted(combiner.settings, records))
         finally:
             context.close()
         newest = run.snapshots[-1]  # a copy: the store may evict its own
-        learned = LearnedTask(lesson.task, replace(newest, tensors=dict(newest.tensors)), records[-1], farthest)
+        learned = LearnedTask(lesson.task, replace(newest, tensors=dict(newest.tensors)), records[-1], distance_limit)
         self._become(self.content.with_task(lesson.trial, learned))
 
     def _become(self, content: ModelContent) -> None:

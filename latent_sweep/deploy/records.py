@@ -52,18 +52,18 @@ def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRout
     """Fit the router over all tasks from their records, bit for bit that of their trial; None without a posterior."""
     if settings.combine not in ROUTED:
         return None
-    mixtures = [record.mixture for record in records if record.mixture is not None]
+    gmms = [record.gmm for record in records if record.gmm is not None]
     scatters = [record.scatter for record in records if record.scatter is not None]
-    assert len(mixtures) == len(scatters) == len(records), "every task has records"
+    assert len(gmms) == len(scatters) == len(records), "every task has records"
     pooled = settings.cov.pooled_tasks(len(records), len(records))
     fold = PooledScatter()
     for position, scatter in enumerate(scatters[:pooled]):
         fold.add(str(position), scatter)
-    return GaussianRouter(settings).fit(mixtures, pooled_covariance(fold, mixtures[:pooled], settings))
+    return GaussianRouter(settings).fit(gmms, pooled_covariance(fold, gmms[:pooled], settings))
 
 
 def limit_at(combiner: Combiner, position: int, router: GaussianRouter | None) -> float | None:
-    """Return `LearnedTask.farthest` of a task: a quantile of its test examples' distances."""
+    """Return `LearnedTask.distance_limit` of a task: a quantile of its test examples' distances."""
     if router is None:
         return None
     try:

@@ -24,7 +24,7 @@ _KEY = b'"sha256":"'
 """Precedes the digest. JSON escapes the quotes in its strings, so no other bytes look like this."""
 NO_CHECKSUM = {"sha256": "0" * 64}
 """Placeholder that `checksummed` replaces."""
-QUARANTINED = ".damaged"
+QUARANTINED = ".corrupt"
 """Suffix of a quarantined file."""
 
 
@@ -71,7 +71,7 @@ def verified(path: Path) -> bool:
 
 
 def quarantine(path: Path, fault: str) -> None:
-    """Rename a corrupt file to `*.damaged` and log the fault."""
+    """Rename a corrupt file to `*.corrupt` and log the fault."""
     target = path.with_suffix(QUARANTINED)
     log.warning("%s %s; it is quarantined as %s and made again", path, fault, target.name)
     with committing(target), suppress(FileNotFoundError):  # another process was faster

@@ -25,7 +25,7 @@ from latent_sweep.storage.folders import LOCKS, SWEEP_FILE, TUNE_FOLDER, SweepFo
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import JOURNAL, NODE_LOCAL, PROBES, FileFacts, Storage, open_storage
 
-Kind = Literal["snapshots", "checkpoints", "damaged", "partial files", "probes", "caches"]
+Kind = Literal["snapshots", "checkpoints", "corrupt", "partial files", "probes", "caches"]
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
 CACHES = NODE_LOCAL - {"profiles"}
@@ -154,8 +154,8 @@ def _kind(path: Path, referred: frozenset[str], files: Mapping[Path, FileFacts])
     """Return the kind of garbage that a file in the storage is; None if it is none."""
     first = path.parts[0]
     inside = path.parts[1:] or path.parts  # the sweep's name may look like anything
-    if ".damaged" in (Path(part).suffix for part in inside) or path.parts[:2] == (SNAPSHOTS, "damaged"):
-        return "damaged"
+    if ".corrupt" in (Path(part).suffix for part in inside) or path.parts[:2] == (SNAPSHOTS, "corrupt"):
+        return "corrupt"
     if any(part.endswith(".partial") for part in inside):
         return "partial files"
     if first == PROBES or first.startswith(".doctor-"):
@@ -378,7 +378,7 @@ def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: boo
             left = (
                 name.parts[0] in (LOCKS, TUNE_FOLDER) or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
             )
-            if not left and path.suffix not in (".damaged", ".lock"):
+            if not left and path.suffix not in (".corrupt", ".lock"):
                 yield path
     for lineage in sorted(frozenset().union(*map(lineages_of, sweeps))) if with_snapshots else ():
         tensors, facts = (source.folder / SNAPSHOTS / f"{lineage}{suffix}" for suffix in (".safetensors", ".json"))

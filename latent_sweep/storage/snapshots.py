@@ -128,7 +128,7 @@ class SnapshotStorage:
         return None
 
     def _quarantine(self, lineage: str) -> None:
-        folder = self.folder / "damaged"
+        folder = self.folder / "corrupt"
         log.warning("snapshot %s does not match its digest; it is quarantined in %s and made again", lineage, folder)
         with committing(folder):
             folder.mkdir(exist_ok=True)

@@ -333,7 +333,7 @@ class ObjectStorage(Storage):
 
     def _shared(self, path: Path) -> bool:
         first = path.relative_to(self.folder).parts[0]
-        return first not in NODE_LOCAL and path.suffix not in (".lock", ".damaged") and not path.name.startswith(".")
+        return first not in NODE_LOCAL and path.suffix not in (".lock", ".corrupt") and not path.name.startswith(".")
 
     def _key(self, path: Path) -> str:
         key = path.relative_to(self.folder).as_posix()

@@ -96,13 +96,13 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
         with writing(sweep, {t.training_id: [other.trial_id for other in fault.trials] for t in fault.trials}):
             if isinstance(fault.item, Path):
                 if fault.item.exists():
-                    quarantine(fault.item, "is damaged")
+                    quarantine(fault.item, "is corrupt")
                 restore_or_remove(fault.item)
                 is_repaired = fault.item.exists()
             else:
                 is_repaired = store.get(fault.item) is not None
                 for trial in () if is_repaired else fault.trials:
-                    trial.journal.append("lost", kind="damaged", message=fault.text)
+                    trial.journal.append("lost", kind="corrupt", message=fault.text)
         if not is_repaired:
             remedies[fault.remedy] = None
 

@@ -233,9 +233,9 @@ def test_a_corrupt_file_is_quarantined_and_computed_again(targets, tmp_path, cap
     path.write_bytes(content[:-5] + bytes([content[-5] ^ 4]) + content[-4:])
     actual = parts(load_factors(targets, "digest", 8, tmp_path))
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-    assert files(tmp_path) == ["digest-exact-v1-r8.damaged", "digest-exact-v1-r8.safetensors"]
+    assert files(tmp_path) == ["digest-exact-v1-r8.corrupt", "digest-exact-v1-r8.safetensors"]
     assert path.read_bytes() == content
-    assert "digest-exact-v1-r8.damaged" in caplog.text
+    assert "digest-exact-v1-r8.corrupt" in caplog.text
 
 
 def test_a_corrupt_file_of_another_rank_is_not_touched(targets, tmp_path):
@@ -247,7 +247,7 @@ def test_a_corrupt_file_of_another_rank_is_not_touched(targets, tmp_path):
     load_factors(targets, "digest", 12, tmp_path)
     assert files(tmp_path) == [
         "digest-exact-v1-r12.safetensors",
-        "digest-exact-v1-r16.damaged",
+        "digest-exact-v1-r16.corrupt",
         "digest-exact-v1-r8.safetensors",
     ]
 

@@ -527,7 +527,7 @@ def test_a_corrupt_cache_is_quarantined_and_rebuilt(
     else:
         (folder / "sha256.json").unlink()
     assert list(tokenise_mood(tmp_path, byte_tokenizer())) == whole
-    assert str(folder) in caplog.text and folder.with_suffix(".damaged").is_dir()
+    assert str(folder) in caplog.text and folder.with_suffix(".corrupt").is_dir()
 
 
 def test_one_builds_the_cache_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def assert_learns_as_its_trial(three, two, trial_id, shorter_id, folder):
         assert actual.snapshot.tensors.keys() == expected.snapshot.tensors.keys()
         for name, tensor in actual.snapshot.tensors.items():
             assert tensor.equal(expected.snapshot.tensors[name]), name
-    assert model.content.learned[-1].farthest == whole.content.learned[-1].farthest
+    assert model.content.learned[-1].distance_limit == whole.content.learned[-1].distance_limit
     assert_answers_as_its_trial(model, three, trial_id)
     assert dict(files_of(folder)) == before
     model.close()
@@ -243,7 +243,7 @@ def test_novelty_is_the_distance_from_everything_learned(mixed):
     train = [embedded(task, "train") for task in TASKS]
     scatter = sum((x - x.mean(0)).T @ (x - x.mean(0)) for x in train) / sum(map(len, train))
     covariance = scatter + 0.01 * np.trace(scatter) / len(scatter) * np.eye(len(scatter))
-    means = np.concatenate([task.records.mixture.means for task in model.content.learned])
+    means = np.concatenate([task.records.gmm.means for task in model.content.learned])
 
     def distance(x):
         return min(np.sqrt((x - mean) @ np.linalg.solve(covariance, x - mean)) for mean in means)
@@ -252,11 +252,13 @@ def test_novelty_is_the_distance_from_everything_learned(mixed):
         expected = [distance(x) for x in embedded(task, "test")]
         actual = model.answer([row.input for row in rows_of(model, task)], task=task)
         np.testing.assert_allclose([one.novelty for one in actual], expected, rtol=1e-4)
-        assert learned.farthest == pytest.approx(np.quantile(expected, NOVELTY_QUANTILE, method="higher"), rel=1e-4)
+        assert learned.distance_limit == pytest.approx(
+            np.quantile(expected, NOVELTY_QUANTILE, method="higher"), rel=1e-4
+        )
         assert all(one.known for one in actual)  # of so few rows none is above the quantile
     (strange,) = model.answer(["zzzz qqqq zzzz qqqq"])
     assert strange.known is False
-    assert strange.novelty > max(task.farthest for task in model.content.learned)
+    assert strange.novelty > max(task.distance_limit for task in model.content.learned)
     model.close()
 
 
@@ -422,7 +424,7 @@ def test_methods_that_read_other_examples_keep_rows():
 
 
 @pytest.mark.parametrize(
-    "pattern", ["snapshots/*.safetensors", "router/mood.mixture.safetensors", "factors/*", "model.json"]
+    "pattern", ["snapshots/*.safetensors", "router/mood.gmm.safetensors", "factors/*", "model.json"]
 )
 def test_corrupt_and_missing_files_are_found(saved, tmp_path, pattern):
     shutil.copytree(saved, tmp_path / "model")
@@ -446,7 +448,7 @@ def test_corrupt_and_missing_files_are_found(saved, tmp_path, pattern):
         lambda content: content["tasks"][0].update(sources=7),
         lambda content: content["tasks"][0].update(snapshot="0123456789abcdef"),
         lambda content: content["origin"].update(more=1),
-        lambda content: content.update(format=2),
+        lambda content: content.update(format=1),
         lambda content: content["files"].update({"../elsewhere": "0" * 64}),
     ],
 )

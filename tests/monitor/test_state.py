@@ -211,7 +211,7 @@ def test_the_time_until_a_loss_is_noticed_is_no_work(sweep):
     for seconds, event, told in (
         (100, "started", {"attempt": 1, "node": "a", "versions": {}, "hardware": {}}),
         (160, "failed", {"kind": "error", "message": "no", "task": None, "step": None}),
-        (90_000, "lost", {"kind": "damaged", "message": "its snapshot is gone"}),
+        (90_000, "lost", {"kind": "corrupt", "message": "its snapshot is gone"}),
     ):
         first.journal.append(event, time=float(seconds), **told)
     assert look(sweep).seconds_at_work == 60

@@ -440,4 +440,4 @@ def test_a_corrupt_file_is_replaced(combiner, kind, damage, caplog):
         np.testing.assert_array_equal(one, other)
     assert stored(combiner.folder) == files
     assert "again" in caplog.text
-    assert list((combiner.folder / kind).glob("*.damaged"))
+    assert list((combiner.folder / kind).glob("*.corrupt"))

@@ -545,8 +545,8 @@ def test_every_flipped_bit_of_a_record_is_detected(tmp_path: Path, caplog: pytes
         path.write_bytes(changed)
         checksummed._matches.cache_clear()  # the clock of a file system may be too coarse for a test
         assert TaskGmm.load(path) is None, f"byte {position}"
-        assert [file.name for file in tmp_path.iterdir()] == ["task.damaged"]
-    assert "task.damaged" in caplog.text
+        assert [file.name for file in tmp_path.iterdir()] == ["task.corrupt"]
+    assert "task.corrupt" in caplog.text
 
 
 def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def leftovers(place):
     found = {
         "snapshots": {path for name in alone for path in (place / "snapshots").glob(f"{name}.*")},
         "checkpoints": {place / "checkpoints" / f"{min(alone)}.safetensors"},
-        "damaged": {place / "two" / "sweep.damaged", place / "snapshots" / "damaged" / "0123456789abcdef.json"},
+        "corrupt": {place / "two" / "sweep.corrupt", place / "snapshots" / "corrupt" / "0123456789abcdef.json"},
         "partial files": {place / "two" / ".sweep.json.0123.partial"},
         "probes": {place / ".preflight" / "0123" / "question", place / ".doctor-0123"},
     }
@@ -155,7 +155,7 @@ def test_gc_finds_what_no_sweep_refers_to_and_deletes_it_if_asked(place, capsys)
     assert main(["gc", str(place), "--delete"]) == 0
     gone = before - {path for path in place.rglob("*") if path.is_file()}
     assert gone == set().union(*expected.values())
-    assert not (place / ".preflight" / "0123").exists() and not (place / "snapshots" / "damaged").exists()
+    assert not (place / ".preflight" / "0123").exists() and not (place / "snapshots" / "corrupt").exists()
     left = open_sweep(place / "two")
     assert not verify_disk(left).faults
     assert {name: text for name, text in two.items() if (place / name) not in gone} == results(left)
@@ -206,7 +206,7 @@ def test_gc_deletes_nothing_where_a_sweep_was_written_meanwhile(ran, place):
     assert snapshots(place) == before
 
 
-@pytest.mark.parametrize("name", ["lambda.partial", "lambda.damaged"])
+@pytest.mark.parametrize("name", ["lambda.partial", "lambda.corrupt"])
 def test_a_sweep_is_no_garbage_whatever_it_is_called(tmp_path, name):
     sweep = write_sweep(tmp_path, {"seed": [0]}, name=name)
     run_to_end(next(iter(sweep)), 0.5, 0.0)

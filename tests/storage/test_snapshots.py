@@ -86,7 +86,7 @@ def test_one_look_tells_of_all_snapshots_what_asking_for_each_does(store):
     (store.folder / "tensorless.safetensors").unlink()
     (store.folder / "damaged.json").write_text("{}")
     assert store.get("damaged") is None
-    assert (store.folder / "damaged" / "damaged.json").exists()
+    assert (store.folder / "corrupt" / "damaged.json").exists()
     assert store.lineages() == {name for name in names if name in store} == {"whole", "other"}
 
 
@@ -219,7 +219,7 @@ def test_what_does_not_check_is_set_aside_and_made_again(store, damage, caplog):
     damage(store)
     assert store.get("abc") is None
     assert mentions(caplog.text, "abc", "digest")
-    assert {path.name for path in (store.folder / "damaged").iterdir()} == set(before)
+    assert {path.name for path in (store.folder / "corrupt").iterdir()} == set(before)
     assert "abc" not in store
     store.append(snapshot())
     assert content(store.folder) == before
@@ -334,7 +334,7 @@ def test_a_damaged_checkpoint_is_set_aside_counts_as_none_and_says_so(tmp_path, 
     checkpoint.path.write_bytes(spoiled)
     assert checkpoint.load() is None
     assert "abc" in caplog.text
-    assert (tmp_path / "abc.damaged").read_bytes() == spoiled
+    assert (tmp_path / "abc.corrupt").read_bytes() == spoiled
     checkpoint.save({"R": torch.ones(3)}, {"step": 2})
     assert checkpoint.load()[1] == {"step": 2}
     checkpoint.remove()

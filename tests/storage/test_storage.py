@@ -562,7 +562,7 @@ def test_a_repair_fetches_what_is_whole_in_the_object_store_and_removes_what_is_
     assert repair_disk(sweep) == ["seed=0: result.json: it is written again"]
     node("b")
     assert not (open_sweep(f"{URI}/tiny").path / "trials" / trial.trial_id / "result.json").exists()
-    assert not list(open_sweep(f"{URI}/tiny").path.rglob("*.damaged")), "what was set aside stays on its node"
+    assert not list(open_sweep(f"{URI}/tiny").path.rglob("*.corrupt")), "what was set aside stays on its node"
 
 
 # --- do all nodes see it? --------------------------------------------------------------------------------------------

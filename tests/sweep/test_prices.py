@@ -223,7 +223,7 @@ def sweep_at_work(tmp_path):
     at(4, first, "lost", kind="worker_died", message="gone")
     started(5, first, 2, A100)
     at(6, first, "failed", **failed)
-    at(60, first, "lost", kind="damaged", message="its snapshot is gone")
+    at(60, first, "lost", kind="corrupt", message="its snapshot is gone")
     at(90, second, "failed", **failed | {"kind": "lost"})
     started(0, third, 3, CPU)
     at(0.5, third, "failed", **failed)

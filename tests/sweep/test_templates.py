@@ -131,17 +131,17 @@ def test_rates_are_never_tuned_on_a_whole_benchmark(tmp_path, capsys):
     """The two tasks of a benchmark of one's own leave one to choose on; a single task leaves none."""
     assert main(["init", "methods", "mine", "--own"]) == 0
     assert load_sweep("mine.yaml").tune.tasks == 1
-    benchmark = tmp_path / "mine_tasks" / "benchmark.yaml"
+    benchmark = tmp_path / "mine_benchmark" / "benchmark.yaml"
     content = yaml.safe_load(benchmark.read_text())
     content["orders"], content["tasks"] = {1: [content["tasks"][0]["name"]]}, content["tasks"][:1]
     benchmark.write_text(yaml.safe_dump(content))
-    assert main(["init", "methods", "other", "--benchmark", "mine_tasks"]) == 2
+    assert main(["init", "methods", "other", "--benchmark", "mine_benchmark"]) == 2
     assert "init methods" in capsys.readouterr().err
 
 
 def test_an_own_benchmark_is_whole_and_runs(tmp_path, capsys):
     assert main(["init", "quickstart", "mine", "--own"]) == 0
-    spec = load_benchmark(str(tmp_path / "mine_tasks"))
+    spec = load_benchmark(str(tmp_path / "mine_benchmark"))
     settings = resolve_benchmark("mine.yaml")
     for task in spec.tasks:
         train, test = (load_examples(spec, task, split, settings) for split in ("train", "test"))

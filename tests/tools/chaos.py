@@ -366,7 +366,7 @@ class Killed:
 
     def _left_over(self, sweep: SweepFolder) -> list[str]:
         files = [path.relative_to(sweep.storage.folder) for path in sweep.storage.folder.rglob("*") if path.is_file()]
-        wrong = [p for p in files if "damaged" in str(p) or p.parts[0] == "checkpoints" or p.suffix == ".partial"]
+        wrong = [p for p in files if "corrupt" in str(p) or p.parts[0] == "checkpoints" or p.suffix == ".partial"]
         return [f"{path} was left" for path in wrong if not (path.name.startswith(".") and path.suffix == ".partial")]
 
     def partials(self) -> int:

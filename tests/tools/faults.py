@@ -259,7 +259,7 @@ def _snapshot(sweep: Disturbed) -> str:
     path.write_bytes(content)
     printed = sweep.finish(sweep.start("--local"))
     assert f"snapshot {path.stem} does not match its digest" in printed, printed
-    assert (path.parent / "damaged" / path.name).read_bytes() == content
+    assert (path.parent / "corrupt" / path.name).read_bytes() == content
     return "set aside in `snapshots/damaged`"
 
 

@@ -50,7 +50,7 @@ def everything(folder):
 
 
 def damaged_files(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.damaged"))
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.corrupt"))
 
 
 def flip(path):
@@ -115,7 +115,7 @@ def test_the_same_run_restores_corrupt_files(finished, copy, tmp_path, caplog):
     (second.path / "scores.json").unlink()
     assert run(tmp_path) == 0
     assert all_results(tmp_path) == before
-    assert damaged_files(first.path) == ["predictions/mood.damaged", "result.damaged", "scores.damaged"]
+    assert damaged_files(first.path) == ["predictions/mood.corrupt", "result.corrupt", "scores.corrupt"]
     assert damaged_files(second.path) == []
     for path in (first.path / "scores.json", first.path / "predictions/mood.jsonl", second.path / "scores.json"):
         assert caplog.text.count(f"{path} ") == 1
@@ -155,9 +155,9 @@ def test_repair_lists_remedies_that_the_same_run_applies(finished, copy, tmp_pat
         ["K=1", "result.json"],
     ]
     assert set(damaged_files(copy.path / "trials")) == {
-        f"{first.trial_id}/journal.damaged",
-        f"{first.trial_id}/result.damaged",
-        f"{second.trial_id}/result.damaged",
+        f"{first.trial_id}/journal.corrupt",
+        f"{first.trial_id}/result.corrupt",
+        f"{second.trial_id}/result.corrupt",
     }
     assert run(tmp_path) == 0
     assert main(arguments) == 0
