@@ -120,15 +120,15 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
         ConfigError: the name is not valid, or there is no such backbone or benchmark.
     """
     name, why, spec = Path(path).stem, PURPOSES[purpose], load_benchmark(benchmark)
-    ranks = _ranks(backbone)
+    room = _room(backbone)
+    ranks = [rank for rank in RANKS if rank <= room] or [room]
     small = is_small(backbone)
     search = why.search.replace("{lambdas}", SMALL_LAMBDAS if small else LARGE_LAMBDAS).replace("{ranks}", str(ranks))
     method = f"  method: {{name: {DEFAULT}}}"
-    if max(RANKS) not in ranks:
-        if why.tuned:  # not all methods of the search have a rank
-            search = _with_rank(search, ranks[-1])
-        else:
-            method = _with_rank(method, ranks[-1]).ljust(54) + f"# left out: rank {max(RANKS)}, too large here"
+    if why.tuned:
+        search = _fitting(search, room, ranks[-1])
+    elif max(RANKS) > room:
+        method = _fitting(method, room, ranks[-1]).ljust(54) + f"# left out: rank {max(RANKS)}, too large here"
     lines = [
         f"# {why.question}",
         "#",
@@ -157,18 +157,21 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
     return text
 
 
-def _ranks(backbone: str) -> list[int]:
-    """Return the usual ranks that fit a backbone, or the largest possible one; all if its shapes are unknown."""
+def _room(backbone: str) -> int:
+    """Return the largest possible rank on a backbone; 2**16, which is no limit, if its shapes are unknown."""
     settings = BackboneSettings(name=backbone)
     described = describe(settings)
-    room = max(RANKS) if described is None else min(map(min, described.adapted(settings).values()))
-    return [rank for rank in RANKS if rank <= room] or [room]
+    return 1 << 16 if described is None else min(map(min, described.adapted(settings).values()))
 
 
-def _with_rank(text: str, rank: int) -> str:
+def _fitting(text: str, room: int, rank: int) -> str:
+    """Write `rank` behind the methods whose own rank or number of dimensions is larger than `room`."""
+
     def written(match: re.Match[str]) -> str:
         fields = method_class(match[1]).settings_class.model_fields
-        return f"{match[0]}, rank: {rank}" if "rank" in fields else match[0]
+        large = {"rank": max(RANKS), "k": 128}
+        names = [name for name, most in large.items() if name in fields and most > room]
+        return "".join([match[0], *(f", {name}: {rank}" for name in names)])
 
     return re.sub(r"method: \{name: (\w+)", written, text)
 
