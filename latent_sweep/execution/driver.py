@@ -331,6 +331,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         "trial": dict(sweep.trial),
         "search": {axis: list(values) for axis, values in sweep.grid.items()}
         | {axis: draw.written() for axis, draw in sweep.draws.items()},
+        **({} if sweep.match is None else {"match": sweep.match}),
         "tune": sweep.tune.model_dump(mode="json") if sweep.tune else None,
         "run": sweep.run.model_dump(mode="json"),
     }

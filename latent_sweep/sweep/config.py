@@ -41,6 +41,7 @@ from latent_sweep.settings import (
     yaml_text,
 )
 from latent_sweep.storage.storage import NODE_LOCAL
+from latent_sweep.sweep.matching import match_faults
 from latent_sweep.sweep.places import placed
 from latent_sweep.sweep.schema import GROUPS, RunSettings, TuneSettings, WrittenTrial, every_setting
 
@@ -53,7 +54,7 @@ EXAMPLES: Mapping[str, str] = {
     "run": "e.g. {storage: runs}",
 }
 
-BLOCKS = ("name", "trial", "search", "tune", "run")
+BLOCKS = ("name", "trial", "search", "match", "tune", "run")
 
 STORAGE_FOLDERS = NODE_LOCAL | {"checkpoints", "snapshots"}
 """Folders of a storage that all its sweeps share, next to the folders of the sweeps."""
@@ -103,6 +104,8 @@ class Sweep(Settings):
     grid: Mapping[str, tuple[Any, ...]]
     draws: Mapping[str, Draw]
     run: RunSettings
+    match: Literal["parameters"] | None = None
+    """Whether ranks are chosen so that all methods train equally many parameters; see `matching`."""
     tune: TuneSettings | None = None
     tuning_of: str | None = None
     """Name of the sweep whose tuning trials these are."""
@@ -212,6 +215,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     if content.get("tune") is not None:
         tune, tune_faults = _tune(content["tune"], template, axes)
         faults += tune_faults
+    faults += match_faults(content, isinstance(run, RunSettings) and run.search.is_adaptive)
     if isinstance(run, RunSettings):
         if run.search.is_adaptive:
             faults += _searcher_faults(run, axes, draws, tuned=content.get("tune") is not None)
@@ -223,7 +227,8 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     if faults:
         raise fault_report(source, faults)
     assert isinstance(run, RunSettings) and isinstance(name, str)
-    return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run, tune=tune)
+    match = content.get("match")
+    return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run, tune=tune, match=match)
 
 
 def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:

@@ -64,6 +64,7 @@ from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.trial_files import TrialFiles
 from latent_sweep.sweep.config import Draw, Sweep, trial_settings
+from latent_sweep.sweep.matching import Matching
 from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTrial
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
@@ -389,6 +390,7 @@ def expand(
     trials: dict[str, Trial] = {}
     faults: list[str] = []
     places: dict[str, str] = {}
+    matching = Matching() if sweep.match is not None else None
     extremes = dict(sweep.grid) | {axis: draw.extremes for axis, draw in sweep.draws.items()}
     leaves = (flatten(axis, value).items() for axis, values in extremes.items() for value in values)
     numbers = {path for path, value in itertools.chain.from_iterable(leaves) if type(value) in (int, float)}
@@ -397,6 +399,9 @@ def expand(
             written = trial_settings(sweep, point)
             if selected is not None:
                 point = {**point, **selected(written)}
+                written = trial_settings(sweep, point)
+            if matching is not None and (values := _matched(matching, written)):
+                point = {**point, **values}
                 written = trial_settings(sweep, point)
             trial = plan_trial(written, point, sorted(numbers - point.keys()))
         except ConfigError as error:
@@ -416,6 +421,11 @@ def expand(
     if faults:
         raise fault_report(sweep.source, faults)
     return list(trials.values())
+
+
+def _matched(matching: Matching, written: WrittenTrial) -> dict[str, int]:
+    settings = resolve(written)
+    return matching.values(method_class(written.method.name), settings.method, written.method, settings.backbone)
 
 
 def count_points(sweep: Sweep) -> int:
