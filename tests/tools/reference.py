@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.cli.main import make_parser
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods import METHODS, method_class
+from latent_sweep.methods import METHODS, checked, method_class
+from latent_sweep.methods.protocol import Method
 from latent_sweep.settings import Settings, as_written, yaml_text
+from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.schema import every_setting
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +172,81 @@ def _leaves(group: Settings, path: str = "") -> dict[str, Any]:
     return values
 
 
+# --- which method ----------------------------------------------------------------------------------------------------
+
+SIZED_ON = {"T5-large": "t5-large", "Llama-2-7B": "llama-2-7b"}
+_STREAM = 15
+"""Length of the stream for which marks are shown: that of the published benchmarks."""
+_INTRODUCTION = """# Which method should I compare with?
+
+Compare methods that get the same information, train equally much and answer in the same way, or say in which of
+these they differ. This page lists all of it for every method of the package.
+
+1. Take the references: `zero_shot`, the untouched backbone; `joint_lora`, which learns all rows at once; and `inc_lora`
+   with `train_active: current` and `router.combine: oracle`, which learns every task alone and is told the task. The
+   last one is also the reference of SAPT's FWT and of intransigence.
+2. Take the simplest method of your kind: `seq_lora` for one adapter that is carried on, `inc_lora` for an adapter per
+   task, `inc_lora` with `train_active: current` and `router.combine: soft` for adapters behind a router.
+3. If your method replays rows, compare with `replay` at the same `keep`. A method that sees no earlier row is then a
+   reference, not a rival: in one published table the only method with generated rows beats multi-task training.
+4. Give all methods the same size, `match: parameters` ([Sweep files](sweep_files.md#equal-sizes)), and each its own
+   learning rate ([Tuning](tuning.md)).
+5. Report what tables mark: `latent-sweep report --measures all` adds costs, forward and backward transfer, flips and
+   unparsable answers ([Statistics](statistics.md#measures)).
+"""
+_MARKS = {"none": "-", "real": "earlier rows", "generated": "generated rows", "all": "all rows"}
+_AFTER = """
+- **also reads**: rows beyond a task's own. *earlier rows*: it keeps rows of earlier tasks, or vectors made of them.
+  *generated rows*: it writes rows for earlier tasks. *all rows*: one stage learns the rows of all tasks.
+- **answers by**: the default of `router.combine`. *router*: the router and the other combinations of adapters are
+  possible, too.
+- **task known**: `oracle` is among the combinations. It tells the method the task of every test example; tables mark
+  it.
+- **snapshots**: whether learning a task reads earlier snapshots. If not, all tasks can be learned in any order.
+- **trained**: trainable parameters per task with default settings. A snapshot stores four bytes for each, and more in
+  methods that keep rows, bases or importances.
+
+Measured sizes, times per step and times per answer are in [What each method costs](methods.md#what-each-method-costs);
+formulas, sources and departures in [Methods](methods.md#how-each-method-works-here).
+"""
+
+
+def which_method_page() -> str:
+    head = ["method", "also reads", "answers by", "task known", "snapshots", *(f"trained, {name}" for name in SIZED_ON)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *map(_method_row, METHODS)]
+    groups: dict[str, list[str]] = {}
+    for name in METHODS:
+        groups.setdefault(_MARKS[checked.earlier_rows(_planned(name), _STREAM)], []).append(f"`{name}`")
+    alike = [f"| {'nothing else' if mark == '-' else mark} | {', '.join(names)} |" for mark, names in groups.items()]
+    parts = [_INTRODUCTION, "## By what they read", "| also reads | methods |\n|---|---|\n" + "\n".join(alike)]
+    return "\n\n".join([*(part.strip() for part in parts), "## All methods", "\n".join(lines), _AFTER.strip()]) + "\n"
+
+
+def _method_row(name: str) -> str:
+    method, combinations = _planned(name), method_class(name).combinations
+    reads_snapshots = any(method.reads_history(position) for position in range(_STREAM))
+    trained = []
+    for backbone in SIZED_ON.values():
+        shape = shape_of(as_written(BackboneSettings).model_validate({"name": backbone, "dtype": "float32"}))
+        assert shape is not None
+        trained.append(f"{method.parameter_count(shape.targets, shape['width']):,}")
+    cells = [
+        f"`{name}`",
+        _MARKS[checked.earlier_rows(method, _STREAM)],
+        f"`{combinations[0]}`{', router' if 'soft' in combinations else ''}",
+        "on request" if "oracle" in combinations else "-",
+        "read" if reads_snapshots else "-",
+        *trained,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _planned(name: str) -> Method:
+    """Return a method with default settings, for planning on SuperNI with T5-large."""
+    kind = method_class(name)
+    return kind(kind.resolve(as_written(kind.settings_class).model_validate({"name": name}), "t5-large", "superni"))
+
+
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +254,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/settings.md": settings_page,
     "docs/reference/commands.md": commands_page,
     "docs/reference/presets.md": presets_page,
+    "docs/which_method.md": which_method_page,
 }
 """Each generated page, with the function that returns its text."""
 
