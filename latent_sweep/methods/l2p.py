@@ -75,7 +75,7 @@ class L2p(Method):
 
     @classmethod
     def training_defaults(cls, settings: L2pSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        return {"learning_rate": 0.03} if backbone == EMBEDDED else {}
+        return {"learning_rate": 0.003} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:
         return 0
@@ -166,12 +166,15 @@ class L2pLearner(Learner):
 
     def queries(self, rows: Sequence[Example]) -> Tensor:
         """Return the mean token embedding of each prompt without its virtual tokens, (rows, d) in float32."""
+        import numpy as np
         import torch
+
+        from latent_sweep.backbones.layouts import to_device
 
         if self._queried is None or self._queried[0] is not rows:
             table = self._context.backbone.embedding_table
             ids = [[token for token in row["prompt_ids"] if token >= 0] for row in rows]
-            tokens = torch.tensor([token for own in ids for token in own], device=table.device)
+            tokens = to_device(np.array([token for own in ids for token in own]), table.device)
             vectors = table[tokens].detach().float().split(list(map(len, ids)))
             self._queried = rows, torch.stack([own.mean(0) for own in vectors])
         return self._queried[1]

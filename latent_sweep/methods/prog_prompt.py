@@ -90,7 +90,7 @@ class ProgPrompt(Method):
             scripts = {"learning_rate": 0.3, "batch_size": 8, "epochs": 10, "weight_decay": 1e-5}
             own = {"adam_eps": "before_correction", "gradient_clip": None, "group_by_length": False}
             return {**scripts, **own, "backbone_dropout": dropout_rate(backbone)}
-        return {"learning_rate": 0.03} if backbone == EMBEDDED else {}
+        return {"learning_rate": 0.01} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:
         return 0

@@ -7,12 +7,12 @@ equally small T5 without dropout. Weights, examples and draws are those of this 
 """
 
 import json
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.released import BATCH, EOS, batches, give_weights, rows_of, uniform
 from helpers.tiny import bank_of, learn, load_tiny, random_rows, task_data
 
 from latent_sweep.adapters.bank import virtual_tokens
@@ -22,11 +22,12 @@ from latent_sweep.methods import method_class
 from latent_sweep.methods.l2p import select
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
-from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.sweep.memory import predict
+from latent_sweep.sweep.schema import RunSettings, TrainingSettings
 from latent_sweep.training import trainer
 
 FIXTURE = json.loads((Path(__file__).parent / "released_prompts.json").read_text())
-LENGTH, ROWS, BATCH, EOS = 4, 8, 4, 2
+LENGTH = 4
 POOL = {"pool_size": 5, "prompt_length": 2, "selected": 3}
 
 
@@ -54,28 +55,10 @@ def one_hot(positions, count):
 # --- the released code of Progressive Prompts ------------------------------------------------------------------------
 
 
-def drawn(name, shape, scale, kind="standard_normal"):
-    source = np.random.RandomState(zlib.crc32(name.encode()))
-    values = source.uniform(-1, 1, tuple(shape)) if kind == "uniform" else source.standard_normal(tuple(shape))
-    return torch.tensor(scale * values, dtype=torch.float32)
-
-
-def released_rows(task):
-    source, rows = np.random.RandomState(100 + task), []
-    for _ in range(ROWS):
-        prompt = source.randint(3 + task * 60, 60 + task * 60, source.randint(3, 10)).tolist()
-        target = source.randint(3 + task * 40, 40 + task * 40, source.randint(1, 6)).tolist()
-        rows.append({"prompt_ids": [*prompt, EOS], "input_ids": prompt, "target_ids": [*target, EOS]})
-    return rows
-
-
 @pytest.mark.parametrize("mlp", FIXTURE)
 def test_prompts_equal_those_of_the_released_code(mlp, tmp_path, monkeypatch):
     backbone = load_tiny("tiny-t5")
-    with torch.no_grad():
-        for name, weight in backbone.model.named_parameters():
-            norm = "layer_norm" in name
-            weight.copy_(drawn(name, weight.shape, 0.1) + 1 if norm else drawn(name, weight.shape, 0.2))
+    give_weights(backbone.model)
     backbone.model.double()
     own = method(
         "prog_prompt",
@@ -93,18 +76,18 @@ def test_prompts_equal_those_of_the_released_code(mlp, tmp_path, monkeypatch):
     training = TrainingSettings(**{**defaults, **changes})
     history, losses = [], []
     for task in range(3):
-        order = np.random.RandomState(1000 * task + 1).permutation(ROWS).tolist()
-        monkeypatch.setattr(trainer, "epoch_batches", lambda *_, order=order: [order[:BATCH], order[BATCH:]])
-        learner = own.begin_task(task_data(released_rows(task), task), history)
+        monkeypatch.setattr(trainer, "epoch_batches", lambda *_, task=task: batches(task, 1))
+        rows = rows_of(task, [EOS])
+        learner = own.begin_task(task_data(rows, task), history)
         with torch.no_grad():
             indices = np.random.RandomState(100 + task).randint(260, size=LENGTH)
             learner.start.copy_(backbone.embedding_table[torch.from_numpy(indices)])
             for name, value in learner.mlp.items():
                 _, layer, what = name.split(".")
-                value.copy_(drawn(f"{task}.module.{2 * int(layer)}.{what}", value.shape, 0.3, "uniform"))
+                value.copy_(uniform(f"{task}.module.{2 * int(layer)}.{what}", value.shape, 0.3))
         progress = lambda step, steps, terms: losses.append(terms["task"])  # noqa: E731
         checkpoint = tmp_path / f"{task}.safetensors"
-        learn(learner, released_rows(task), backbone, own.context.bank, training, checkpoint, on_step=progress)
+        learn(learner, rows, backbone, own.context.bank, training, checkpoint, on_step=progress)
         history.append(learner.finish())
     own.context.bank.remove()
     expected = torch.tensor(FIXTURE[mlp]["prompts"])
@@ -132,15 +115,41 @@ def test_a_row_reads_the_prompts_of_its_task_and_of_earlier_ones(backbone, bank,
     assert own.combine([], torch.zeros(1, 0)).prompt is None
 
 
-@pytest.mark.parametrize("combine", ["oracle", "hard", "ngram", "last"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("combine", ["oracle", "hard", *(pytest.param(c, marks=SLOW) for c in ("ngram", "last"))])
 def test_a_known_task_is_never_forgotten(runs, combine):
     """Its answers read no later prompt; with a router they do where it selects a later task."""
     method = {"name": "prog_prompt", "prompt_length": 3}
     (pack,) = runs.packs(trial__method=method, trial__router={"components": 2, "combine": combine}, search={})
     runs.run([pack])
     (matrix,) = runs.stages[-1].matrices
+    assert len(matrix.rows) == len(matrix.tasks) > 1
     if combine == "oracle":
-        assert [row[:1] for row in matrix.rows] == [matrix.rows[0][:1]] * len(matrix.rows)
+        assert all(score == matrix.rows[task][task] for row in matrix.rows for task, score in enumerate(row))
+
+
+@pytest.mark.parametrize("combine", ["soft", "sum", "gates"])
+def test_prompts_of_several_tasks_cannot_be_mixed(runs, combine):
+    with pytest.raises(ConfigError, match=r"router\.combine"):
+        runs.packs(trial__method={"name": "prog_prompt"}, trial__router={"combine": combine}, search={})
+
+
+def test_forecasts_count_the_prompts_of_all_tasks(runs):
+    def predicted(prompt, **method):
+        benchmark = {"name": "builtin", "tasks": ["mood", "ticket", "past"], "max_source_length": prompt}
+        (pack,) = runs.packs(trial__method=method, trial__benchmark=benchmark, search={})
+        return predict(pack.trials[0], RunSettings())
+
+    for one, other in (
+        (predicted(64, name="prog_prompt", prompt_length=20), predicted(121, name="prog_prompt", prompt_length=1)),
+        (
+            predicted(64, name="l2p", selected=4, prompt_length=15),
+            predicted(120, name="l2p", selected=4, prompt_length=1),
+        ),
+    ):
+        assert (one.activations, one.logits, one.cache) == (other.activations, other.logits, other.cache)
 
 
 def test_answers_read_the_nearest_prompts_of_the_pool(backbone, bank, tmp_path):
