@@ -35,13 +35,14 @@ FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket")
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
+    "c_lora": {"k": 4},
     "lfpt5": {"prompt_length": 4, "sample_length": 16, "tries": 2},
     "prog_prompt": {"prompt_length": 4},
     "l2p": {"pool_size": 4, "prompt_length": 2, "selected": 2},
 }
-"""Settings that fit the tiny backbones, for methods without a rank."""
+"""Settings that fit the tiny backbones, apart from the rank."""
 RANK = 4
-"""For all other methods."""
+"""For all methods that have one."""
 
 RELATIVE, ABSOLUTE = 2e-3, 1e-4
 """Tolerances for float32 losses on two devices: Adam amplifies rounding of gradients near zero."""

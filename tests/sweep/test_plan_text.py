@@ -88,8 +88,22 @@ def data(tmp_path_factory):
     return str(root.parent)
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=[path.stem for path in SWEEPS])
-@pytest.mark.parametrize("with_data", [False, True], ids=["without data", "with data"])
+WITH_DATA = ("quickstart", "fair_superni", "table1_t5_large")
+"""Sweep files that the default tests plan with data, too."""
+
+
+@pytest.mark.parametrize(
+    ("path", "with_data"),
+    [
+        pytest.param(
+            *(path, with_data),
+            id=f"{'with' if with_data else 'without'} data-{path.stem}",
+            marks=pytest.mark.slow if with_data and path.stem not in WITH_DATA else (),
+        )
+        for path in SWEEPS
+        for with_data in (False, True)
+    ],
+)
 def test_every_sweep_of_the_repository_can_be_planned(path, with_data, data, monkeypatch, capsys, tmp_path):
     if with_data:
         monkeypatch.setenv(DATA_VARIABLE, data)

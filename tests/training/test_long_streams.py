@@ -108,7 +108,7 @@ def live_bytes():
     return sum(tensor.nbytes for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor))
 
 
-@pytest.mark.parametrize(("early", "late"), [(4, 9), pytest.param(10, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("early", "late"), [(3, 5), pytest.param(10, 40, marks=pytest.mark.slow)])
 def test_a_late_stage_costs_no_more_than_an_early_one_except_for_its_pairs(stream, counts, early, late):
     runs, packs = stream(late + 1)
     costs, held = {}, {}
@@ -163,7 +163,7 @@ def imitate(runs, pack, stages, backbone, counts):
             }
 
 
-@pytest.mark.parametrize(("stages", "n_tasks"), [(30, 40), pytest.param(150, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stages", "n_tasks"), [(12, 16), pytest.param(150, 200, marks=pytest.mark.slow)])
 def test_resuming_late_reads_every_file_once_and_repeats_nothing(stream, counts, llama, stages, n_tasks):
     runs, packs = stream(n_tasks)
     imitate(runs, packs[0], stages, llama, counts)
