@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.bank import Delta
     from latent_sweep.adapters.lora import LoraPair
 
-DEFAULT_LAMBDA = {"update": 1e-5, "inner": 0.4}
-"""By product: ours, as none is published for this form; and the released one."""
+DEFAULT_LAMBDA = {"update": 1e-4, "inner": 0.4}
+"""By product: ours, as none is published for this form, at which the term ends near the task loss on SmolLM2; and the
+released one."""
 
 
 class NLoraSettings(TaskAdapterSettings):
@@ -41,8 +42,8 @@ class NLoraSettings(TaskAdapterSettings):
     """Product of the new pair whose entries are penalized: `B A` as published (`update`), or `A B` as in the released
     code (`inner`), for projections with as many outputs as inputs."""
     lambda_1: Coefficient = Field(json_schema_extra=FROM_PRESET)
-    """Weight of the sum of absolute entries, a number or a list by position. If it is left out: 1e-5 under `product:
-    update` (try 1e-6 to 1e-4), 0.4 under `inner`."""
+    """Weight of the sum of absolute entries, a number or a list by position. If it is left out: 1e-4 under `product:
+    update` (try 1e-5 to 1e-3), 0.4 under `inner`."""
 
 
 class NLora(TaskAdapterMethod):

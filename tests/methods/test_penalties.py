@@ -92,7 +92,7 @@ def test_settings_that_do_not_fit_the_projections_are_refused_while_planning(nam
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, ("update", 1e-5)),
+        ({}, ("update", 1e-4)),
         ({"product": "inner"}, ("inner", 0.4)),
         ({"preset": "official"}, ("inner", 0.4)),
         ({"preset": "official", "product": "update"}, ("update", 0.4)),
