@@ -175,8 +175,19 @@ def group_of(field: FieldInfo) -> type[Settings] | None:
     return inner if isinstance(inner, type) and issubclass(inner, Settings) else None
 
 
+LONGHAND: Mapping[str, str] = {"router.features": "layer"}
+"""Settings that may also be written as a mapping with this key, as in `features: {layer: 6}`."""
+
+
+def shorthand(key: str, value: Any) -> Any:
+    """Return the value of a mapping with this key alone, and any other value as it is."""
+    return value[key] if isinstance(value, dict) and list(value) == [key] else value
+
+
 def flatten(path: str, value: Any) -> dict[str, Any]:
     """Return the settings in one value of an axis, by dotted path; the axis `trial` contains whole groups."""
+    if path in LONGHAND:
+        value = shorthand(LONGHAND[path], value)
     if not isinstance(value, dict):
         return {path: value}
     prefix = "" if path == "trial" else f"{path}."

@@ -37,16 +37,24 @@ def mean_embeddings(backbone: Backbone, rows: Sequence[Sequence[int]]) -> Featur
     return torch.stack(means).cpu().numpy()
 
 
-@torch.inference_mode()
 def mean_states(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int) -> Features:
-    """Return the mean of each row's hidden states after a block, (rows, d); an encoder-decoder's encoder is read.
+    """Return the mean of each row's hidden states after a block, (rows, d); see `mean_states_at`."""
+    return mean_states_at(backbone, bank, rows, [layer])[0]
 
-    Prompts of equal length are read together, without padding. `layer` counts as in transformers' `hidden_states`: 0 is
-    the first block's input, k the output of block k, -1 the last.
+
+@torch.inference_mode()
+def mean_states_at(
+    backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layers: Sequence[int]
+) -> Features:
+    """Return the means of each row's hidden states after several blocks, (layers, rows, d), from one pass.
+
+    An encoder-decoder's encoder is read. Prompts of equal length are read together, without padding. A layer counts as
+    in transformers' `hidden_states`: 0 is the first block's input, k the output of block k, -1 the last.
     """
     if not backbone.whole:
         raise ConfigError("features: hidden states need the whole backbone; this one is sharded over several workers")
-    reader = backbone.model.get_encoder() if backbone.traits.encoder_decoder else backbone.model
+    # without the output head, whose logits nothing reads
+    reader = backbone.model.get_encoder() if backbone.traits.encoder_decoder else backbone.model.base_model
     means: dict[int, torch.Tensor] = {}
     training = backbone.model.training
     backbone.model.eval()
@@ -59,12 +67,15 @@ def mean_states(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[i
                 if not backbone.traits.encoder_decoder:
                     inputs |= position_argument(backbone, positions(mask)) | {"use_cache": False}
                 states = reader(**inputs, output_hidden_states=True).hidden_states
-                if not -len(states) <= layer < len(states):
-                    raise ConfigError(f"features: found layer {layer}; expected one from 0 to {len(states) - 1}, or -1")
-                means |= dict(zip(indices, states[layer].float().mean(1).cpu(), strict=True))
+                if outside := [layer for layer in layers if not -len(states) <= layer < len(states)]:
+                    raise ConfigError(
+                        f"features: found layer {outside[0]}; expected one from 0 to {len(states) - 1}, or -1"
+                    )
+                of_layers = torch.stack([states[layer].float().mean(1).cpu() for layer in layers], dim=1)
+                means |= dict(zip(indices, of_layers, strict=True))
     finally:
         backbone.model.train(training)
-    return torch.stack([means[i] for i in range(len(rows))]).numpy()
+    return torch.stack([means[i] for i in range(len(rows))], dim=1).numpy()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Trial
 
 if TYPE_CHECKING:
+    from latent_sweep.routing.heads import TaskDistances, TaskNorms
     from latent_sweep.routing.ngram import TaskNgrams
 
 NOVELTY_QUANTILE = 0.99
@@ -25,6 +26,8 @@ class Records:
     gmm: TaskGmm | None = None
     scatter: TaskScatter | None = None
     ngrams: TaskNgrams | None = None
+    norms: TaskNorms | None = None
+    distances: TaskDistances | None = None
 
 
 @dataclass(frozen=True, eq=False)

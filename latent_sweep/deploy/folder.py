@@ -26,6 +26,7 @@ from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Recor
 from latent_sweep.errors import ConfigError, StorageError, clause
 from latent_sweep.methods.protocol import Method
 from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
+from latent_sweep.routing.heads import TaskDistances, TaskNorms
 from latent_sweep.routing.ngram import TaskNgrams
 from latent_sweep.settings import local_path
 from latent_sweep.storage import versions
@@ -43,6 +44,8 @@ RECORDS: Mapping[str, Callable[[Path], Any]] = {
     "gmm": TaskGmm.load,
     "scatter": TaskScatter.load,
     "ngrams": TaskNgrams.load,
+    "norms": TaskNorms.load,
+    "distances": TaskDistances.load,
 }
 """Readers of the router's records, by the suffix of their files."""
 

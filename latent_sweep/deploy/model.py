@@ -24,7 +24,8 @@ from latent_sweep.deploy.records import fitted, limit_at, records_at, records_co
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.protocol import Method
 from latent_sweep.routing.combination import FittedTasks, Rows, pool, table_std, texts_read, weigh
-from latent_sweep.routing.gaussian import ROUTED, GaussianRouter, normalize_embeddings
+from latent_sweep.routing.gaussian import ROUTED, TaskRouter, normalize_embeddings
+from latent_sweep.routing.heads import random_map
 from latent_sweep.security import quoted
 from latent_sweep.settings import local_path
 from latent_sweep.storage.folders import open_sweep
@@ -50,7 +51,8 @@ class Answer:
 
     answer: str
     task: str | None
-    """The learned task that it was routed to; None if the combination routes nothing (`sum`, `last` and `gates`)."""
+    """The learned task that it was routed to; None if the combination routes nothing (`sum`, `last` and `gates`), or if
+    the router abstained and the bare backbone answered."""
     weights: Mapping[str, float]
     """Weight of each learned task's snapshot in the answer, without zeros."""
     novelty: float | None
@@ -201,16 +203,19 @@ class ContinualModel:
         weights = weigh(s.router.combine, fitted_tasks, rows, position)
         snapshots = [task.snapshot for task in learned]
         answers, _ = self._evaluator.answers(snapshots, weights, ids["prompt_ids"], end=self._end(position))
-        distances = [None] * len(texts) if router is None else router.distances(rows.embeddings())
+        distances = None if router is None else router.distances(rows.embeddings())
+        novelty = [None] * len(texts) if distances is None else distances.tolist()
         return [
-            self._answered(text.strip(), mix, None if distance is None else float(distance))
-            for text, mix, distance in zip(answers, weights, distances, strict=True)
+            self._answered(text.strip(), mix, distance)
+            for text, mix, distance in zip(answers, weights, novelty, strict=True)
         ]
 
     def _answered(self, answer: str, weights: Array, novelty: float | None) -> Answer:
         mixed = {name: float(weight) for name, weight in zip(self.tasks, weights, strict=True) if weight}
         if self.trial.settings.router.combine not in ROUTING:
             return Answer(answer, None, mixed, None, None)
+        if not mixed:
+            return Answer(answer, None, mixed, novelty, False)
         routed = self.content.learned[int(weights.argmax())]
         known = None if novelty is None or routed.distance_limit is None else novelty <= routed.distance_limit
         return Answer(answer, routed.spec.name, mixed, novelty, known)
@@ -241,7 +246,9 @@ class ContinualModel:
         @cache
         def embeddings() -> npt.NDArray[Any]:
             std = self._table_std if settings.embed_norm == "std" else None
-            return normalize_embeddings(pool(backbone, ids, settings), settings.embed_norm, std)
+            bank = None if settings.features == "embeddings" else self.context.bank
+            pooled = normalize_embeddings(pool(backbone, ids, settings, bank), settings.embed_norm, std)
+            return random_map(settings, self.trial.settings.seed)(pooled)
 
         prompts = ids["prompt_ids"]
         return Rows(len(prompts), embeddings, lambda: texts_read(backbone, prompts), lambda: prompts)
@@ -251,7 +258,7 @@ class ContinualModel:
         return table_std(self.context.backbone)
 
     @cached_property
-    def _router(self) -> GaussianRouter | None:
+    def _router(self) -> TaskRouter | None:
         return fitted(self.trial.settings.router, [task.records for task in self.content.learned])
 
     def _gates(self, tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:

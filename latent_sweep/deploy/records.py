@@ -14,12 +14,12 @@ from latent_sweep.errors import MissingData
 from latent_sweep.routing.combination import DISTANCE_ROWS, Combiner
 from latent_sweep.routing.gaussian import (
     ROUTED,
-    GaussianRouter,
     PooledScatter,
     RouterSettings,
-    pooled_covariance,
+    TaskRouter,
     spread,
 )
+from latent_sweep.routing.heads import fit_router
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.training.context import Context
 
@@ -44,11 +44,17 @@ def records_at(combiner: Combiner, position: int) -> Records:
     Raises DataError if the examples are needed and missing, or have changed since planning.
     """
     if combiner.settings.combine in ROUTED:
-        return Records(combiner.gmm(position), combiner.scatter(position))
+        shrunk, abstains = combiner.settings.shrinkage == "ledoit_wolf", combiner.settings.abstain is not None
+        return Records(
+            combiner.gmm(position),
+            combiner.scatter(position),
+            norms=combiner.norms(position) if shrunk else None,
+            distances=combiner.distances(position) if abstains else None,
+        )
     return Records(ngrams=combiner.ngrams(position)) if combiner.settings.combine == "ngram" else Records()
 
 
-def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRouter | None:
+def fitted(settings: RouterSettings, records: Sequence[Records]) -> TaskRouter | None:
     """Fit the router over all tasks from their records, bit for bit that of their trial; None without a posterior."""
     if settings.combine not in ROUTED:
         return None
@@ -59,10 +65,12 @@ def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRout
     fold = PooledScatter()
     for position, scatter in enumerate(scatters[:pooled]):
         fold.add(str(position), scatter)
-    return GaussianRouter(settings).fit(gmms, pooled_covariance(fold, gmms[:pooled], settings))
+    norms = [record.norms for record in records[:pooled] if record.norms is not None]
+    distances = [record.distances for record in records if record.distances is not None]
+    return fit_router(settings.as_read(), gmms, fold, gmms[:pooled], norms, scatters, distances)
 
 
-def limit_at(combiner: Combiner, position: int, router: GaussianRouter | None) -> float | None:
+def limit_at(combiner: Combiner, position: int, router: TaskRouter | None) -> float | None:
     """Return `LearnedTask.distance_limit` of a task: a quantile of its test examples' distances."""
     if router is None:
         return None
@@ -70,4 +78,5 @@ def limit_at(combiner: Combiner, position: int, router: GaussianRouter | None) -
         rows = spread(combiner.embeddings(position, "test"), DISTANCE_ROWS)
     except MissingData:
         return None
-    return float(np.quantile(router.distances(rows), NOVELTY_QUANTILE, method="higher"))
+    distances = router.distances(rows)
+    return None if distances is None else float(np.quantile(distances, NOVELTY_QUANTILE, method="higher"))

@@ -1,14 +1,20 @@
 """IncLoRA: a new LoRA pair for every task; the earlier pairs are frozen, and all of them are summed.
 
 `train_active: current` with `router.combine: oracle` makes it per-task fine-tuning, the reference without forgetting.
+The preset `epi` is "Rehearsal-free Continual Language Learning via Efficient Parameter Isolation" (Wang et al., ACL
+2023): private parameters per task, selected by the smallest Mahalanobis distance of a prompt's mean last hidden state.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from latent_sweep.methods.lora import LoraLearner, TaskAdapterMethod, TaskAdapterSettings, o_lora_scripts
+from pydantic import Field
+
+from latent_sweep.methods.lora import LoraLearner, Scripts, TaskAdapterMethod, TaskAdapterSettings, o_lora_scripts
 from latent_sweep.methods.protocol import Snapshots, TaskData
+from latent_sweep.settings import NOT_IDENTITY
 
 
 class IncLoraSettings(TaskAdapterSettings):
@@ -16,6 +22,12 @@ class IncLoraSettings(TaskAdapterSettings):
 
     name: Literal["inc_lora"] = "inc_lora"
     """Name of the method."""
+    preset: Literal["unified", "official", "epi"] = Field(  # type: ignore[assignment]
+        "unified", json_schema_extra=NOT_IDENTITY
+    )
+    """Source of settings that are left out: the paper's common protocol (`unified`), O-LoRA's released scripts
+    (`official`), or EPI (`epi`): `unified` with `train_active: current`, and a router that selects one adapter (`hard`)
+    by Mahalanobis distance, with one mean per task, on the backbone's last hidden states."""
 
 
 class IncLora(TaskAdapterMethod):
@@ -23,6 +35,23 @@ class IncLora(TaskAdapterMethod):
 
     settings_class = IncLoraSettings
     official = staticmethod(o_lora_scripts)
+
+    @classmethod
+    def scripts(cls, settings: Any, backbone: str, benchmark: str) -> Scripts | None:
+        return None if settings.preset == "epi" else super().scripts(settings, backbone, benchmark)
+
+    @classmethod
+    def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        if settings.preset == "epi":
+            return {"train_active": "current"}
+        return super().defaults(settings, backbone, benchmark)
+
+    @classmethod
+    def router_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        """Return EPI's selection: commit 8e1e166 has class means within tasks and a pseudo-inverse."""
+        if settings.preset != "epi":
+            return {}
+        return {"combine": "hard", "features": -1, "components": 1, "cov": {"ddof": "tasks"}}
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
         return LoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history))

@@ -209,6 +209,11 @@ class Method:
         """Return `training` settings that the preset prefers to the paper's common protocol, by name."""
         return {}
 
+    @classmethod
+    def router_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        """Return `router` settings that the preset prefers to the defaults, by name; nested groups as mappings."""
+        return {}
+
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
         """Return the positions of the tasks whose training rows this stage reads; empty if it trains nothing."""
         return (position,)

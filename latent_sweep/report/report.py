@@ -33,7 +33,7 @@ from latent_sweep.results.costs import COSTS
 from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.marks import UNKNOWN
 from latent_sweep.results.measures import MORE
-from latent_sweep.results.summaries import ROUTING_METRICS, Summary, protocol
+from latent_sweep.results.summaries import Summary, protocol, routing_columns
 from latent_sweep.security import printable
 
 FORMATS = ("text", "markdown", "csv", "latex")
@@ -48,7 +48,7 @@ def records(summary: Summary, all_measures: bool = False) -> list[dict[str, Any]
         all_measures: include the further measures and the costs that some configuration has.
     """
     tasks = tasks_of(summary)
-    measures = ROUTING_METRICS if any(one.router for one in summary.configurations) else ()
+    measures = routing_columns(summary) if any(one.router for one in summary.configurations) else ()
     with_constants = any(one.constants for one in summary.configurations)
     further = list(dict.fromkeys(name for one in summary.configurations for name in one.further))
     rows = []

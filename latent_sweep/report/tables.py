@@ -17,7 +17,14 @@ from latent_sweep.results.bootstrap import RESAMPLES
 from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
 from latent_sweep.results.definition import MEASURES, Measure
 from latent_sweep.results.published import content, find_published
-from latent_sweep.results.summaries import ROUTING_METRICS, Configuration, RoutingMetric, Statistic, Summary, protocol
+from latent_sweep.results.summaries import (
+    Configuration,
+    RoutingMetric,
+    Statistic,
+    Summary,
+    protocol,
+    routing_columns,
+)
 from latent_sweep.results.trial_states import counts_text
 from latent_sweep.security import escape_controls
 from latent_sweep.sweep.prices import items_text
@@ -574,13 +581,13 @@ def _task_notes(summary: Summary) -> list[str]:
 
 
 def _router(summary: Summary) -> Table | None:
-    axes, rows = Columns([summary]), []
+    axes, rows, columns = Columns([summary]), [], routing_columns(summary)
     for configuration in summary.configurations:
         if configuration.router:
-            values = [router_value(configuration, measure) for measure in ROUTING_METRICS]
+            values = [router_value(configuration, measure) for measure in columns]
             cells = [Cell("-" if value is None else f"{value:.2f}", value) for value in values]
             rows.append([*axes.cells(summary, configuration), *cells])
-    header = [*axes.header, *(measure.heading for measure in ROUTING_METRICS)]
+    header = [*axes.header, *(measure.heading for measure in columns)]
     return Table(header, rows, len(axes.header)) if rows else None
 
 

@@ -43,14 +43,14 @@ def differing(sweeps: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[Iter
 
 def value_read(settings: Mapping[str, Any], path: str) -> Any:
     """Return a setting; None if the trial or configuration does not have or read it."""
-    return settings.get(path) if is_read(path, settings.get("router.combine")) else None
+    return settings.get(path) if is_read(path, settings) else None
 
 
 def _has(settings: Mapping[str, Any], path: str) -> bool:
     """Return whether the setting applies, even if it is null: methods have different settings."""
     if path.startswith("method.") and path not in settings:
         return False
-    return is_read(path, settings.get("router.combine"))
+    return is_read(path, settings)
 
 
 def _count(settings: Iterable[Mapping[str, Any]], *paths: str) -> int:

@@ -28,25 +28,32 @@ from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, finished_tria
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.routing.gaussian import (
     ROUTED,
-    GaussianRouter,
     PooledScatter,
     RouterSettings,
     TaskGmm,
+    TaskRouter,
     TaskScatter,
     gmm_name,
     normalize_embeddings,
-    pooled_covariance,
     pooled_name,
     pooled_path,
     record_path,
     scatter_name,
+)
+from latent_sweep.routing.heads import (
+    TaskDistances,
+    TaskNorms,
+    distances_name,
+    fit_router,
+    norms_name,
+    random_map,
 )
 from latent_sweep.routing.metrics import CALIBRATION_BINS, expected_calibration_error
 from latent_sweep.storage.checksummed import has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder
 
 Array = npt.NDArray[np.float64]
-Record = TypeVar("Record", TaskGmm, TaskScatter)
+Record = TypeVar("Record", TaskGmm, TaskScatter, TaskNorms, TaskDistances)
 
 COMBINATIONS = (*ROUTED, "ngram")
 """The n-gram baseline has no posterior."""
@@ -161,7 +168,8 @@ def routing(trial: TrialResults, name: str) -> Routing:
     try:
         return Routing(trial, name, settings, StoredRouter(trial).posterior(kept))
     except UNREADABLE as error:
-        return Routing(trial, name, settings, kept, f"{trial.name}: {reason(error)}")
+        answered = tuple(rows[rows.any(axis=1)] for rows in kept)  # not those that the bare backbone answered
+        return Routing(trial, name, settings, answered, f"{trial.name}: {reason(error)}")
 
 
 def _weights(predictions: Sequence[Any], n_tasks: int) -> Array:
@@ -220,21 +228,29 @@ class StoredRouter:
         norm = self._settings.embed_norm
         if norm == "std" and self._table_std is None:
             raise StorageError("its backbone's embedding table, which scales pooled embeddings, is not on this machine")
-        return normalize_embeddings(load_file(path)["pooled"], norm, self._table_std if norm == "std" else None)
+        pooled = normalize_embeddings(load_file(path)["pooled"], norm, self._table_std if norm == "std" else None)
+        return random_map(self._settings, self._seed)(pooled)
 
-    def _router(self) -> GaussianRouter:
+    def _router(self) -> TaskRouter:
         """Return the router over all tasks as the trial's last stage fitted it."""
         settings, n_tasks = self._settings, len(self.trial.tasks)
         pooled_tasks = settings.cov.pooled_tasks(n_tasks, n_tasks)
-        mixtures, fold = [], PooledScatter()
+        mixtures, fold, norms, scatters, distances = [], PooledScatter(), [], [], []
         for task in range(n_tasks):
             pooled = self._pooled_name(task, "train")
-            mixtures.append(_record(TaskGmm, record_path(self._folder, gmm_name(pooled, settings, self._seed))))
+            mixtures.append(self._record(TaskGmm, gmm_name(pooled, settings, self._seed)))
+            name = scatter_name(pooled, settings, self._seed)
             if task < pooled_tasks:
-                name = scatter_name(pooled, settings)
-                fold.add(name, _record(TaskScatter, record_path(self._folder, name)))
-        covariance = pooled_covariance(fold, mixtures[:pooled_tasks], settings)
-        return GaussianRouter(settings).fit(mixtures, covariance)
+                fold.add(name, self._record(TaskScatter, name))
+                if settings.shrinkage == "ledoit_wolf":
+                    norms.append(self._record(TaskNorms, norms_name(name)))
+            if settings.abstain is not None:
+                scatters.append(self._record(TaskScatter, name))
+                distances.append(self._record(TaskDistances, distances_name(name, settings)))
+        return fit_router(settings, mixtures, fold, mixtures[:pooled_tasks], norms, scatters, distances)
+
+    def _record(self, kind: type[Record], name: str) -> Record:
+        return _record(kind, record_path(self._folder, name))
 
     def _pooled_name(self, task: int, split: Split) -> str:
         b, digests, spec = self._benchmark, self._digests, self._tasks[task]
@@ -242,7 +258,11 @@ class StoredRouter:
         data, answers = data_digest(self._spec, spec, split, b), target_length(b, spec)
         family = family_of(self._backbone.name)
         tokens = token_cache_name(data, b, digests["tokenizer"], family, lengths, answers, self._chat)
-        return pooled_name(tokens, digests["weights"], self._settings)
+        computed: Sequence[str] = ()
+        if self._settings.features != "embeddings":
+            facts = snapshot_facts(self.trial.sweep, self.trial.stages[-1].lineage)["computed_with"]
+            computed = facts["device"], f"torch.{facts['dtype']}", facts["transformers"]
+        return pooled_name(tokens, digests["weights"], self._settings, computed)
 
     @cached_property
     def _table_std(self) -> float | None:
@@ -262,8 +282,14 @@ def _record(kind: type[Record], path: Path) -> Record:
 
 def backbone_digests(sweep: SweepFolder, lineage: str) -> dict[str, str]:
     """Return the digests of weights and tokenizer in a snapshot's facts. Raises an error of `UNREADABLE`."""
+    digests: dict[str, str] = snapshot_facts(sweep, lineage)["backbone"]
+    return digests
+
+
+def snapshot_facts(sweep: SweepFolder, lineage: str) -> dict[str, Any]:
+    """Return the facts that are stored with a snapshot. Raises an error of `UNREADABLE`."""
     path = sweep.snapshots.folder / f"{lineage}.json"
     if not path.is_file():
         raise StorageError(f"snapshot {lineage} is missing")
-    digests: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["facts"]["backbone"]
-    return digests
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["facts"]
+    return facts

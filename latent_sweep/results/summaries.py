@@ -66,6 +66,13 @@ ROUTING_METRICS = (
 )
 
 
+ABSTENTION_METRICS = (
+    RoutingMetric("router_abstained", "abstained (%)", 100),
+    RoutingMetric("router_abstained_unseen", "abstained, unseen tasks (%)", 100),
+)
+"""Columns of sweeps with `router.abstain` alone; the second is a mean over stages, as novelty is."""
+
+
 @dataclass(frozen=True)
 class Configuration:
     """Trials that differ only on repeating axes, with statistics of the finished ones."""
@@ -97,7 +104,7 @@ class Configuration:
     constants: Mapping[str, float]
     """Task -> score of always giving its most frequent training answer."""
     router: Mapping[str, Statistic]
-    """By `ROUTING_METRICS`, at the last stage that has it; for the AUROC the mean over stages."""
+    """By `routing_columns`, at the last stage that has it; for the detection of new tasks the mean over stages."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> all values with which its stages were learned or scored."""
     marks: tuple[Marks, ...] = ()
@@ -564,7 +571,9 @@ def _configuration(group: Sequence[TrialSummary], columns: Mapping[str, str]) ->
         steps=_distinct(number for each in group for number in each.steps),
         task_scores=_statistics(tasks, final_scores),
         constants={task: score for each in finished for task, score in each.constants.items()},
-        router=_statistics([metric.metric for metric in ROUTING_METRICS], [each.router for each in finished]),
+        router=_statistics(
+            [metric.metric for metric in (*ROUTING_METRICS, *ABSTENTION_METRICS)], [each.router for each in finished]
+        ),
         computed_with=_values_by_name(
             (name, value) for each in group for name, values in each.computed_with.items() for value in values
         ),
@@ -626,7 +635,7 @@ def _repeat(trial: TrialFolder, axis: str) -> str | None:
 
     A null setting, such as `training.max_steps: null`, is a value like any other.
     """
-    if axis not in trial.params or not is_read(axis, trial.params.get("router.combine")):
+    if axis not in trial.params or not is_read(axis, trial.params):
         return None
     resolved = trial.params[axis]
     value = trial.values.get(axis, resolved)
@@ -637,12 +646,21 @@ def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(sorted({value for value in values if value is not None}))
 
 
+_MEANS_OVER_STAGES = ("router_novelty_auroc", "router_abstained_unseen")
+
+
+def routing_columns(summary: Summary) -> tuple[RoutingMetric, ...]:
+    """Return the columns of the router table; those of abstention only if a router abstains."""
+    measured = {metric for one in summary.configurations for metric in one.router}
+    return (*ROUTING_METRICS, *(each for each in ABSTENTION_METRICS if each.metric in measured))
+
+
 def _routing_metrics(learned: Sequence[Stage]) -> dict[str, float]:
     by_name = {}
-    for metric, *_ in ROUTING_METRICS:
+    for metric, *_ in (*ROUTING_METRICS, *ABSTENTION_METRICS):
         values = [stage.metrics[metric] for stage in learned if metric in stage.metrics]
         if values:
-            by_name[metric] = statistics.fmean(values) if metric == "router_novelty_auroc" else values[-1]
+            by_name[metric] = statistics.fmean(values) if metric in _MEANS_OVER_STAGES else values[-1]
     return by_name
 
 

@@ -22,28 +22,40 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from latent_sweep.backbones.features import mean_embeddings
+from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.backbones.architectures import device_name
+from latent_sweep.backbones.features import mean_embeddings, mean_states
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.data.schema import Split
 from latent_sweep.errors import DataError
 from latent_sweep.methods.protocol import Combination
 from latent_sweep.routing.gaussian import (
     ROUTED,
-    GaussianRouter,
     PooledScatter,
     RouterSettings,
     TaskGmm,
+    TaskRouter,
     TaskScatter,
     fit_gmm,
     gmm_name,
     normalize_embeddings,
-    pooled_covariance,
     pooled_name,
     pooled_path,
     record_path,
     scatter_name,
     scatter_of,
     spread,
+)
+from latent_sweep.routing.heads import (
+    RandomMap,
+    TaskDistances,
+    TaskNorms,
+    distances_name,
+    distances_of,
+    fit_router,
+    norms_name,
+    norms_of,
+    random_map,
 )
 from latent_sweep.routing.metrics import PosteriorMetrics, accuracies, is_posterior, novelty_auroc
 from latent_sweep.routing.ngram import TaskNgrams, fit_ngrams, nearest
@@ -53,7 +65,7 @@ from latent_sweep.storage.checksummed import verified, write_checksummed
 
 log = logging.getLogger(__name__)
 
-R = TypeVar("R", TaskGmm, TaskScatter, TaskNgrams)
+R = TypeVar("R", TaskGmm, TaskScatter, TaskNgrams, TaskNorms, TaskDistances)
 Array = npt.NDArray[np.float64]
 MODES = get_args(Combination)
 
@@ -76,7 +88,7 @@ class Rows:
 
     count: int
     embeddings: Callable[[], npt.NDArray[Any]]
-    """phi(x), (rows, d), scaled by `router.embed_norm`."""
+    """phi(x), (rows, d), as the router's head reads it; see `head_features`."""
     texts: Callable[[], list[str]]
     """The prompts as text, as the model reads them."""
     prompts: Callable[[], Sequence[Sequence[int]]]
@@ -87,7 +99,7 @@ class FittedTasks:
     """What a combination needs of the tasks seen."""
 
     tasks_seen: int
-    router: GaussianRouter | None
+    router: TaskRouter | None
     """None except for `soft` and `hard`."""
     ngrams: Sequence[TaskNgrams]
     """One per task; empty except for `ngram`."""
@@ -112,9 +124,9 @@ def weigh(mode: Combination, tasks: FittedTasks, rows: Rows, task: int | None = 
 class Combiner:
     """The weights of one trial's snapshots, row by row, with `router.combine` resolved.
 
-    Pooled embeddings and router records are cached in `storage`. `sums` (pooled scatters by first task and
-    `cov.refresh`, which grow by one addition per task) and `gmms` (mixtures by name) may be shared by combiners of one
-    worker.
+    Pooled features and router records are cached in `storage`; `bank` is needed for hidden states alone. `sums`
+    (pooled scatters by first task and `cov.refresh`, which grow by one addition per task) and `gmms` (mixtures by name)
+    may be shared by combiners of one worker.
     """
 
     def __init__(
@@ -128,8 +140,10 @@ class Combiner:
         storage: Path,
         sums: MutableMapping[str, PooledScatter] | None = None,
         gmms: MutableMapping[str, TaskGmm] | None = None,
+        bank: AdapterBank | None = None,
     ):
-        self.settings, self.backbone, self.tokens, self.gates = settings, backbone, tokens, gates
+        self.settings, self.backbone, self.tokens, self.gates = settings.as_read(), backbone, tokens, gates
+        self.bank = bank
         self.n_tasks, self.seed, self.storage = n_tasks, seed, storage
         self.sums = {} if sums is None else sums
         self.gmms = {} if gmms is None else gmms
@@ -157,7 +171,9 @@ class Combiner:
     def weights_at(self, tasks_seen: int, task: int) -> Array:
         mode = self.settings.combine
         if mode == "soft" or mode == "hard":
-            return self._router(tasks_seen).weights_of(self.log_posterior(tasks_seen, task), mode)
+            router = self._router(tasks_seen)
+            weights = router.weights_of(self.log_posterior(tasks_seen, task), mode)
+            return weights if router.limits is None else router.withheld(weights, self.embeddings(task, "test"))
         tokens = self.tokens(task, "test")
         rows = Rows(
             len(tokens),
@@ -177,24 +193,39 @@ class Combiner:
     def routing_metrics(self, tasks_seen: int, names: Sequence[str]) -> RoutingMetrics:
         return RoutingMetrics(self, tasks_seen, names)
 
-    def novelty(self, tasks_seen: int, task: int) -> Array:
+    def novelty(self, tasks_seen: int, task: int) -> Array | None:
+        """Return the distances of a task's test rows from the tasks seen; None if the head has none."""
         most = min(DISTANCE_ROWS, max(1, DISTANCE_ROWS_IN_ALL // self.n_tasks))
         return self._router(tasks_seen).distances(spread(self.embeddings(task, "test"), most))
 
-    def _router(self, tasks_seen: int) -> GaussianRouter:
+    def abstained(self, tasks_seen: int, task: int) -> float | None:
+        """Return the share of a task's test rows for which the router abstains; None if it never does."""
+        router = self._router(tasks_seen)
+        if router.limits is None:
+            return None
+        rows = self.embeddings(task, "test")
+        return float(np.mean(router.withheld(np.ones((len(rows), 1)), rows) == 0))
+
+    def _router(self, tasks_seen: int) -> TaskRouter:
         router = self.fitted(tasks_seen).router
         assert router is not None, "only soft and hard have a posterior"
         return router
 
-    def _fit(self, tasks_seen: int) -> GaussianRouter:
+    def _fit(self, tasks_seen: int) -> TaskRouter:
         """Fit the router; its covariance reads future tasks only under `cov.refresh: final` (A16)."""
-        pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, self.n_tasks)
+        settings = self.settings
+        pooled_tasks = settings.cov.pooled_tasks(tasks_seen, self.n_tasks)
         gmms = [self.gmm(task) for task in range(max(tasks_seen, pooled_tasks))]
         names = [self.scatter_name(task) for task in range(pooled_tasks)]
-        pooled = self.sums.setdefault(f"{names[0]}-{self.settings.cov.refresh}", PooledScatter())
+        pooled = self.sums.setdefault(f"{names[0]}-{settings.cov.refresh}", PooledScatter())
         pooled.extend(names, self.scatter)
-        covariance = pooled_covariance(pooled, gmms[:pooled_tasks], self.settings)
-        return GaussianRouter(self.settings).fit(gmms[:tasks_seen], covariance)
+        norms, scatters, distances = [], [], []
+        if settings.shrinkage == "ledoit_wolf":
+            norms = [self.norms(task) for task in range(pooled_tasks)]
+        if settings.abstain is not None:
+            scatters = [self.scatter(task) for task in range(tasks_seen)]
+            distances = [self.distances(task) for task in range(tasks_seen)]
+        return fit_router(settings, gmms[:tasks_seen], pooled, gmms[:pooled_tasks], norms, scatters, distances)
 
     # --- records, computed once and stored by content ---
 
@@ -208,6 +239,14 @@ class Combiner:
     def scatter(self, task: int) -> TaskScatter:
         return self._record(TaskScatter, self.scatter_name(task), lambda: scatter_of(self.embeddings(task, "train")))
 
+    def norms(self, task: int) -> TaskNorms:
+        name = norms_name(self.scatter_name(task))
+        return self._record(TaskNorms, name, lambda: norms_of(self.embeddings(task, "train")))
+
+    def distances(self, task: int) -> TaskDistances:
+        name = distances_name(self.scatter_name(task), self.settings)
+        return self._record(TaskDistances, name, lambda: distances_of(self.embeddings(task, "train"), self.settings))
+
     def ngrams(self, task: int) -> TaskNgrams:
         return self._record(TaskNgrams, self.ngrams_name(task), lambda: fit_ngrams(self._texts(task, "train")))
 
@@ -220,17 +259,22 @@ class Combiner:
         return record
 
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
-        """Return phi(x) of every row, (rows, d): its mean token embedding, equation (11)."""
+        """Return phi(x) of every row, (rows, d), as the head reads it: its mean token embedding, equation (11)."""
         if (task, split) not in self._embeddings:
             path = pooled_path(self.storage, self.pooled_name(task, split))
             if verified(path):
                 pooled = load_file(path)["pooled"]
             else:
-                pooled = pool(self.backbone, self.tokens(task, split), self.settings)
+                pooled = pool(self.backbone, self.tokens(task, split), self.settings, self.bank)
                 write_checksummed(path, {"pooled": pooled})
             std = self._table_std if self.settings.embed_norm == "std" else None
-            self._embeddings = {(task, split): normalize_embeddings(pooled, self.settings.embed_norm, std)}
+            normalized = normalize_embeddings(pooled, self.settings.embed_norm, std)
+            self._embeddings = {(task, split): self._random_map(normalized)}
         return self._embeddings[task, split]
+
+    @cached_property
+    def _random_map(self) -> RandomMap:
+        return random_map(self.settings, self.seed)
 
     @cached_property
     def _table_std(self) -> float:
@@ -246,7 +290,8 @@ class Combiner:
         return name
 
     def pooled_name(self, task: int, split: Split) -> str:
-        return pooled_name(self._tokens_name(task, split), self.backbone.weights_digest, self.settings)
+        computed = [] if self.settings.features == "embeddings" else computed_states(self.backbone)
+        return pooled_name(self._tokens_name(task, split), self.backbone.weights_digest, self.settings, computed)
 
     def ngrams_name(self, task: int) -> str:
         return content_hash({"ngrams": versions.RECORDS, "tokens": self._tokens_name(task, "train")})
@@ -255,7 +300,7 @@ class Combiner:
         return gmm_name(self.pooled_name(task, "train"), self.settings, self.seed)
 
     def scatter_name(self, task: int) -> str:
-        return scatter_name(self.pooled_name(task, "train"), self.settings)
+        return scatter_name(self.pooled_name(task, "train"), self.settings, self.seed)
 
     def covariance_name(self, tasks_seen: int) -> str:
         s = self.settings
@@ -263,7 +308,9 @@ class Combiner:
         names = [self.scatter_name(task) for task in tasks]
         if s.cov.center == "component":
             names += [self.gmm_name(task) for task in tasks]
-        return content_hash([names, s.cov.identity(), s.epsilon, s.epsilon_mode, s.dtype])
+        more = [s.head, s.shrinkage, s.abstain]
+        more = [] if more == ["gaussian", "epsilon", None] else more
+        return content_hash([names, s.cov.identity(), s.epsilon, s.epsilon_mode, s.dtype, *more])
 
 
 class RoutingMetrics:
@@ -275,6 +322,7 @@ class RoutingMetrics:
         self._accuracy: dict[str, float] = {}
         self._are_posteriors = True
         self._distances: list[Array] = []
+        self._abstained: dict[str, float] = {}
 
     def add(self, task: int, weights: Array) -> None:
         """Measure the test rows of a task by their weights, (rows, tasks_seen); tasks must come in order."""
@@ -288,31 +336,43 @@ class RoutingMetrics:
                     self._metrics.add(name, np.log(weights))
         elif mode in ROUTED:
             self._metrics.add(name, combiner.log_posterior(self._tasks_seen, task))
+            if combiner.settings.abstain is not None:
+                self._abstained[name] = float(np.mean(~weights.any(axis=1)))
             if self._tasks_seen < combiner.n_tasks:
-                self._distances.append(combiner.novelty(self._tasks_seen, task))
+                distances = combiner.novelty(self._tasks_seen, task)
+                self._distances += [] if distances is None else [distances]
 
     def measures(self) -> dict[str, float]:
         """Return the metrics by name; `sum`, `last` and `oracle` have none.
 
         `soft` and `hard` have those of `PosteriorMetrics`, and `router_novelty_auroc` if there are future tasks whose
-        rows can be read; `gates` has those of `PosteriorMetrics` if its weights are probabilities; `ngram` has
-        accuracies.
+        rows can be read and the head has distances. With `router.abstain` they have the share of rows without weights:
+        `router_abstained` as a mean over the tasks seen, and `router_abstained_unseen` over future tasks. `gates` has
+        those of `PosteriorMetrics` if its weights are probabilities; `ngram` has accuracies.
         """
-        combiner, mode = self._combiner, self._combiner.settings.combine
+        mode = self._combiner.settings.combine
         if mode == "ngram":
             return accuracies(self._accuracy)
         if not (mode in ROUTED or (mode == "gates" and self._are_posteriors)):
             return {}
         measures = self._metrics.measures()
+        if self._abstained:
+            measures["router_abstained"] = float(np.mean(list(self._abstained.values())))
+            measures |= {f"router/abstained/{task}": share for task, share in self._abstained.items()}
         if self._distances:
-            future = range(self._tasks_seen, combiner.n_tasks)
             try:
-                unseen = np.concatenate([combiner.novelty(self._tasks_seen, task) for task in future])
+                measures |= self._of_future_tasks()
             except DataError as error:  # the trial does not need these rows yet
                 log.warning("novelty not measured after %s tasks: %s", self._tasks_seen, error)
-                return measures
-            measures["router_novelty_auroc"] = novelty_auroc(np.concatenate(self._distances), unseen)
         return measures
+
+    def _of_future_tasks(self) -> dict[str, float]:
+        combiner, seen = self._combiner, self._tasks_seen
+        future = range(seen, combiner.n_tasks)
+        unseen = [distances for task in future if (distances := combiner.novelty(seen, task)) is not None]
+        measures = {"router_novelty_auroc": novelty_auroc(np.concatenate(self._distances), np.concatenate(unseen))}
+        shares = [share for task in future if (share := combiner.abstained(seen, task)) is not None]
+        return measures | ({"router_abstained_unseen": float(np.mean(shares))} if shares else {})
 
 
 def texts_read(backbone: Backbone, prompts: Iterable[Sequence[int]]) -> list[str]:
@@ -324,9 +384,17 @@ def table_std(backbone: Backbone) -> float:
     return float(backbone.embedding_table.float().std())
 
 
-def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArray[np.float32]:
+def computed_states(backbone: Backbone) -> list[str]:
+    """Return what the last digits of hidden states depend on besides the weights."""
+    return [device_name(backbone.device), str(backbone.model.dtype), versions.library("transformers")]
+
+
+def pool(
+    backbone: Backbone, tokens: Any, settings: RouterSettings, bank: AdapterBank | None = None
+) -> npt.NDArray[np.float32]:
     """Return the mean of each row's token embeddings from the frozen table, (rows, d) float32, equation (11).
 
+    With a layer as `router.features` it is the mean of that layer's hidden states, for which the bank is needed.
     `router.pool` selects the tokens (A18). Without `mask_pad` the mean includes padding up to the longest of the rows,
     as in some released code. DataError if a row has no token left.
     """
@@ -343,4 +411,7 @@ def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArr
     if not settings.pool.mask_pad:
         longest = max(map(len, rows))
         rows = [row + [backbone.pad_id] * (longest - len(row)) for row in rows]
-    return mean_embeddings(backbone, rows)
+    if settings.features == "embeddings":
+        return mean_embeddings(backbone, rows)
+    assert bank is not None, "hidden states need the bank"
+    return mean_states(backbone, bank, rows, settings.features)

@@ -14,21 +14,21 @@ Letters: n inputs, d embedding width, K components per task, M in all, T tasks. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from math import isqrt
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from safetensors.numpy import load_file
 
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods.protocol import Combination
-from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings, content_hash
+from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, LEFT_OUT_AT_DEFAULT, Settings, content_hash, shorthand
 from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import verified, write_checksummed
 
@@ -99,6 +99,25 @@ class PoolSettings(Settings):
     """Pool the tokens that the model reads, after truncation, or all tokens of the text (A19)."""
 
 
+Head = Literal["gaussian", "ncm", "klda", "ridge"]
+
+NOT_READ: Mapping[Head, tuple[str, ...]] = {
+    "gaussian": ("projection", "bandwidth"),
+    "ncm": (
+        *("components", "gmm", "cov.center"),
+        *("epsilon", "epsilon_mode", "shrinkage", "projection", "bandwidth"),
+    ),
+    "klda": ("components", "gmm", "cov.center"),
+    "ridge": ("components", "gmm", "cov", "shrinkage", "bandwidth", "dtype"),
+}
+"""Settings of the router that a head does not read."""
+
+EPSILON = ("epsilon", "epsilon_mode")
+"""Settings that `shrinkage: ledoit_wolf` replaces."""
+
+_NEW: Any = INFERENCE_ONLY | LEFT_OUT_AT_DEFAULT
+
+
 class RouterSettings(Settings):
     """The `router:` group of a sweep file. Training reads none of it."""
 
@@ -108,12 +127,32 @@ class RouterSettings(Settings):
     the prompt, and reads no other setting of this group; `gates`: the method's own gates; `sum`: every adapter with
     weight 1; `last`: the newest alone; `oracle`: the adapter of the true task. If it is left out, the method's own
     choice."""
+    features: Annotated[
+        Literal["embeddings"] | Annotated[int, Field(ge=-1)], BeforeValidator(partial(shorthand, "layer"))
+    ] = Field(default="embeddings", json_schema_extra=_NEW)
+    """What is averaged over the tokens that `pool` selects: their `embeddings`, or, for a number or `{layer: N}`, the
+    hidden states of the frozen backbone, which reads these tokens alone. Layers count as in transformers: 0 is the
+    first block's input, k the output of block k, -1 that of the last; of T5's encoder. This costs one pass of the
+    backbone per example, shared by all trials and stages."""
+    head: Head = Field(default="gaussian", json_schema_extra=_NEW)
+    """The classifier of tasks. `gaussian`: `components` means per task and a shared covariance; `ncm`: the nearest
+    class mean by Euclidean distance; `klda`: one mean per task and a shared covariance of random Fourier features;
+    `ridge`: ridge regression on one-hot tasks with an intercept. All but `gaussian` have one mean per task and do not
+    read `components` and `gmm`."""
+    projection: int | None = Field(default=None, ge=1, le=20_000, json_schema_extra=_NEW)
+    """Number of random features, drawn from the trial's seed: Fourier features for `klda`, which needs it, and ReLU
+    features in front of `ridge`; None is no projection."""
+    bandwidth: float = Field(default=1.0, gt=0, json_schema_extra=_NEW)
+    """Standard deviation of the Gaussian kernel of `klda`, in the unit of the features after `embed_norm`."""
     components: int = Field(default=5, ge=1, json_schema_extra=INFERENCE_ONLY)
     """K, Gaussian components per task (Eq. 12)."""
     epsilon: float = Field(default=0.01, ge=0, json_schema_extra=INFERENCE_ONLY)
     """Ridge added to the diagonal of the pooled covariance (Eq. 13), in the unit of `epsilon_mode` (A15)."""
     epsilon_mode: Literal["relative", "absolute"] = Field(default="relative", json_schema_extra=INFERENCE_ONLY)
     """`epsilon` is a multiple of the pooled covariance's mean variance tr(S)/d (`relative`), or the ridge (A15)."""
+    shrinkage: Literal["epsilon", "ledoit_wolf"] = Field(default="epsilon", json_schema_extra=_NEW)
+    """How the pooled covariance is regularized: by the ridge `epsilon`, or by Ledoit and Wolf's mixture with its mean
+    variance, whose share follows from the training embeddings."""
     embed_norm: Literal["none", "l2", "std"] = Field(default="none", json_schema_extra=INFERENCE_ONLY)
     """Scaling of pooled embeddings: none, to unit length (`l2`), or by the table's standard deviation (`std`) (A15)."""
     temperature: float = Field(default=1.0, gt=0, json_schema_extra=INFERENCE_ONLY)
@@ -122,6 +161,10 @@ class RouterSettings(Settings):
     """Task prior (Eq. 14): equal, or proportional to the number of training embeddings (`n_t`) (A22)."""
     prune_below: float = Field(default=1e-6, ge=0, lt=1, json_schema_extra=INFERENCE_ONLY)
     """Drop weights below this and renormalize the rest of their row; 0 keeps all."""
+    abstain: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=_NEW)
+    """Quantile of the training distances, e.g. 0.99, beyond which an example belongs to no task seen: all of its
+    weights are zero, and the bare backbone answers it. Each training example's distance is estimated as if it had been
+    left out. None never abstains. Not for `ridge`, which has no distances."""
     dtype: Literal["float64", "float32"] = Field(default="float64", json_schema_extra=INFERENCE_ONLY)
     """Precision of the Cholesky factor and of the linear scores (A17); mixtures are always fitted in float64."""
     gmm: GmmSettings = Field(default=GmmSettings(), json_schema_extra=INFERENCE_ONLY)
@@ -131,13 +174,35 @@ class RouterSettings(Settings):
     pool: PoolSettings = Field(default=PoolSettings(), json_schema_extra=INFERENCE_ONLY)
     """Which token embeddings are averaged."""
 
+    def as_read(self) -> RouterSettings:
+        """Return the settings with those that its head does not read at their defaults, and one component if so."""
+        unread = unread_settings(self.head, self.shrinkage)
+        fields, own = type(self).model_fields, {}
+        for name in unread:
+            group, _, inner = name.partition(".")
+            default = fields[group].get_default()
+            own[group] = default
+            if inner:
+                value = getattr(self, group)
+                own[group] = value.model_copy(update={inner: getattr(default, inner)})
+        if "components" in unread:
+            own["components"] = 1
+        changed = {name: value for name, value in own.items() if value != getattr(self, name)}
+        return self.model_copy(update=changed) if changed else self
+
+    def map_identity(self, seed: int) -> list[Any]:
+        """Return what determines the random features of its head; empty without such features."""
+        if self.projection is None:
+            return []
+        return [self.head, self.projection, self.bandwidth, seed]
+
     def record_identity(self) -> dict[str, Any]:
         """Return the settings that, with seed and texts, determine a `TaskGmm`."""
         content = self.identity()
         names = ["components", "embed_norm", "gmm", "pool"]
         covariance_names = []
         if self.gmm.whiten_first or self.gmm.em_iters:  # both need the task's own regularized covariance
-            names += ["epsilon", "epsilon_mode"]
+            names += EPSILON
             covariance_names = ["center", "ddof"]
         return {name: content[name] for name in names} | {name: content["cov"][name] for name in covariance_names}
 
@@ -145,6 +210,12 @@ class RouterSettings(Settings):
         """Return the settings that, with the texts, determine a `TaskScatter`."""
         content = self.identity()
         return {name: content[name] for name in ("embed_norm", "pool")}
+
+
+def unread_settings(head: Head, shrinkage: str) -> tuple[str, ...]:
+    """Return the settings of the router that a head with this shrinkage does not read, by dotted path."""
+    unread = NOT_READ[head]
+    return (*unread, *EPSILON) if shrinkage == "ledoit_wolf" and "shrinkage" not in unread else unread
 
 
 R = TypeVar("R", bound="_Record")
@@ -210,26 +281,39 @@ class TaskGmm(_Record):
     def count(self) -> int:
         return round(self.counts.sum())
 
+    @property
+    def mean(self) -> Array:
+        """The task's mean, (d,)."""
+        mean: Array = self.counts @ self.means / self.counts.sum()
+        return mean
+
     def between(self) -> Array:
         """Return B, (K, d): `B' B` is the scatter of the component means about the task's mean."""
-        mean = self.counts @ self.means / self.counts.sum()
-        return np.sqrt(self.counts)[:, None] * (self.means - mean)
+        return np.sqrt(self.counts)[:, None] * (self.means - self.mean)
 
 
-def pooled_name(tokens: str, weights: str, settings: RouterSettings) -> str:
-    """Name pooled embeddings: a hash of their token cache's name, of the backbone's weights and of the pooling."""
+def pooled_name(tokens: str, weights: str, settings: RouterSettings, computed: Sequence[str] = ()) -> str:
+    """Name pooled features: a hash of their token cache's name, of the backbone's weights and of the pooling.
+
+    `computed` is what the digits of hidden states depend on besides: device, dtype and the version of transformers.
+    """
     pooling = [settings.pool.identity(), versions.POOLING]
-    return content_hash({"tokens": tokens, "weights": weights, "pool": pooling})
+    content: dict[str, Any] = {"tokens": tokens, "weights": weights, "pool": pooling}
+    if settings.features != "embeddings":
+        content["states"] = [settings.features, *computed]
+    return content_hash(content)
 
 
 def gmm_name(pooled: str, settings: RouterSettings, seed: int) -> str:
     """Name a `TaskGmm`: a hash of everything it depends on, including scikit-learn for its K-means."""
     fit = [settings.record_identity(), seed, versions.RECORDS, versions.library("scikit-learn")]
+    fit += settings.map_identity(seed)
     return content_hash({"mixture": fit, "pooled": pooled})
 
 
-def scatter_name(pooled: str, settings: RouterSettings) -> str:
-    return content_hash({"scatter": [settings.scatter_identity(), versions.RECORDS], "pooled": pooled})
+def scatter_name(pooled: str, settings: RouterSettings, seed: int = 0) -> str:
+    fit = [settings.scatter_identity(), versions.RECORDS, *settings.map_identity(seed)]
+    return content_hash({"scatter": fit, "pooled": pooled})
 
 
 def pooled_path(storage: Path, name: str) -> Path:
@@ -434,7 +518,61 @@ def no_scatter(tasks: int, embeddings: int, settings: RouterSettings) -> str:
     )
 
 
-class GaussianRouter:
+class TaskRouter:
+    """A posterior over the tasks seen, and the weights of snapshots that follow from it.
+
+    Attributes:
+        limits: (T,) distances from the tasks' means beyond which an example belongs to no task; None never abstains.
+    """
+
+    limits: Array | None = None
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+
+    def log_posterior(self, embeddings: npt.NDArray[Any]) -> Array:
+        """Return log p(t | x) of embeddings (n, d) as (n, T), with the settings' temperature and prior.
+
+        RouterNotFitted before `fit`; RouterError for embeddings that are not finite or of another width.
+        """
+        raise NotImplementedError
+
+    def distances(self, embeddings: npt.NDArray[Any]) -> Array | None:
+        """Return a novelty score of embeddings (n, d) as (n,), larger for those far from all tasks; None if undefined.
+
+        The same errors as `log_posterior`.
+        """
+        return None
+
+    def task_distances(self, embeddings: npt.NDArray[Any]) -> Array:
+        """Return the distances of embeddings (n, d) from the tasks' means, (n, T); only with `limits`."""
+        raise NotImplementedError
+
+    def posterior(self, embeddings: npt.NDArray[Any]) -> Array:
+        return np.exp(self.log_posterior(embeddings))
+
+    def weights(self, embeddings: npt.NDArray[Any], mode: Literal["soft", "hard"]) -> Array:
+        """Return the weights of the snapshots (Eq. 15) for embeddings (n, d) as (n, T).
+
+        Rows sum to one, or to zero if the router abstains.
+        """
+        return self.withheld(self.weights_of(self.log_posterior(embeddings), mode), embeddings)
+
+    def weights_of(self, log_posterior: Array, mode: Literal["soft", "hard"]) -> Array:
+        """Return the weights from the log posterior (n, T): pruned, or 1 for the earliest of the largest."""
+        if mode == "hard":
+            return np.eye(log_posterior.shape[1])[log_posterior.argmax(axis=1)]
+        return prune(np.exp(log_posterior), self.settings.prune_below)
+
+    def withheld(self, weights: Array, embeddings: npt.NDArray[Any]) -> Array:
+        """Return weights (n, T) with zeros for the rows whose embeddings are beyond the limits of all tasks."""
+        if self.limits is None:
+            return weights
+        within: npt.NDArray[np.bool_] = self.task_distances(embeddings) <= self.limits
+        return weights * np.any(within, axis=1, keepdims=True)
+
+
+class GaussianRouter(TaskRouter):
     """The posterior over the tasks seen for pooled embeddings (Eq. 14), from the tasks' records.
 
     To add a task, `fit` with one more mixture; no embedding of an earlier task is needed. Attributes that end in an
@@ -455,9 +593,8 @@ class GaussianRouter:
     """(d, d) U with C = U' U in its upper triangle, in `settings.dtype`; the lower triangle is undefined."""
     whitened_: npt.NDArray[np.floating[Any]]
     """(M, d) whitened component means, U'^-1 mu."""
-
-    def __init__(self, settings: RouterSettings) -> None:
-        self.settings = settings
+    task_means_: Array
+    """(T, d) means of the tasks."""
 
     def fit(self, gmms: Sequence[TaskGmm], covariance: Array) -> GaussianRouter:
         """Fit the posterior over these tasks, in the order of its columns; return self.
@@ -480,6 +617,7 @@ class GaussianRouter:
         centered = (means - self.origin_).astype(self.settings.dtype)
         self.slopes_, self.offsets_ = _linear_form(factor, centered, shares)
         self.whitened_ = self._whitened(centered)
+        self.task_means_ = np.stack([gmm.mean for gmm in gmms])
         self.first_components_ = np.cumsum([0] + [len(gmm.shares) for gmm in gmms[:-1]])
         counts = np.array([gmm.count for gmm in gmms], dtype=np.float64)
         self.log_prior_ = np.log(counts) if self.settings.prior == "n_t" else np.zeros_like(counts)
@@ -506,6 +644,12 @@ class GaussianRouter:
         rows = self._whitened(self._centered(embeddings))
         return cdist(rows, self.whitened_).min(axis=1)
 
+    def task_distances(self, embeddings: npt.NDArray[Any]) -> Array:
+        from scipy.spatial.distance import cdist
+
+        means = self._whitened((self.task_means_ - self.origin_).astype(self.settings.dtype))
+        return cdist(self._whitened(self._centered(embeddings)), means)
+
     def _centered(self, embeddings: npt.NDArray[Any]) -> npt.NDArray[np.floating[Any]]:
         if not hasattr(self, "slopes_"):
             raise RouterNotFitted("the router has no tasks yet: call `fit` with at least one task record first")
@@ -517,19 +661,6 @@ class GaussianRouter:
         from scipy.linalg import solve_triangular
 
         return solve_triangular(self.factor_, centered.T, trans="T", check_finite=False).T
-
-    def posterior(self, embeddings: npt.NDArray[Any]) -> Array:
-        return np.exp(self.log_posterior(embeddings))
-
-    def weights(self, embeddings: npt.NDArray[Any], mode: Literal["soft", "hard"]) -> Array:
-        """Return the weights of the snapshots (Eq. 15) for embeddings (n, d) as (n, T); rows sum to one."""
-        return self.weights_of(self.log_posterior(embeddings), mode)
-
-    def weights_of(self, log_posterior: Array, mode: Literal["soft", "hard"]) -> Array:
-        """Return the weights from the log posterior (n, T): pruned, or 1 for the earliest of the largest."""
-        if mode == "hard":
-            return np.eye(log_posterior.shape[1])[log_posterior.argmax(axis=1)]
-        return prune(np.exp(log_posterior), self.settings.prune_below)
 
 
 def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSettings) -> _Factor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from latent_sweep.data.loaders import count_examples, load_examples
 from latent_sweep.data.prompts import prompt_parts
-from latent_sweep.data.schema import stop_of
+from latent_sweep.data.schema import Split, stop_of
 from latent_sweep.errors import MissingData, StorageError
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.routing.gaussian import ROUTED, RouterSettings
@@ -29,7 +29,7 @@ from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.trial_files import AHEAD, recorded_files, recorded_rows
 from latent_sweep.sweep.memory import shape_of
-from latent_sweep.sweep.plan import Trial, learns_in_turn, router_identity
+from latent_sweep.sweep.plan import SPLITS, Trial, learns_in_turn, router_identity
 from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
@@ -68,6 +68,9 @@ class Reuse:
     open_passes: Span
     """Of those, without recorded rows of score matrices and answers in the generation cache."""
     open_answers: Span
+    feature_rows: int
+    """Examples that the frozen backbone reads once for `router.features: {layer: N}`, if none is stored."""
+    feature_tokens: float
     writing: Writing
 
 
@@ -146,6 +149,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool)
                 total.add(snapshots, tests)
                 if stage in answered:
                     done.add(snapshots, tests)
+    feature_rows, feature_tokens = _features_read(unfinished)
     return Reuse(
         distinct=len(distinct),
         stored=len(distinct & stored),
@@ -156,6 +160,8 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool)
         passes=Span(least.count(), most.count()),
         open_passes=Span(least.count(done), most.count(done)),
         open_answers=Span(least.answers(done), most.answers(done)),
+        feature_rows=feature_rows,
+        feature_tokens=feature_tokens,
         writing=Writing(
             trainings=len(trainings_of(unfinished)),
             stages=len(missing),
@@ -306,6 +312,34 @@ def _weights_hash(router: RouterSettings, seed: int, lineages: tuple[str, ...] |
     return content_hash([router_identity(router), seed, lineages])
 
 
+def _features_read(trials: Sequence[Trial]) -> tuple[int, float]:
+    """Count the distinct examples, and about their tokens, whose hidden states the routers of these trials read."""
+    read: dict[str, tuple[int, float]] = {}
+    for trial in trials:
+        router = trial.settings.router
+        if router.combine not in ROUTED or router.features == "embeddings":
+            continue
+        b, settings = trial.settings.benchmark, [router.features, router.pool.identity(), trial.backbone]
+        for position, split in itertools.product(range(len(trial.tasks)), SPLITS):
+            key = content_hash([*settings, trial.data_digest_of(trial.tasks[position], split), b.max_source_length])
+            if key not in read:
+                rows = count_examples(trial.spec, trial.tasks[position], split, b)
+                read[key] = rows, rows * _prompt_tokens(trial, position, split)
+    return sum(rows for rows, _ in read.values()), sum(tokens for _, tokens in read.values())
+
+
+@memoized(lambda trial, i, split: (trial.spec, trial.settings.benchmark, trial.settings.router.pool.scope, i, split))
+def _prompt_tokens(trial: Trial, i: int, split: Split) -> float:
+    """Return about the mean number of tokens of a task's prompts, or of their inputs if the router reads only those."""
+    b, task = trial.settings.benchmark, trial.tasks[i]
+    examples = load_examples(trial.spec, task, split, b)
+    if trial.settings.router.pool.scope == "input_only":
+        texts = [example.input for example in examples]
+    else:
+        texts = ["".join(prompt_parts(trial.spec, task, example.input)) for example in examples]
+    return sum(min(len(text) / CHARACTERS_PER_TOKEN, b.max_source_length) for text in texts) / max(1, len(texts))
+
+
 @memoized(lambda trial, folder: (trial, folder))
 def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
     try:
@@ -333,6 +367,7 @@ class Work(NamedTuple):
     reader: Reader
     training: float
     evaluation: tuple[float, float]
+    """With the router's pass over the examples, if it reads hidden states."""
 
 
 @memo_scope()
@@ -358,7 +393,9 @@ def _work_by(profile: Profile, trials: Sequence[Trial], folder: SweepFolder, reu
     least, most = (answers / profile.rows_per_second_generate for answers in reuse.open_answers)
     unfinished = [trial for trial in trials if _recorded_rows(trial, folder) < len(trial.tasks)]
     training = training_tokens(unfinished, folder.snapshots, reader) / profile.tokens_per_second_train
-    return Work(profile, reader, training, (least, most))
+    # on a frozen backbone the backward pass costs about as much as the forward pass
+    features = reuse.feature_tokens / (2 * profile.tokens_per_second_train)
+    return Work(profile, reader, training, (least + features, most + features))
 
 
 def costs_of(plan: Plan, estimated: Estimate, work: Mapping[Any, Sequence[Work]], storage: Storage) -> list[Item]:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from latent_sweep.backbones.families import sizes
 from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, resolved_backbone
 from latent_sweep.backbones.registry import PACKAGES, REGISTRY, BackboneSettings, describe, family_of
@@ -48,7 +49,7 @@ from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import checked, method_class, source_of
 from latent_sweep.methods.protocol import EarlierRows, Method, MethodSettings
 from latent_sweep.metrics.answers import metric_source
-from latent_sweep.routing.gaussian import ROUTED, RouterSettings
+from latent_sweep.routing.gaussian import ROUTED, RouterSettings, unread_settings
 from latent_sweep.settings import (
     Settings,
     canonical_json,
@@ -495,7 +496,12 @@ def resolve(written: WrittenTrial) -> TrialSettings:
         raise ConfigError("; ".join(f"{group[0]}.{fault}" for fault in faults)) from error
     return TrialSettings(
         method=method,
-        router=filled(written.router, RouterSettings, {"combine": kind(method).combinations[0]}),
+        router=filled(
+            written.router,
+            RouterSettings,
+            kind.router_defaults(method, name, spec.name),
+            {"combine": kind(method).combinations[0]},
+        ).as_read(),
         backbone=backbone,
         benchmark=benchmark,
         training=training,
@@ -580,7 +586,8 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
     )
     # `values` leaves out router settings that the trial does not read
     reported = [*point, *(path for path in elsewhere if has_setting(s, path) and setting(s, path) is not None)]
-    read = [path for path in reported if is_read(path, s.router.combine)]
+    params = router_params(s)
+    read = [path for path in reported if is_read(path, params)]
     return Trial(
         trial_id=text_hash(json_list([training, inference])),
         training_id=text_hash(training),
@@ -658,9 +665,22 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
     )
 
 
-def is_read(path: str, mode: str | None) -> bool:
-    """Return whether a trial with this `router.combine` reads a setting: most router settings need a posterior."""
-    return mode in ROUTED or not path.startswith("router.") or path == "router.combine"
+def router_params(settings: TrialSettings) -> dict[str, Any]:
+    """Return the settings that decide which settings of the router are read, by dotted path."""
+    return {f"router.{name}": getattr(settings.router, name) for name in ("combine", "head", "shrinkage")}
+
+
+def is_read(path: str, params: Mapping[str, Any]) -> bool:
+    """Return whether a trial with these settings, by dotted path, reads a setting.
+
+    Most settings of the router need a posterior, and each of its heads reads some.
+    """
+    if not path.startswith("router.") or path == "router.combine":
+        return True
+    if params.get("router.combine") not in ROUTED:
+        return False
+    unread = unread_settings(params.get("router.head") or "gaussian", params.get("router.shrinkage") or "epsilon")
+    return not f"{path}.".startswith(tuple(f"router.{name}." for name in unread))
 
 
 def values_read(trial: TrialFolder) -> dict[str, Any]:
@@ -668,11 +688,16 @@ def values_read(trial: TrialFolder) -> dict[str, Any]:
 
     None stands for a setting that it does not read, and for null. Planning has filled in the numbers that it reads.
     """
-    mode, values = trial.params.get("router.combine"), dict(trial.values)
+    values = dict(trial.values)
     for path, value in trial.values.items():
         resolved = trial.params.get(path)
         # `benchmark.tasks: null` means all tasks of the order and stays null
-        if value is None and type(resolved) not in (int, float) and path != "benchmark.tasks" and is_read(path, mode):
+        if (
+            value is None
+            and type(resolved) not in (int, float)
+            and path != "benchmark.tasks"
+            and is_read(path, trial.params)
+        ):
             values[path] = resolved
     return values
 
@@ -703,7 +728,7 @@ def trial_faults(trial: Trial) -> list[str]:
             "held-out examples that it would select epochs by; use last"
         )
     if s.router.combine in ROUTED:
-        faults += _router_faults(trial)
+        faults += _router_faults(trial) + _head_faults(trial)
     _row_counts(trial, "test")  # raises if test examples cannot be read
     return faults
 
@@ -753,6 +778,45 @@ def _router_faults(trial: Trial) -> list[str]:
     return [f"router.components: found {wanted:,}, but task {task.name} has {rows:,} training examples; {advice}"]
 
 
+def _head_faults(trial: Trial) -> list[str]:
+    """List settings of the router that do not fit together, the method or the backbone."""
+    router, faults = trial.settings.router, []
+    if router.head == "klda" and router.projection is None:
+        faults.append("router.projection: found none; router.head: klda needs a number of random features, e.g. 1000")
+    if router.shrinkage == "ledoit_wolf":
+        if router.cov.center == "component":
+            faults.append("router.cov.center: found component; with router.shrinkage: ledoit_wolf use task")
+        if router.gmm.whiten_first or router.gmm.em_iters:
+            faults.append(
+                "router.shrinkage: found ledoit_wolf; router.gmm.whiten_first and router.gmm.em_iters need epsilon"
+            )
+    if router.abstain is not None:
+        if router.head == "ridge":
+            faults.append("router.abstain: found a quantile, but router.head: ridge has no distances; leave it out")
+        if router.cov.center == "component":
+            faults.append("router.cov.center: found component; with router.abstain use task")
+        if trial.method().virtual_tokens(len(trial.tasks)):
+            faults.append(
+                f"router.abstain: found a quantile, but {trial.settings.method.name} adds tokens to every prompt, "
+                "which the bare backbone cannot read; leave it out"
+            )
+    return faults if router.features == "embeddings" else faults + _layer_faults(trial, router.features)
+
+
+def _layer_faults(trial: Trial, layer: int) -> list[str]:
+    router, faults = trial.settings.router, []
+    described = describe(trial.settings.backbone)
+    if described is not None and described.traits.stacks:
+        blocks = sizes(described.traits, described.config)["blocks"]
+        if layer > blocks:
+            faults.append(f"router.features: found layer {layer}; expected 0 to {blocks}, or -1 for the last")
+    if not router.pool.mask_pad:
+        faults.append("router.pool.mask_pad: found false; hidden states are read without padding, so use true")
+    if not router.pool.truncate:
+        faults.append("router.pool.truncate: found false; hidden states are those of what the model reads, so use true")
+    return faults
+
+
 def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
     """List why the first stage would have no covariance: too few examples for `ddof`, or each equals its own mean."""
     pooled = counts[: router.cov.pooled_tasks(1, len(counts))]
@@ -763,7 +827,8 @@ def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
             f"router.cov.ddof: found tasks, but {len(pooled)} tasks with {sum(pooled)} training examples leave no "
             "degree of freedom; use none, or raise benchmark.train_per_task"
         ]
-    if router.epsilon_mode == "relative" and max(pooled) <= most:
+    relative = router.epsilon_mode == "relative" and router.head != "ridge"  # the ridge's also has tasks apart
+    if (relative or router.shrinkage == "ledoit_wolf") and max(pooled) <= most:
         of = "" if most == 1 else f" and router.components = {most}"
         return [
             f"router.epsilon_mode: found relative, but with {most} training examples per task{of} each example is its "

@@ -165,6 +165,7 @@ def _work_summary(estimated: Estimate, trials: Sequence[Trial]) -> str:
     return (
         f"{tasks} -> {count_text(r.distinct, 'stage')} ({left}{_steps_text(estimated)}); "
         f"{estimated.passes:,} test passes -> {r.passes}{open_passes}"
+        + (f"; the router reads the hidden states of {r.feature_rows:,} examples" if r.feature_rows else "")
     )
 
 

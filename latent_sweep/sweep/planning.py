@@ -12,6 +12,7 @@ from latent_sweep.compatibility import untested
 from latent_sweep.errors import ConfigError, MissingData, StorageError, fault_report
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope
+from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import canonical_json, flatten
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import stages
@@ -98,6 +99,7 @@ def plan_sweep(
     if check:
         if not local:
             check_devices(sweep, trials)
+        check_whole(sweep, [*trials, *tried])
         if to_run:
             check_pinned(sweep, [*trials, *tried])
         if sweep.is_adaptive:
@@ -141,6 +143,17 @@ def check_devices(sweep: Sweep, trials: Sequence[Trial]) -> None:
         raise ConfigError(
             f"{sweep.source}: backbone.device: found cuda, but with run.resources.gpus: 0 workers see no GPU. Request "
             "one, --set run.resources.gpus=1, or use backbone.device: auto"
+        )
+
+
+def check_whole(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Raise ConfigError if routers read hidden states of a backbone that is sharded over several workers."""
+    engine = sweep.run.engine
+    reads = any(t.settings.router.combine in ROUTED and t.settings.router.features != "embeddings" for t in trials)
+    if reads and engine.name == "deepspeed" and engine.zero_stage == 3:
+        raise ConfigError(
+            f"{sweep.source}: router.features: found a layer, whose hidden states need the whole backbone, but "
+            "run.engine shards it (zero_stage: 3). Use features: embeddings, or an engine that does not shard"
         )
 
 

@@ -23,7 +23,17 @@ from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksu
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
 from latent_sweep.storage.journal import Failed, stages, status
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, trial_settings
-from latent_sweep.sweep.plan import Trial, has_setting, plan_trial, points, resolve, setting, trial_faults
+from latent_sweep.sweep.plan import (
+    Trial,
+    has_setting,
+    is_read,
+    plan_trial,
+    points,
+    resolve,
+    router_params,
+    setting,
+    trial_faults,
+)
 from latent_sweep.sweep.schema import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
 
 EXACT = 9
@@ -84,7 +94,8 @@ def find_selections(sweep: Sweep) -> list[Selection]:
         if missed := sorted(unread[key] - _unread(tune, settings)):
             faults.append(
                 f"tune: the first trial of a selection does not read {', '.join(missed)}, but a trial with "
-                f"router.combine {settings.router.combine} that shares it does; add router.combine to tune.apply_to"
+                f"router.combine {settings.router.combine} that shares it does; add router.combine to "
+                "tune.apply_to, or the other setting of the router that differs"
             )
         if key not in selections:
             try:
@@ -138,7 +149,11 @@ def _shared(settings: TrialSettings, tune: TuneSettings) -> dict[str, Any]:
 def _unread(tune: TuneSettings, settings: TrialSettings) -> frozenset[str]:
     tried = tune.tried(settings.method.name)
     routers = frozenset(path for path in tried if path.startswith("router.") and path != "router.combine")
-    return frozenset() if settings.router.combine in ROUTED else routers
+    if settings.router.combine not in ROUTED:
+        return routers
+    if {"router.head", "router.shrinkage"} & tried.keys():  # tuning trials then read different settings
+        return frozenset()
+    return frozenset(path for path in routers if not is_read(path, router_params(settings)))
 
 
 def _tuning_trials(

@@ -241,7 +241,8 @@ class Context:
         pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)
         seed = trial.settings.seed
         folder, shared = self.storage.folder, (self._scatter_sums, self._gmms)
-        return Combiner(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *shared)
+        bank = None if router.features == "embeddings" else self.bank
+        return Combiner(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *shared, bank)
 
     def evaluator(
         self,

@@ -12,6 +12,7 @@ from scipy.special import softmax
 from scipy.stats import multivariate_normal
 
 from latent_sweep.errors import DataError
+from latent_sweep.routing import gaussian
 from latent_sweep.routing.combination import Combiner, pool
 from latent_sweep.routing.gaussian import RouterSettings, TaskGmm, TaskScatter
 
@@ -262,8 +263,8 @@ def test_distances_use_rows_from_the_whole_task(combiner, monkeypatch, limit, mo
     from latent_sweep.routing import combination
 
     asked = []
-    distances = combination.GaussianRouter.distances
-    monkeypatch.setattr(combination.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
+    distances = gaussian.GaussianRouter.distances
+    monkeypatch.setattr(gaussian.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
     monkeypatch.setattr(combination, limit, most)
     routing_metrics(combiner(combine="soft"), 1)
     whole = combiner(combine="soft").embeddings(1, "test")
@@ -295,8 +296,8 @@ def test_metrics_fit_no_second_router_and_pool_each_row_once(combiner, monkeypat
     from latent_sweep.routing import combination
 
     fitted, pooled = [], []
-    fit, pool_rows = combination.GaussianRouter.fit, combination.pool
-    monkeypatch.setattr(combination.GaussianRouter, "fit", lambda *a: fitted.append(1) or fit(*a))
+    fit, pool_rows = gaussian.GaussianRouter.fit, combination.pool
+    monkeypatch.setattr(gaussian.GaussianRouter, "fit", lambda *a: fitted.append(1) or fit(*a))
     monkeypatch.setattr(combination, "pool", lambda *a: pooled.append(1) or pool_rows(*a))
     for seen in (1, 2, 3):
         one = combiner(combine="soft")

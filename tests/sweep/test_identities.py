@@ -76,6 +76,12 @@ SETTINGS = {
     "method.dropout": (0.5, TRAINED),
     "method.svd": ("randomized", f"{TRAINED} factors"),
     "router.combine": ("hard", SCORED),
+    "router.features": (1, POOLED),
+    "router.head": ("ncm", FITTED),  # it has one component
+    "router.projection": (9, NOTHING),  # the heads that read them are below
+    "router.bandwidth": (2.0, NOTHING),
+    "router.shrinkage": ("ledoit_wolf", SCORED),
+    "router.abstain": (0.9, SCORED),
     "router.components": (3, FITTED),
     "router.epsilon": (0.5, SCORED),
     "router.epsilon_mode": ("absolute", SCORED),
@@ -491,6 +497,14 @@ def test_the_code_of_a_metric_from_outside_changes_scores_alone(subject, monkeyp
     before = subject.identities()
     (subject.folder / f"{module}.py").write_text(code + "# another\n")
     assert differing(before, subject.identities()) == set(SCORED.split())
+
+
+def test_random_features_of_the_router_change_dependent_identities(subject):
+    projected = {"router__head": "klda", "router__projection": 9}
+    before = subject.identities(**projected)
+    for change in ({"router__projection": 8}, {"router__bandwidth": 2.0}):
+        assert differing(before, subject.identities(**{**projected, **change})) == set(f"{FITTED} scatter".split())
+    assert "scatter" in differing(before, subject.identities(**projected, seed=1))
 
 
 def test_a_paraphrase_changes_dependent_identities(subject):

@@ -18,7 +18,7 @@ from latent_sweep.cli.main import make_parser
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, checked, method_class
 from latent_sweep.methods.protocol import Method
-from latent_sweep.settings import Settings, as_written, yaml_text
+from latent_sweep.settings import Settings, as_written, flatten, yaml_text
 from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.schema import every_setting
 
@@ -150,8 +150,9 @@ def _filled_in(name: str, preset: str) -> Mapping[tuple[Values, Values], str]:
                 continue
             before = _leaves(written)
             method = [(f"method.{path}", value) for path, value in after.items() if value != before[path]]
-            training = kind.training_defaults(written, backbone, benchmark)
-            filled = (tuple(method), tuple((f"training.{path}", value) for path, value in training.items()))
+            training = flatten("training", dict(kind.training_defaults(written, backbone, benchmark)))
+            router = flatten("router", dict(kind.router_defaults(written, backbone, benchmark)))
+            filled = (tuple(method), (*training.items(), *router.items()))
             places.setdefault(filled, []).append((family, title))
     return {filled: _column_title(found) for filled, found in places.items()}
 
