@@ -40,6 +40,9 @@ class TrackingError(LatentSweepError):
 class Terminated(KeyboardInterrupt):
     """SIGTERM was received; the program ends as after Ctrl-C, with another exit code."""
 
+    received = False
+    """Whether this command has received the signal: Ray may raise a new KeyboardInterrupt for ours."""
+
 
 class Paused(BaseException):
     """The time is up: the work is saved, and the same command continues it. Not an error of any trial."""

@@ -161,7 +161,7 @@ def print_any_text() -> None:
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command and return its exit code; print errors to standard error, without secrets."""
     log_without_secrets()
-    with _terminated_by_sigterm() as received:
+    with _terminated_by_sigterm():
         try:
             code = command(options)
             sys.stdout.flush()
@@ -173,7 +173,7 @@ def run_command(command: Callable[[argparse.Namespace], int], options: argparse.
             discard_output()
             return 141  # as a shell reports it
         except KeyboardInterrupt as error:
-            terminated = received or isinstance(error, Terminated)  # Ray may raise a new KeyboardInterrupt for ours
+            terminated = Terminated.received or isinstance(error, Terminated)
             word, code = ("terminated", 143) if terminated else ("interrupted", 130)
             print(f"{word}{'; run the same command again to resume' * (command is run)}", file=sys.stderr)
             return code
@@ -183,26 +183,26 @@ def run_command(command: Callable[[argparse.Namespace], int], options: argparse.
 
 
 @contextmanager
-def _terminated_by_sigterm() -> Iterator[list[int]]:
+def _terminated_by_sigterm() -> Iterator[None]:
     """Make SIGTERM raise `Terminated` inside the block; a second one ends the process at once.
 
-    Yields a list that receives the signal's number. A handler that the caller has set stays.
+    A handler that the caller has set stays.
     """
-    received: list[int] = []
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield received
+        yield
         return
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        Terminated.received = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
     try:
-        yield received
+        yield
     finally:
+        Terminated.received = False
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

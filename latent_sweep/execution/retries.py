@@ -144,10 +144,8 @@ def record_loss(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) ->
 
 def record_interrupt(packs: Iterable[Pack], sweep: SweepFolder, error: KeyboardInterrupt) -> None:
     """Record in the journals of trials that were running why their run ends; a full disk prevents nothing."""
-    cause: BaseException | None = error  # Ray may raise a new KeyboardInterrupt for ours
-    while cause is not None and not isinstance(cause, Terminated):
-        cause = cause.__cause__ or cause.__context__
-    signal = "interrupted (Ctrl-C)" if cause is None else "terminated (SIGTERM, as from `ray job stop` or a scheduler)"
+    terminated = Terminated.received or isinstance(error, Terminated)
+    signal = "terminated (SIGTERM, as from `ray job stop` or a scheduler)" if terminated else "interrupted (Ctrl-C)"
     with suppress(StorageError):
         for pack in packs:
             for journal, events in unfinished(pack, sweep):

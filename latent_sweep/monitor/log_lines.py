@@ -79,8 +79,8 @@ def _interrupted_lines(trials: Sequence[TrialState]) -> list[str]:
     if silent := [trial.name for trial in trials if trial.message is None]:
         more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
         lines += [
-            f"lost      {silent[0]}{more}: no reason is recorded; the run was interrupted, the machine went down, or "
-            "the process was killed (for lack of memory: see `dmesg`)"
+            f"lost      {silent[0]}{more}: no reason is recorded; the machine went down, or the process was killed "
+            "(for lack of memory: see `dmesg`)"
         ]
     return lines
 
