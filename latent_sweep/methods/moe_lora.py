@@ -72,6 +72,10 @@ class MoeLora(LoraMethod):
         training = {"learning_rate": 2e-4, "batch_size": 896, "epochs": 1}
         return Scripts({"rank": 128, "alpha": 256.0, "dropout": 0.05, "experts": 8}, training)
 
+    @property
+    def rank_multiple(self) -> int:
+        return self.settings.experts
+
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         return super().parameter_count(shapes, width) + self.settings.experts * sum(n for _, n in shapes.values())
 

@@ -250,6 +250,11 @@ class Method:
         """Return the adapter rank, which must fit the backbone's projections; 0 if there is no such limit."""
         raise NotImplementedError
 
+    @property
+    def rank_multiple(self) -> int:
+        """The number of which `match: parameters` chooses a multiple as rank."""
+        return 1
+
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         """Count trainable parameters per task, from the projections' shapes (out, in) and the embedding width."""
         raise NotImplementedError

@@ -59,7 +59,8 @@ class Matching:
                 )
             return {}
         most = _LONGEST_PROMPT if name == "prompt_length" else min(min(shape) for shape in shapes.values())
-        best = nearest(lambda value: count(**{name: value}), target, most)
+        step = kind(settings).rank_multiple if name == "rank" else 1
+        best = step * nearest(lambda value: count(**{name: step * value}), target, max(1, most // step))
         if abs(count(**{name: best}) - target) > TOLERANCE * target:
             raise ConfigError(
                 f"match: with method.{name} = {best}, {settings.name} trains {count(**{name: best}):,} parameters per "

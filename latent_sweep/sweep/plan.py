@@ -493,7 +493,8 @@ def resolve(written: WrittenTrial) -> TrialSettings:
         training = filled(written.training, TrainingSettings, own, PROTOCOL[family])
     except ValidationError as error:  # a written setting conflicts with a default
         faults = validation_faults(error, group[1])
-        raise ConfigError("; ".join(f"{group[0]}.{fault}" for fault in faults)) from error
+        named = [f"{group[0]}.{fault}".replace(".the file: ", ": ", 1) for fault in faults]
+        raise ConfigError("; ".join(named)) from error
     return TrialSettings(
         method=method,
         router=filled(

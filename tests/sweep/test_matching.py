@@ -49,6 +49,15 @@ def test_methods_train_equally_many_parameters():
             assert abs(other - target) >= abs(count - target)
 
 
+def test_experts_share_the_chosen_rank():
+    trials = expand(sweep_of([{"name": "seq_lora", "rank": 32}, {"name": "moe_lora", "experts": 4}]))
+    one, other = counts(trials)
+    rank = trials[1].settings.method.rank
+    assert rank % 4 == 0 and abs(other - one) <= TOLERANCE * one
+    with pytest.raises(ConfigError, match=r"method\.rank = 4"):  # 8 is farther away
+        expand(sweep_of([{"name": "seq_lora", "rank": 5}, {"name": "moe_lora", "experts": 4}]))
+
+
 def test_written_ranks_stay_and_are_checked():
     same = [{"name": "seq_lora", "rank": 8}, {"name": "o_lora", "rank": 8}]
     assert [trial.settings.method.rank for trial in expand(sweep_of(same))] == [8, 8]
