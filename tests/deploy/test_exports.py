@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 LEARNED = TASKS[:2]
 ADAPTED = {"tiny-qwen3": {"targets": "all-linear"}}
 METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "zero_shot"), "tiny-t5": ("latent_lora", "seq_lora")}
-METHODS["tiny-llama"] += ("slao", "sd_lora", "merge_lora", "moe_lora")
+METHODS["tiny-llama"] += ("slao", "sd_lora", "merge_lora", "moe_lora", "prog_prompt")
 METHODS |= {"tiny-qwen3": ("latent_lora", "inc_lora")}
 TARGETS = {
     "tiny-llama": ["q_proj", "v_proj"],
@@ -234,7 +234,7 @@ def test_ambiguous_target_modules_have_full_names():
     assert target_modules(module, ["a.q"]) == ["a.q"]
 
 
-@pytest.mark.parametrize("name", ["zero_shot", "moe_lora"])
+@pytest.mark.parametrize("name", ["zero_shot", "moe_lora", "prog_prompt"])
 def test_snapshots_without_adapters_are_refused(opened, tmp_path, name):
     model = opened("tiny-llama", name)
     for export in (export_peft, export_merged):
