@@ -114,18 +114,16 @@ class ProgPrompt(Method):
     def prompts(
         self, prompts: Sequence[Sequence[int]], history: Snapshots, weights: npt.NDArray[np.float64]
     ) -> list[list[int]]:
-        """Put the prompts of the selected task and of all earlier ones in front; none for a row without weight."""
+        """Put the prompts of the selected task and of all earlier ones in front."""
         from latent_sweep.adapters.bank import virtual_tokens
 
-        numbers = [self.virtual_tokens(1 + int(own.argmax())) if own.any() else 0 for own in weights]
+        numbers = [self.virtual_tokens(1 + position) for position in weights.argmax(axis=1).tolist()]
         return [[*virtual_tokens(number), *ids] for number, ids in zip(numbers, prompts, strict=True)]
 
     def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         """Return the prompts of the one snapshot that answers; see `combinations`."""
         from latent_sweep.adapters.bank import Adaptation
 
-        if not history:
-            return Adaptation()
         (snapshot,) = history
         return Adaptation(prompt=snapshot["prompt"].to(self.context.backbone.device))
 

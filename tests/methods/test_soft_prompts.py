@@ -108,11 +108,8 @@ def test_a_new_prompt_precedes_the_frozen_earlier_ones(backbone, bank, tmp_path)
 
 def test_a_row_reads_the_prompts_of_its_task_and_of_earlier_ones(backbone, bank, tmp_path):
     own, rows = method("prog_prompt", backbone, bank, tmp_path, prompt_length=2), [[5, 6], [7], [8, 9]]
-    weights = one_hot([2, 0, 1], 3)
-    weights[1] = 0.0
-    prompts = own.prompts(rows, [{}] * 3, weights)
-    assert prompts == [[*virtual_tokens(6), 5, 6], [7], [*virtual_tokens(4), 8, 9]]
-    assert own.combine([], torch.zeros(1, 0)).prompt is None
+    prompts = own.prompts(rows, [{}] * 3, one_hot([2, 0, 1], 3))
+    assert prompts == [[*virtual_tokens(6), 5, 6], [*virtual_tokens(2), 7], [*virtual_tokens(4), 8, 9]]
 
 
 SLOW = pytest.mark.slow
