@@ -80,7 +80,8 @@ def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
     ]
     curves, no_curves = _curves(summary, ranked)
     interactions, no_interactions = _interactions(summary, ranked)
-    return [*curves, *interactions, *_differences(summary, ranked), *pictures], [*no_curves, *no_interactions]
+    first = [*curves, *interactions, *_differences(summary, ranked)]
+    return [*first, *pictures, *_flips(ranked)], [*no_curves, *no_interactions]
 
 
 def _ranked(summary: Summary) -> list[Configuration]:
@@ -270,6 +271,32 @@ def _forgetting(ranked: Sequence[Configuration]) -> Picture:
         rest += f"; left out, as their streams of tasks differ from that with the highest AP: {others}"
     caption = f"best score minus the last one, in percentage points, means over finished trials{rest}"
     return Picture("forgetting", "Forgetting by task", caption, figure)
+
+
+def _flips(ranked: Sequence[Configuration]) -> list[Picture]:
+    """Draw the shares of answers that became wrong, to the left, and right, to the right."""
+    flipped = [one for one in ranked if {"lost", "gained"} <= one.further.keys()]
+    if not any(one.further[name].mean for one in flipped for name in ("lost", "gained")):
+        return []
+    shown = flipped[:ROWS]
+    figure = new_figure(PAGE, 1.1 + 0.28 * len(shown))
+    axes, rows = figure.add_subplot(), range(len(shown))
+    axes.barh(rows, [-100 * one.further["lost"].mean for one in shown], 0.7, color=COLORS[1], label="right, then wrong")
+    axes.barh(
+        rows, [100 * one.further["gained"].mean for one in shown], 0.7, color=COLORS[0], label="wrong, then right"
+    )
+    axes.axvline(0, color=INK, linewidth=0.7)
+    axes.xaxis.set_major_formatter(lambda value, position: f"{abs(value):g}")
+    axes.set_xlabel("share of the answers to earlier tasks (%)")
+    axes.set_yticks(rows, [_wrapped(_name(one), 36) for one in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    tidy(axes)
+    _add_legend(figure, axes)
+    caption = (
+        "answers to earlier tasks that were right when the task was new and are wrong after the last one, to the left, "
+        f"and the reverse, to the right; means over tasks and finished trials{_best_of(shown, flipped)}"
+    )
+    return [Picture("flips", "Flipped answers", caption, figure)]
 
 
 def _matrices(ranked: Sequence[Configuration]) -> Picture:

@@ -168,6 +168,21 @@ def test_fifteen_tasks_with_long_names_are_legible(tmp_path, monkeypatch):
         assert_legible(picture)
 
 
+def test_flips_are_drawn_to_both_sides(tmp_path):
+    sweep = finished_sweep(tmp_path, {"method.name": ["seq_lora", "o_lora"], "seed": [0, 1]}, repeat(0.5))
+    summary = summaries.summarize(sweep)
+    assert "flips" not in pictures_of(sweep)
+    shares = [{"lost": summaries.Statistic(0.3, 0.1, 2), "gained": summaries.Statistic(0.1, None, 1)}, {}]
+    configurations = [
+        dataclasses.replace(one, further=each) for one, each in zip(summary.configurations, shares, strict=True)
+    ]
+    drawn, _ = sweep_pictures(dataclasses.replace(summary, configurations=tuple(configurations)))
+    (picture,) = (p for p in drawn if p.name == "flips")
+    (axes,) = picture.figure.axes
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([-30.0, 10.0])
+    assert_legible(picture)
+
+
 def test_exported_pictures_embed_fonts(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_DPI", 40)  # quicker
     names, not_drawn = export_pictures(sweep, tmp_path / "out")

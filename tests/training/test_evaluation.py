@@ -1,6 +1,7 @@
 """Scoring: combined adapters against single ones, and the generation cache."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from helpers.tiny import random_rows
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
-from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.methods.protocol import MethodContext, MethodSettings
 from latent_sweep.routing.gaussian import prune
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.checksummed import read_checksummed_json
@@ -19,6 +20,7 @@ from latent_sweep.storage.versions import DECODING, library
 from latent_sweep.training import evaluation
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.evaluation import AnswerBatch, AnswerEnd, CombinedAdapters, Evaluator, batched, path_of
+from latent_sweep.training.forward_transfer import Untouched
 
 COUNT, LONGEST = 7, 6
 
@@ -353,3 +355,14 @@ def test_predictions_keep_the_order_of_rows(history, rows, evaluator, tmp_path):
     turned = {name: column[::-1] for name, column in rows.items()}
     other = evaluator().score(history, soft()[::-1], turned, "accuracy")
     assert other.predictions[::-1] == one.predictions
+
+
+def test_without_snapshots_the_backbone_answers_untouched(backbone, bank, method, rows, evaluator):
+    """Also on a worker that knows the trial's method alone, which could not combine an empty history."""
+    untouched = Untouched(MethodSettings(name="untouched"))
+    score = replace(evaluator(), method=untouched).score([], np.zeros((COUNT, 0)), rows, "accuracy")
+    for prompt, answer in zip(rows["prompt_ids"], answers(score), strict=True):
+        (ids,) = generate(backbone, bank, [prompt], Adaptation(), LONGEST)
+        assert answer == answer_text(backbone, ids)
+    batch = AnswerBatch([], np.zeros((COUNT, 0)), rows["prompt_ids"], LONGEST, ())
+    assert CombinedAdapters(method).of(batch, batch.weights, lambda lineage: pytest.fail(lineage)) == Adaptation()
