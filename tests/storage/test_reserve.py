@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from contextlib import nullcontext
 
 import pytest
 from helpers.sweeps import sweep_folder, tiny, write
@@ -76,16 +77,21 @@ def test_a_sweep_on_a_full_disk_says_so_and_goes_on_later(tmp_path, capsys, monk
     assert "No space left" not in capsys.readouterr().out
 
 
-def test_a_worker_that_ended_without_a_word_is_shown(tmp_path, capsys):
+class Killed(BaseException):
+    """Stands for a signal that a process cannot handle."""
+
+
+@pytest.mark.parametrize(("end", "reason"), [(KeyboardInterrupt, "Ctrl-C"), (Killed, "no reason")])
+def test_how_a_run_ended_is_shown(tmp_path, capsys, end, reason):
     path = write(tmp_path, tiny(search={"seed": [0]}, trial__training__epochs=1))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(running, "check_pack", interrupt)
+
+    def ended(*arguments):
+        raise end
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed) if end is Killed else nullcontext():
+        patched.setattr(running, "check_pack", ended)
         assert main(["run", path, "--local"]) == 130
     capsys.readouterr()
     assert main(["status", str(sweep_folder(tmp_path).path)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lost ")]
-    assert "no reason" in line
-
-
-def interrupt(*arguments):
-    raise KeyboardInterrupt
+    assert reason in line
