@@ -395,9 +395,9 @@ class TrialFiles:
         """Whether `AHEAD` is intact, or the trial was stopped and needs none."""
         return AHEAD in self._written or self.stop is not None
 
-    def finish(self, result: Mapping[str, Any], others: Mapping[str, bytes]) -> None:
+    def finish(self, result: Mapping[str, Any], others: Mapping[str, bytes] | None = None) -> None:
         """Write `result.json` and other files, and append `finished`."""
-        files = {RESULT: json_bytes(result), **others}
+        files = {RESULT: json_bytes(result), **(others or {})}
         self.journal.append("finished", metrics=result["metrics"], files=self._write(files))
 
     def stop_again(self) -> None:
