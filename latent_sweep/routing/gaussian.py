@@ -162,9 +162,9 @@ class RouterSettings(Settings):
     prune_below: float = Field(default=1e-6, ge=0, lt=1, json_schema_extra=INFERENCE_ONLY)
     """Drop weights below this and renormalize the rest of their row; 0 keeps all."""
     abstain: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=_NEW)
-    """Quantile of the training distances, e.g. 0.99, beyond which an example belongs to no task seen: all of its
-    weights are zero, and the bare backbone answers it. Each training example's distance is estimated as if it had been
-    left out. None never abstains. Not for `ridge`, which has no distances."""
+    """Quantile of the nearest task's training distances, e.g. 0.99, beyond which an example belongs to no task seen:
+    all of its weights are zero, and the bare backbone answers it. Each training example's distance is estimated as if
+    it had been left out. None never abstains. Not for `ridge`, which has no distances."""
     dtype: Literal["float64", "float32"] = Field(default="float64", json_schema_extra=INFERENCE_ONLY)
     """Precision of the Cholesky factor and of the linear scores (A17); mixtures are always fitted in float64."""
     gmm: GmmSettings = Field(default=GmmSettings(), json_schema_extra=INFERENCE_ONLY)
@@ -522,7 +522,8 @@ class TaskRouter:
     """A posterior over the tasks seen, and the weights of snapshots that follow from it.
 
     Attributes:
-        limits: (T,) distances from the tasks' means beyond which an example belongs to no task; None never abstains.
+        limits: (T,) distances from the tasks' means beyond which an example of the nearest task belongs to none; None
+            never abstains.
     """
 
     limits: Array | None = None
@@ -565,11 +566,12 @@ class TaskRouter:
         return prune(np.exp(log_posterior), self.settings.prune_below)
 
     def withheld(self, weights: Array, embeddings: npt.NDArray[Any]) -> Array:
-        """Return weights (n, T) with zeros for the rows whose embeddings are beyond the limits of all tasks."""
+        """Return weights (n, T) with zeros for the rows whose embeddings are beyond the limit of the nearest task."""
         if self.limits is None:
             return weights
-        within: npt.NDArray[np.bool_] = self.task_distances(embeddings) <= self.limits
-        return weights * np.any(within, axis=1, keepdims=True)
+        distances = self.task_distances(embeddings)
+        within: npt.NDArray[np.bool_] = distances.min(axis=1) <= self.limits[distances.argmin(axis=1)]
+        return weights * within[:, None]
 
 
 class GaussianRouter(TaskRouter):

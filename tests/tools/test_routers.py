@@ -1,12 +1,14 @@
 """The tool that compares routers: its hidden states, its choices, and its tables on the package's own tasks."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.tiny import bank_of, random_rows
 from tools import routers
-from tools.routers import DEFAULT, HEADS, PROMPTS, Sizes, abstention, interval, mean_states, measure, verdict
+from tools.routers import DEFAULT, HEADS, PROMPTS, Sizes, abstention, by_head, interval, mean_states, measure, verdict
 
 from latent_sweep.backbones.features import mean_states_at
 
@@ -53,3 +55,14 @@ def test_every_router_is_measured_and_results_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(routers, "result_of", lambda *asked: pytest.fail("they are kept"))
     assert measure(tmp_path, sizes, ["builtin"]) == results
     assert len(list(abstention(tmp_path, sizes, ["builtin"]))) == 2 + len(routers.ABSTAINING)
+
+
+def test_the_page_has_the_tables_of_its_archive():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "experiments" / "routers.md").read_text(encoding="utf-8")
+    results = json.loads((root / "sweeps" / "results" / "routers.json").read_text(encoding="utf-8"))
+    for features in ("embeddings", "8", "30"):
+        for row in list(by_head(results, features))[2:]:
+            assert row in page
+    for row in verdict(results):
+        assert row.replace("| superni | ", "| ") in page or "superni" not in row
