@@ -38,12 +38,13 @@ def steps_taken(monkeypatch):
     return taken
 
 
-def assert_resumed(folder, uninterrupted):
+def assert_resumed(folder, uninterrupted, between=()):
+    """`between`: events that the end of the first attempt leaves."""
     sweep = sweep_folder(folder)
     assert results(sweep) == uninterrupted
     for trial in sweep:
         journal = trial.events()
-        assert [event.name for event in journal] == ["started", "stage", "started", "stage", "finished"]
+        assert [event.name for event in journal] == ["started", "stage", *between, "started", "stage", "finished"]
         assert [event.attempt for event in journal if event.name == "started"] == [1, 2]
         assert [event.reused for event in journal if event.name == "stage"] == [False, False]
     assert list((folder / "runs" / "checkpoints").glob("*")) == []
@@ -121,10 +122,11 @@ def test_an_interrupted_ray_run_does_not_count_as_stopped_early_and_resumes(tmp_
     assert process.returncode == 130, printed
     assert "run the same command again" in printed
     assert events(sweep_folder(tmp_path), "stopped") == []
+    assert [event.kind for event in events(sweep_folder(tmp_path), "lost")] == ["interrupted"] * 2
     again = start(path)
     try:
         printed, _ = again.communicate(timeout=PATIENCE)
     finally:
         end(again)
     assert again.returncode == 0, printed
-    assert_resumed(tmp_path, uninterrupted)
+    assert_resumed(tmp_path, uninterrupted, between=["lost"])
