@@ -323,7 +323,7 @@ def test_a_storage_in_a_circle_is_refused(tmp_path, capsys):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     path = write(tmp_path, tiny(run__storage=str(tmp_path / "loop" / "runs")))
     for command in (["plan", path], ["run", path, "--local"], ["report", tmp_path / "loop" / "runs"]):
-        assert mentions(refusal(capsys, *command), tmp_path / "loop" / "runs", "Too many levels of symbolic links")
+        assert mentions(refusal(capsys, *command), "Too many levels of symbolic links")
 
 
 @pytest.mark.parametrize("lock", ["a folder", "a pipe"])

@@ -9,7 +9,7 @@ from helpers.sweeps import brief
 from helpers.tiny import learns
 
 from latent_sweep.errors import ConfigError, DataError, StorageError
-from latent_sweep.routing import combination
+from latent_sweep.routing import combination, heads
 from latent_sweep.routing.gaussian import RouterError
 from latent_sweep.storage.journal import status
 from latent_sweep.training import preflight
@@ -56,14 +56,14 @@ def test_a_router_that_cannot_be_fitted_ends_only_its_trial(runs):
 
 def test_a_router_that_fails_at_a_later_stage_ends_the_trial_before_the_first(runs, monkeypatch):
     (pack,) = runs.packs(**brief())
-    fit = combination.pooled_covariance
+    fit = heads.pooled_covariance
 
     def refuse_two(pooled, *others):
         if len(pooled.names) == 2:
             raise RouterError("router: two tasks")
         return fit(pooled, *others)
 
-    monkeypatch.setattr(combination, "pooled_covariance", refuse_two)
+    monkeypatch.setattr(heads, "pooled_covariance", refuse_two)
     assert_fails(runs, pack, RouterError, "failed")
 
 
