@@ -245,5 +245,6 @@ def merged(name, density, rescale):
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: " ".join(map(str, list(case.values())[:3])))
 def test_merges_equal_mergekits(case):
-    actual = merged(case["merge"], case["density"], case["rescale"])
-    torch.testing.assert_close(actual, torch.tensor(case["output"]), atol=4 * EPS, rtol=4 * EPS)
+    actual, theirs = merged(case["merge"], case["density"], case["rescale"]), torch.tensor(case["output"])
+    # entries are sums of larger terms, which `randn` rounds differently on other processors
+    torch.testing.assert_close(actual, theirs, atol=4 * EPS * float(theirs.abs().max()), rtol=0)
