@@ -110,7 +110,7 @@ def test_the_page_on_an_index_has_no_dead_links(metadata):
 
 @pytest.mark.slow
 def test_the_page_names_every_extra(metadata):
-    assert set(re.findall(r"`\[(\w+)\]`", metadata.get_payload())) == set(metadata.get_all("Provides-Extra"))
+    assert set(re.findall(r"`\[([\w-]+)\]`", metadata.get_payload())) == set(metadata.get_all("Provides-Extra"))
 
 
 def test_sweep_files_and_templates_are_listed_with_one_line_each(capsys):

@@ -156,6 +156,7 @@ class SaptLearner(LoraLearner):
             pairs = [method.pair(snapshot) for snapshot in snapshots]
             self._pairs = torch.cat([A for A, _ in pairs], 1), torch.cat([B for _, B in pairs], 1)
         self._task, self._pooled = task, MaxPooled(table)
+        self._pooled_prompts(task.rows)  # so that no step copies token ids to the device
         self._kept = [(s["kept"].to(device), s["attention"].to(device)) for s in snapshots]
 
     @staticmethod
