@@ -554,7 +554,7 @@ def test_every_node_of_a_cluster_is_checked(tmp_path):
     assert len(wrong) == 2, done.stdout
     assert "transformers: 4.0.0; expected" in wrong[0]
     assert "versions: transformers 4.0.0 there" in wrong[1]
-    assert done.stdout.count("node: ") == 2
+    assert done.stdout.count(": node: ") == 2
     assert mentions(done.stdout, "warning", "run.resources: ", "64 CPU")
 
 
