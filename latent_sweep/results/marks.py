@@ -19,7 +19,7 @@ class Marks(NamedTuple):
     earlier_rows: str | None
     """As `EarlierRows`; None if it is not known."""
     knows_task: bool
-    """Whether it is told the task of every test example."""
+    """Whether it knows the task of every test example."""
 
     def __str__(self) -> str:
         """Return the cell of a table: `-` if it gets nothing."""

@@ -218,11 +218,11 @@ def unread_settings(head: Head, shrinkage: str) -> tuple[str, ...]:
     return (*unread, *EPSILON) if shrinkage == "ledoit_wolf" and "shrinkage" not in unread else unread
 
 
-R = TypeVar("R", bound="_Record")
+R = TypeVar("R", bound="Record")
 
 
 @dataclass(frozen=True, eq=False)
-class _Record:
+class Record:
     """What the router keeps of one task, in a checksummed file; it holds no embedding of a single input."""
 
     def save(self, path: Path) -> None:
@@ -237,7 +237,7 @@ class _Record:
 
 
 @dataclass(frozen=True, eq=False)
-class TaskScatter(_Record):
+class TaskScatter(Record):
     """One task's contribution to the shared covariance (Eq. 13); ValueError if the arrays are not as described."""
 
     triangle: Array
@@ -258,7 +258,7 @@ class TaskScatter(_Record):
 
 
 @dataclass(frozen=True, eq=False)
-class TaskGmm(_Record):
+class TaskGmm(Record):
     """The Gaussian mixture of one task, without its covariance (Eq. 12), in float64; ValueError for other shapes."""
 
     means: Array
@@ -386,7 +386,7 @@ class _Centered:
     """The centered embeddings of one task, from which its records are computed."""
 
     def __init__(self, embeddings: npt.NDArray[Any]) -> None:
-        X = _checked(embeddings)
+        X = checked_embeddings(embeddings)
         self.mean: Array = X.mean(axis=0, dtype=np.float64)
         self.centered: Array = X - self.mean
 
@@ -655,7 +655,7 @@ class GaussianRouter(TaskRouter):
     def _centered(self, embeddings: npt.NDArray[Any]) -> npt.NDArray[np.floating[Any]]:
         if not hasattr(self, "slopes_"):
             raise RouterNotFitted("the router has no tasks yet: call `fit` with at least one task record first")
-        X = _checked(embeddings, width=len(self.origin_))
+        X = checked_embeddings(embeddings, width=len(self.origin_))
         return np.asarray(X - self.origin_, self.settings.dtype)
 
     def _whitened(self, centered: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
@@ -697,7 +697,7 @@ def _linear_form(
     return slopes, offsets.astype(slopes.dtype, copy=False)
 
 
-def _checked(embeddings: npt.NDArray[Any], width: int | None = None) -> npt.NDArray[Any]:
+def checked_embeddings(embeddings: npt.NDArray[Any], width: int | None = None) -> npt.NDArray[Any]:
     X = np.asarray(embeddings)
     if X.ndim != 2 or (width is not None and X.shape[1] != width):
         raise RouterError(f"router: embeddings have shape {X.shape}, expected (inputs, {width or 'width'})")

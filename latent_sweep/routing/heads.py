@@ -25,14 +25,14 @@ from latent_sweep.routing.gaussian import (
     Array,
     GaussianRouter,
     PooledScatter,
+    Record,
     RouterError,
     RouterNotFitted,
     RouterSettings,
     TaskGmm,
     TaskRouter,
     TaskScatter,
-    _checked,
-    _Record,
+    checked_embeddings,
     fit_gmm,
     no_scatter,
     pooled_covariance,
@@ -74,7 +74,7 @@ def random_map(settings: RouterSettings, seed: int) -> RandomMap:
 
 
 @dataclass(frozen=True, eq=False)
-class TaskNorms(_Record):
+class TaskNorms(Record):
     """What Ledoit and Wolf's shrinkage needs of a task besides its scatter."""
 
     fourth: float
@@ -83,7 +83,7 @@ class TaskNorms(_Record):
 
 
 @dataclass(frozen=True, eq=False)
-class TaskDistances(_Record):
+class TaskDistances(Record):
     """How the distances of a task's training embeddings from its mean are distributed; no embedding can be read off.
 
     Squared Mahalanobis distances under the task's own regularized covariance, each with its example left out.
@@ -98,7 +98,7 @@ class TaskDistances(_Record):
 
 
 def norms_of(embeddings: npt.NDArray[Any]) -> TaskNorms:
-    X = _checked(embeddings)
+    X = checked_embeddings(embeddings)
     centered: Array = X - X.mean(axis=0, dtype=np.float64)
     return TaskNorms(float((np.einsum("nd,nd->n", centered, centered) ** 2).sum()), len(X))
 
@@ -247,7 +247,7 @@ class RidgeRouter(TaskRouter):
         """Return the regression's values, (n, T); each row sums to one."""
         if not hasattr(self, "slopes_"):
             raise RouterNotFitted("the router has no tasks yet: call `fit` with at least one task record first")
-        X = _checked(embeddings, width=len(self.origin_))
+        X = checked_embeddings(embeddings, width=len(self.origin_))
         scores: Array = (X - self.origin_) @ self.slopes_ + self.offsets_
         return scores
 

@@ -81,7 +81,7 @@ PURPOSES: Mapping[str, Purpose] = {
         """\
   seed: [0, 1, 2]
   router.components: [1, 3, 5, 8]
-  router.combine: [soft, hard, sum, oracle]              # oracle is told the task: what a router could reach
+  router.combine: [soft, hard, sum, oracle]              # oracle knows the task: what a router could reach
 """,
     ),
     "seeds": Purpose(

@@ -250,7 +250,7 @@ def tables(page: str) -> list[list[list[str]]]:
 
 def all_methods(page: str, sweep: str) -> Iterator[Cell]:
     (table,) = tables(page)
-    (baseline,) = (chosen(sweep, configuration("latent_lora behind the router")),)
+    baseline = chosen(sweep, configuration("latent_lora behind the router"))
     for row in table[1:]:
         own = chosen(sweep, configuration(row[0]))
         where = f"{page}: {row[0]}"

@@ -1,4 +1,4 @@
-"""EPI's selection, written from the released code's formulas, beside the router that the preset fills in."""
+"""EPI's selection, written from the released code's formulas, against the router that the preset fills in."""
 
 import numpy as np
 import pytest

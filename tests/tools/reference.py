@@ -184,7 +184,7 @@ Compare methods that get the same information, train equally much and answer in 
 these they differ. This page lists all of it for every method of the package.
 
 1. Take the references: `zero_shot`, the untouched backbone; `joint_lora`, which learns all rows at once; and `inc_lora`
-   with `train_active: current` and `router.combine: oracle`, which learns every task alone and is told the task. The
+   with `train_active: current` and `router.combine: oracle`, which learns every task alone and knows the task. The
    last one is also the reference of SAPT's FWT and of intransigence.
 2. Take the simplest method of your kind: `seq_lora` for one adapter that is carried on, `inc_lora` for an adapter per
    task, `inc_lora` with `train_active: current` and `router.combine: soft` for adapters behind a router.

@@ -166,9 +166,9 @@ def test_gradients_are_changed_before_they_are_clipped(backbone, step, optimizer
 def test_other_runs_of_a_pack_are_left_alone(backbone, step):
     """A run without hooks, next to one with them."""
     (alone,) = step([new_learner(LoraLearner, backbone)])
-    beside, _ = step([new_learner(LoraLearner, backbone), new_learner(Silencing, backbone, seed=1)])
-    assert_same_to_rounding(beside.B, alone.B, GRADIENT)
-    assert_same_to_rounding(beside.A, alone.A, GRADIENT)
+    packed, _ = step([new_learner(LoraLearner, backbone), new_learner(Silencing, backbone, seed=1)])
+    assert_same_to_rounding(packed.B, alone.B, GRADIENT)
+    assert_same_to_rounding(packed.A, alone.A, GRADIENT)
 
 
 def test_references_without_a_reader_are_refused(backbone, step):
