@@ -1,8 +1,9 @@
 """Write what a machine with one GPU and no network needs for `gpu.kit`, as archives that can be carried.
 
-    PYTHONPATH=tests python -m gpu.archives FOLDER [--python 3.12] [--mib 64]
+    PYTHONPATH=tests python -m gpu.archives FOLDER [--python 3.12] [--mib 64] [--present FILE]
 
-Only torch, built for the GPU, is expected there. The wheels are those of the versions installed here.
+Only torch, built for the GPU, is expected there. The wheels are those of the versions installed here. FILE lists the
+packages that need not be carried: what `python3 -m pip list --format=freeze` prints on that machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[2]
-CODE = ("latent_sweep", "tests/bench", "tests/gpu", "pyproject.toml")
+CODE = ("latent_sweep", "tests/bench", "tests/gpu", "tests/helpers/__init__.py", "tests/helpers/methods.py", "pyproject.toml")
 
 IMPORTED = (
     *("transformers", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "threadpoolctl", "pandas"),
@@ -72,11 +73,17 @@ def wheels() -> set[str]:
     return with_needs(*IMPORTED, without={"torch", *SOURCES})
 
 
-def download(folder: Path, python: str) -> None:
+def listed(file: Path) -> set[str]:
+    """Return the names in pip's list of packages, apart from those whose version this package needs."""
+    names = {canonicalize_name(line.split("=")[0].split("@")[0].strip()) for line in file.read_text().split("\n")}
+    return names - {"transformers"}
+
+
+def download(folder: Path, python: str, present: Set[str] = frozenset()) -> None:
     """Download wheels for Linux on x86-64 and this version of Python."""
     platforms = [option for name in PLATFORMS for option in ("--platform", f"manylinux{name}_x86_64")]
     pip = [sys.executable, "-m", "pip"]
-    wanted = [f"{name}=={version(name)}" for name in sorted(wheels())]
+    wanted = [f"{name}=={version(name)}" for name in sorted(wheels() - present)]
     options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
     subprocess.run([*pip, "download", "-q", "-d", str(folder), *options, *wanted], check=True)
     built = [f"{name}=={version(name)}" for name in SOURCES]
@@ -130,10 +137,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="Python's version on that machine")
     parser.add_argument("--mib", type=int, default=64, help="size of an archive, at most")
+    parser.add_argument("--present", type=Path, help="pip's list of the packages that are there")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         folder, start = Path(work) / "wheels", Path(work) / "start.sh"
-        download(folder, given.python)
+        download(folder, given.python, listed(given.present) if given.present else frozenset())
         start.write_text(START, encoding="utf-8")
         start.chmod(0o755)
         files = {**code(), "start.sh": start, **{f"wheels/{path.name}": path for path in folder.glob("*.whl")}}

@@ -1,6 +1,6 @@
 """The first minutes on a GPU: is it right, does it leak, how fast is it, and how fast should it be.
 
-    PYTHONPATH=tests python -m gpu.kit FOLDER [--parts machine numerics step large memory] [--seconds 600]
+    PYTHONPATH=tests python -m gpu.kit FOLDER [--parts machine numerics step large memory methods] [--seconds 600]
 
 Needs torch, transformers and no network. Every part is a process with a time limit, and writes each figure to
 FOLDER/figures.jsonl as soon as it is measured. At the end the table is printed, with the figures of an H100 next to
@@ -27,6 +27,9 @@ import torch
 from bench.steps import bare_step_seconds
 from bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from torch import Tensor
+
+from gpu.every_method import compared
+from gpu.profiles import profiled
 
 from latent_sweep.adapters import factors
 from latent_sweep.adapters.bank import AdapterBank
@@ -244,7 +247,18 @@ def step(setup: Setup) -> Figures:
             yield f"8 x {prompt + 8}: {what}", ms, "ms", expected[what] if prompt == 100 else ""
         ms = _pack(bench, rows, 8)
         yield f"8 x {prompt + 8}: pack of 8, rows a second", 8 * times["latent_lora"] / ms, "x", "at least 4"
+        if setup.device == "cuda":
+            yield from _profile(f"8 x {prompt + 8}: latent_lora", bench, rows, "at most 2,700")
     yield "a token of 16 rows", _token(setup, bench, 16), "ms", "3.6"
+
+
+def _profile(what: str, bench: Workbench, rows: Sequence[Example], expected: str) -> Figures:
+    steps = 4
+    launches, busy, kinds = profiled(lambda: bench.train([bench.training(rows, steps)]), steps)
+    yield f"{what}: launches of a step", launches, "", expected
+    yield f"{what}: a kernel runs", busy, "ms", "of a step"
+    for kind, (ms, kernels) in kinds.items():
+        yield f"{what}: {kind}", ms, "ms", f"{kernels:.0f} kernels"
 
 
 def large(setup: Setup) -> Figures:
@@ -267,6 +281,7 @@ def large(setup: Setup) -> Figures:
         assert forecast is not None
         peak = torch.cuda.max_memory_allocated() / GIB
         yield "peak of memory", peak, "GiB", f"forecast {forecast.learning / GIB:.1f}, a few less"
+        yield from _profile(f"8 x {prompt + target}", bench, rows, "at most 3,300")
     rate = 4 * bench.backbone.multiplied * 8 * (prompt + target) / (ms / 1000) / 1e12
     yield "products of the step", rate, "TFLOP/s", "at least 60 % of `product of bfloat16`"
     bytes_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
@@ -302,12 +317,18 @@ def memory(setup: Setup) -> Figures:
         yield what, seen[-1] - seen[1], "MiB", "a few for EWC, else 0"
 
 
+def methods(setup: Setup) -> Figures:
+    """Every method learns and answers as on the CPU."""
+    yield from compared(setup.device, setup.tiny)
+
+
 PARTS: Mapping[str, tuple[Callable[[Setup], Figures], int]] = {
     "machine": (machine, 60),
     "numerics": (numerics, 120),
     "step": (step, 150),
     "large": (large, 200),
     "memory": (memory, 120),
+    "methods": (methods, 180),
 }
 """In order of importance, with time limits in seconds."""
 
