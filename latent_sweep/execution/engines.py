@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import torch
+
+from latent_sweep.backbones.graphs import cuda_pool
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.worker_group import ALONE, WorkerGroup, join, listen
 
@@ -11,10 +14,15 @@ if TYPE_CHECKING:
     from latent_sweep.sweep.schema import EngineSettings
 
 
-def engine_of(settings: EngineSettings, group: WorkerGroup = ALONE) -> Engine:
-    """Return the engine that `run.engine` asks for; ConfigError if DeepSpeed does not accept a setting."""
+def engine_of(settings: EngineSettings, group: WorkerGroup = ALONE, graphs: Literal["off", "auto"] = "off") -> Engine:
+    """Return the engine that `run.engine` asks for; ConfigError if DeepSpeed does not accept a setting.
+
+    Args:
+        graphs: as `run.graphs`.
+    """
     if settings.name == "torch":
-        return Engine(group)
+        use_graphs = graphs == "auto" and group.size == 1 and torch.cuda.is_available()
+        return Engine(group, graphs=cuda_pool if use_graphs else None)
     import torch.distributed as dist
 
     from latent_sweep.execution.deepspeed import DeepSpeedEngine

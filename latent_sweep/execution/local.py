@@ -84,7 +84,7 @@ def run_local(
                         decided(left, run, free_memory),
                         sweep,
                         emit,
-                        engine=engine_of(run.engine),
+                        engine=engine_of(run.engine, graphs=run.graphs),
                         keep_answers=run.keep_answers,
                         limit=limit,
                         loss_every=run.loss_every,

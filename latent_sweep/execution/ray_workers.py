@@ -113,7 +113,7 @@ def run_part(
             else:
                 progress.write(event)
 
-        engine = engine_of(run.engine, group)
+        engine = engine_of(run.engine, group, run.graphs)
         pack = decided(pack, run, lambda backbone: group.first(partial(free_memory, backbone)))
         run_pack(
             pack,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from latent_sweep.backbones.graphs import NewPool
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone, load_backbone
 from latent_sweep.errors import ConfigError
@@ -48,13 +49,18 @@ def forget_backbone() -> None:
 
 
 class Engine:
-    """Plain torch: every worker of the group holds the whole backbone."""
+    """Plain torch: every worker of the group holds the whole backbone.
+
+    Args:
+        graphs: reserves memory for graphs on the backbone's device; None is without graphs.
+    """
 
     answers_apart = True
     """Whether workers can answer different batches at the same time."""
 
-    def __init__(self, group: WorkerGroup = ALONE, backbone: Backbone | None = None):
+    def __init__(self, group: WorkerGroup = ALONE, backbone: Backbone | None = None, graphs: NewPool | None = None):
         self.group = group
+        self.graphs = graphs
         self._backbone = backbone
         self._condition = _condition(backbone.model) if backbone is not None else None
 
@@ -70,6 +76,8 @@ class Engine:
             forget_backbone()  # before loading, as memory may not hold two
             _kept[key] = load_backbone(settings)
         self._backbone = _kept[key]
+        if self._backbone.device.type != "cuda":
+            self.graphs = None
         self._condition = _condition(self._backbone.model)
         return self._backbone
 
