@@ -21,7 +21,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[2]
-CODE = ("latent_sweep", "tests/bench", "tests/gpu", "tests/helpers/__init__.py", "tests/helpers/methods.py", "pyproject.toml")
+CODE = (
+    "latent_sweep",
+    "tests/bench",
+    "tests/gpu",
+    "tests/helpers/__init__.py",
+    "tests/helpers/methods.py",
+    "pyproject.toml",
+)
 
 IMPORTED = (
     *("transformers", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "threadpoolctl", "pandas"),

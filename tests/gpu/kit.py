@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from bench.steps import bare_step_seconds
 from bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
-from torch import Tensor
-
 from gpu.every_method import compared
 from gpu.profiles import profiled
+from torch import Tensor
 
 from latent_sweep.adapters import factors
 from latent_sweep.adapters.bank import AdapterBank

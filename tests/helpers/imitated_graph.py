@@ -1,8 +1,8 @@
 """A CUDA graph that is not there: the operators of a function, recorded once and repeated on the same memory.
 
 As a GPU's: Python does not run again, what it knew at the capture stays as it was, results land where they landed, and
-an operator that makes the host wait, or copies from its memory, is an error. So a captured function can be compared with
-an eager one, to the bit, without a GPU.
+an operator that makes the host wait, or copies from its memory, is an error. So a captured function can be compared
+with an eager one, to the bit, without a GPU.
 """
 
 from __future__ import annotations
