@@ -16,7 +16,7 @@ TASKS = ("mood", "ticket", "past")
 
 
 def compared(device: str, tiny: bool) -> Iterator[tuple[str, float | str, str, str]]:
-    """Yield for each method and family the largest relative difference of a step's loss, then how many scores differ."""
+    """Yield for each method and family the largest relative difference of a step's loss, and how many scores differ."""
     from helpers.methods import OPTIONS
 
     from latent_sweep.methods import METHODS
