@@ -35,7 +35,6 @@ FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket")
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
-    "c_lora": {"k": 4},
     "lfpt5": {"prompt_length": 4, "sample_length": 16, "tries": 2},
     "prog_prompt": {"prompt_length": 4},
     "l2p": {"pool_size": 4, "prompt_length": 2, "selected": 2},

@@ -81,9 +81,10 @@ class AGem(LoraMethod):
         pools = kept if s.constraints == "each_task" else [sum(kept)]
         return sum(min(s.reference_rows, pool) for pool in pools)
 
-    def held_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
-        """Return the bytes of a reference's gradient; with `each_task` there are as many as earlier tasks."""
-        return 4 * self.parameter_count(shapes, 0)
+    def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
+        """Count the gradients of a step's references: with `each_task` as many as earlier tasks."""
+        references = n_tasks - 1 if self.settings.constraints == "each_task" else min(1, n_tasks - 1)
+        return 4 * self.parameter_count(shapes, 0) * references
 
     def begin_task(self, task: TaskData, history: Snapshots) -> KeepingLearner:
         pair, kept = self.carried(task, history), of_earlier_tasks(history)

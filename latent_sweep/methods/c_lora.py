@@ -7,13 +7,14 @@ inputs in the span of V; with B^T U = 0 it adds nothing in the span of U. As in 
 and a new task trains a new pair next to the earlier ones, which the code has merged into the model.
 
 Departures: the released code draws new matrices for every training; here `subspace_seed` says which are used. It also
-accepts a k above a projection's width, where it shrinks the whole factor; here that is refused.
+accepts a k above a projection's width, where it shrinks the whole factor; here that is refused, and the default leaves
+half of the narrowest projection free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -29,13 +30,18 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.lora import LoraPair
 
 
+MOST = 128
+"""Dimensions of the subspaces under `k: auto` of wide projections."""
+
+
 class CLoraSettings(TaskAdapterSettings):
     """The `method:` group of a sweep file for CLoRA."""
 
     name: Literal["c_lora"] = "c_lora"
     """Name of the method."""
-    k: int = Field(128, ge=1, json_schema_extra=FROM_PRESET)
-    """Dimensions of the subspaces, at most the smallest width of an adapted projection; 128 if it is left out."""
+    k: Annotated[int, Field(ge=1)] | Literal["auto"] = Field("auto", json_schema_extra=FROM_PRESET)
+    """Dimensions of the subspaces, at most the smallest width of an adapted projection. Left out, or `auto`: 128,
+    or half of that width if it is less."""
     lambda_1: float = Field(1.0, ge=0)
     """Weight of the penalty; the default is the released code's."""
     subspace_seed: int | None = Field(0, ge=0)
@@ -64,14 +70,20 @@ class CLora(TaskAdapterMethod):
 
     def shape_faults(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
         name, (m, n) = min(shapes.items(), key=lambda item: min(item[1]))
-        if self.settings.k <= min(m, n) or not self.settings.lambda_1:
+        k = self.dimensions(min(m, n))
+        if k <= min(m, n) or not self.settings.lambda_1:
             return []
-        return [f"method.k: found {self.settings.k}; {name} is {m} x {n}, so at most {min(m, n)} is possible"]
+        return [f"method.k: found {k}; {name} is {m} x {n}, so at most {min(m, n)} is possible"]
 
-    def held_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+    def dimensions(self, narrowest: int) -> int:
+        """Return k for adapted projections whose smallest width is `narrowest`."""
+        return max(1, min(MOST, narrowest // 2)) if self.settings.k == "auto" else self.settings.k
+
+    def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
         """Count U and V, padded to the widest projection."""
         m, n = (max(widths) for widths in zip(*shapes.values(), strict=True))
-        return 4 * self.settings.k * len(shapes) * (m + n) if self.settings.lambda_1 else 0
+        k = self.dimensions(min(map(min, shapes.values())))
+        return 4 * k * len(shapes) * (m + n) if self.settings.lambda_1 else 0
 
     def begin_task(self, task: TaskData, history: Snapshots) -> CLoraLearner:
         import torch
@@ -88,7 +100,7 @@ class CLora(TaskAdapterMethod):
 
         from latent_sweep.adapters.products import orthonormal
 
-        k, device, both = self.settings.k, self.context.backbone.device, []
+        k, device, both = self.dimensions(min(*self.inputs, *self.outputs)), self.context.backbone.device, []
         for widths in (self.inputs, self.outputs):
             bases = torch.zeros(len(widths), max(widths), k, device=device)
             for basis, width in zip(bases, widths, strict=True):

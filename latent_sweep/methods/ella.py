@@ -47,7 +47,7 @@ class Ella(TaskAdapterMethod):
     def stage_identity(self, position: int) -> dict[str, Any]:
         return without(super().stage_identity(position), *(() if position else ("lambda_1",)))
 
-    def held_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+    def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
         """Count the aggregate and the largest block of a product, with its gradient."""
         whole = sum(m for m, _ in shapes.values()) * max(n for _, n in shapes.values())
         return 4 * (whole + 3 * min(PRODUCT_BLOCK, whole)) if self.settings.lambda_1 else 0

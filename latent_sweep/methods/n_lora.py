@@ -84,7 +84,7 @@ class NLora(TaskAdapterMethod):
             f"{name} is {m} x {n}. Use 'update', or adapt other projections"
         ]
 
-    def held_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+    def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
         """Count a block of `B A` and its gradient."""
         whole = sum(m for m, _ in shapes.values()) * max(n for _, n in shapes.values())
         return 2 * 4 * min(PRODUCT_BLOCK, whole) if self.settings.product == "update" else 0

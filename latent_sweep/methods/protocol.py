@@ -267,8 +267,11 @@ class Method:
         """Return why the settings do not fit these projections, (out, in), in messages that begin with a path."""
         return []
 
-    def held_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
-        """Return bytes on the device that a learner needs besides its parameters and the history, for the forecast."""
+    def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
+        """Return bytes on the device that a learner needs besides its parameters and the history, for the forecast.
+
+        Those of the last of the tasks, which may need most.
+        """
         return 0
 
     def kept_rank(self, n_tasks: int) -> int:

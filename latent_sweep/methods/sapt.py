@@ -208,21 +208,20 @@ class SaptLearner(LoraLearner):
         return {"attention_kl": self.settings.kl_weight * torch.stack(terms).sum()}
 
     def finish(self) -> dict[str, Tensor]:
+        import torch
+
         rows = self._task.rows
         indices = kept_indices(rows, self.settings.keep, "uniform", self._task.generator("kept"))
         kept = self._pooled_prompts([rows[i] for i in indices])
         trained = {name: value.detach().cpu().clone() for name, value in self.parameters().items()}
-        return trained | {"kept": kept.cpu(), "attention": self._mean_attention().cpu()}
-
-    def _mean_attention(self) -> Tensor:
-        import torch
-
         with torch.no_grad():
-            return self._log_attention(self._pooled_prompts(self._task.rows)).exp().mean(0)
+            attention = self._log_attention(self._pooled_prompts(rows)).exp().mean(0)
+        self._own_attention = float(attention[-1])
+        return trained | {"kept": kept.cpu(), "attention": attention.cpu()}
 
     def facts(self) -> dict[str, float]:
         kept = sum(len(pooled) for pooled, _ in self._kept) if self.settings.kl_weight else 0
         return {
-            "own_attention": float(self._mean_attention()[-1]),
+            "own_attention": self._own_attention,
             "replayed_share": kept / (kept + len(self._task.rows)),
         }

@@ -15,7 +15,8 @@ r rank, V vocabulary, P trainable parameters, M adapted projections of o x n.
     fisher       EWC, after a task: a pass of as many examples as a step's, at most 8, and 8 P for each: its own
                  adapter and gradient
     logits       b V B L, and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
-    held         what a method keeps for its penalty: subspaces, sums of earlier updates, a block of a product
+    held         what a method keeps for its penalty, subspaces, sums of earlier updates, a block of a product, or for
+                 its gradient: those of reference batches
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
 A Llama block keeps, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
@@ -184,7 +185,7 @@ def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
         logits=logits,
         adapter=8 * trained,
         optimizer=8 * trained if s.training.optimizer == "adamw" else 0,  # Adafactor's are rows and columns
-        held=runs * method.held_bytes(shape.targets) if learns else 0,
+        held=runs * method.held_bytes(shape.targets, tasks) if learns else 0,
         moments=_second_moments(trial, shape),
         fisher=_fisher(trial, shape, of_run, run.resources, rows) if learns else 0,
         cache=cache,

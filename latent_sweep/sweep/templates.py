@@ -165,13 +165,11 @@ def _room(backbone: str) -> int:
 
 
 def _fitting(text: str, room: int, rank: int) -> str:
-    """Write `rank` behind the methods whose own rank or number of dimensions is larger than `room`."""
+    """Write `rank` behind the methods whose own rank is larger than `room`."""
 
     def written(match: re.Match[str]) -> str:
-        fields = method_class(match[1]).settings_class.model_fields
-        large = {"rank": max(RANKS), "k": 128}
-        names = [name for name, most in large.items() if name in fields and most > room]
-        return "".join([match[0], *(f", {name}: {rank}" for name in names)])
+        has_rank = "rank" in method_class(match[1]).settings_class.model_fields
+        return f"{match[0]}, rank: {rank}" if has_rank and max(RANKS) > room else match[0]
 
     return re.sub(r"method: \{name: (\w+)", written, text)
 

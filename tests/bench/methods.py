@@ -14,11 +14,9 @@ from bench.workbench import Workbench, first_trial
 from torch import Tensor
 
 from latent_sweep.backbones.generation import generate, shared_tokens
-from latent_sweep.doctor.methods import SMALL
 from latent_sweep.methods import METHODS
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Run, Trial
-from latent_sweep.sweep.templates import has_random_weights
 from latent_sweep.training.evaluation import path_of
 from latent_sweep.training.packing import of_steps
 from latent_sweep.training.run import ActiveRun
@@ -53,8 +51,7 @@ def method_trial(bench: Workbench, name: str) -> Trial:
     benchmark = {"name": "builtin", "train_per_task": 2 * sizes.batch_size, "test_per_task": sizes.test_rows}
     sweep = bench.subject.sweep(benchmark, {"learning_rate": 1e-4, "max_steps": 1})
     if name != sweep["trial"]["method"]["name"]:
-        fitting = SMALL.get(name, {}) if has_random_weights(bench.subject.backbone) else {}
-        sweep["trial"]["method"] = {"name": name, **fitting, **SHORTENED.get(name, {})}
+        sweep["trial"]["method"] = {"name": name, **SHORTENED.get(name, {})}
     whole = first_trial(sweep)
     sweep["trial"]["benchmark"]["tasks"] = [task.name for task in whole.tasks[: sizes.stages[-1]]]
     return first_trial(sweep)

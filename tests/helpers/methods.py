@@ -12,7 +12,6 @@ TASKS = ["mood", "ticket", "past"]
 OPTIONS = {
     "latent_lora": {"rank": 8, "alpha": 32.0, "ortho_lambda": 1e-3},
     "n_lora": {"lambda_1": 1e-3},
-    "c_lora": {"k": 4},
     "ella": {"lambda_1": 1.0},
     "merge_lora": {"merge": "dare_ties"},
     "inf_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},

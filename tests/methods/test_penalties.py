@@ -77,6 +77,10 @@ def test_columns_of_a_random_subspace_are_orthonormal():
         ("n_lora", {"product": "update"}, "tiny-llama", None),
         ("c_lora", {"k": 17}, "tiny-llama", "method.k"),
         ("c_lora", {"k": 16}, "tiny-llama", None),
+        ("c_lora", {"k": 0}, "tiny-llama", "method.k"),
+        ("c_lora", {"k": "half"}, "tiny-llama", "method.k"),
+        ("c_lora", {"preset": "official"}, "tiny-llama", "method.k"),
+        ("c_lora", {}, "tiny-llama", None),
         ("c_lora", {"k": 17, "lambda_1": 0.0}, "tiny-llama", None),
     ],
 )
@@ -136,6 +140,22 @@ def test_subspaces_are_shared_by_all_tasks_and_seeds_or_drawn_anew(context, seed
     first, *others = [method.begin_task(task, [])._subspaces for task in tasks]
     for other in others:
         assert all(torch.equal(one, two) == same for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(("narrowest", "expected"), [(1, 1), (16, 8), (17, 8), (192, 96), (256, 128), (4096, 128)])
+def test_subspaces_leave_half_of_the_narrowest_projection(narrowest, expected):
+    method = planned("c_lora")
+    assert method.dimensions(narrowest) == expected
+    shapes = {"q": (2 * narrowest, narrowest), "v": (narrowest, 3 * narrowest)}
+    written = planned("c_lora", k=expected)
+    assert method.held_bytes(shapes, 2) == written.held_bytes(shapes, 2) > 0
+
+
+def test_the_subspaces_of_the_adapted_projections_have_the_planned_size(context):
+    method = planned("c_lora", context=context, rank=2)
+    k = method.dimensions(min(map(min, shapes_of("tiny-llama").values())))
+    V, U = method.begin_task(task_data(), [])._subspaces
+    assert V.shape[2] == U.shape[2] == k < 128
 
 
 def test_ella_reads_the_sum_of_all_earlier_updates_at_constant_size(context):

@@ -109,13 +109,17 @@ def test_the_divergence_holds_the_attention_on_earlier_examples(method_of, tmp_p
 def test_the_first_task_has_no_divergence_and_one_weight(method_of, backbone):
     learner = begin(method_of())
     assert learner.penalty() == {}
+    learner.finish()
     assert learner.facts() == {"own_attention": 1.0, "replayed_share": 0.0}
 
 
 def test_facts_count_the_kept_examples(method_of, tmp_path):
     history = learned(method_of(), tmp_path, tasks=2)
-    assert begin(method_of(), history).facts()["replayed_share"] == pytest.approx(6 / 13)
-    assert begin(method_of(kl_weight=0.0), history).facts()["replayed_share"] == 0
+    for weight, share in ((0.5, 6 / 13), (0.0, 0)):
+        learner = begin(method_of(kl_weight=weight), history)
+        snapshot = learner.finish()
+        expected = {"own_attention": float(snapshot["attention"][-1]), "replayed_share": pytest.approx(share)}
+        assert learner.facts() == expected
 
 
 def test_a_task_without_examples_is_refused(method_of):
