@@ -17,6 +17,7 @@ from helpers.buckets import WholeFiles
 from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
+from helpers.uninstalled import hiding
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep import compatibility
@@ -311,6 +312,35 @@ def test_missing_packages_that_are_not_needed_are_no_faults(monkeypatch):
     assert [finding.mark for finding in tracker.check_tracker(None, False, needed=False)] == ["warning"]
     assert [finding.mark for finding in tracker.check_tracker(None, False)] == ["fault"]
     assert [finding.mark for finding in nodes.check_resources(ResourceSettings())] == ["warning"]
+
+
+IN_A_FEW_SECONDS = """
+import sys
+from latent_sweep.cli.main import main
+from latent_sweep.doctor import examination
+checks = examination.method_checks
+examination.method_checks = lambda device: checks(device, ["latent_lora", "gain_lora"])
+sys.stdout.isatty = lambda: "terminal" in sys.argv
+codes = [main(["doctor", "--device", "cpu", "--json"]), main(["doctor", "--device", "cpu", sys.argv[1], "--json"])]
+sys.exit(codes + [main(["run", sys.argv[1], "--local"])] != [0, 0, 0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["pipe", "terminal"])
+def test_a_machine_without_optional_packages_checks_and_runs(tmp_path, output):
+    """Imports of Ray, MLflow, DeepSpeed and all others that `packages` calls optional fail in this process."""
+    hidden = packages.NEEDED_FOR.keys() - {"pandas"}  # the package datasets needs it
+    path = [str(hiding(tmp_path / "hiding", hidden)), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_A_FEW_SECONDS, sweep(tmp_path, run__page=True), output],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "TERM": "xterm"},
+        timeout=PATIENCE, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = [Finding(**fields) for fields in json.loads(done.stdout.partition("\n]\n")[0] + "]")]
+    assert {f.subject for f in findings if f.mark == "warning"} >= hidden - {"onnx"}
+    assert "matplotlib" in done.stdout.rpartition("]\n")[2], "no page was written"
 
 
 @pytest.mark.parametrize(("arguments", "missing"), [([], ["ray", "mlflow"]), (["--local"], ["mlflow"])])

@@ -24,7 +24,6 @@ NEEDED_FOR: Mapping[str, str] = {
     "ray": "runs without --local",
     "mlflow": "tracking, which `--set run.tracking.uri=none` disables",
     "deepspeed": "`run.engine.name: deepspeed`",
-    "accelerate": "the backbone smollm2-135m",
     "gguf": "the backbone smollm2-135m",
     "onnx": "the backbone flan-t5-small",
     "sentencepiece": "tokenizers without a tokenizer.json",

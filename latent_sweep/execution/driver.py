@@ -268,10 +268,11 @@ def _run_packs(plan: Plan, folder: SweepFolder, source: PackSource, options: Run
 
 def _write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
     """Write the HTML report; an error is only logged."""
-    from latent_sweep.report.page import render_page  # imports matplotlib
     from latent_sweep.report.tables import PAGE_FILE
 
     try:
+        from latent_sweep.report.page import render_page  # imports matplotlib, which may be missing
+
         folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
     except Exception as error:
         log.debug("no page", exc_info=True)
@@ -280,9 +281,9 @@ def _write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
 
 def _write_model(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
     """Write the best trial's model for the tracker to upload; an error is only logged."""
-    from latent_sweep.tracking.mlflow_model import log_best  # imports torch
-
     try:
+        from latent_sweep.tracking.mlflow_model import log_best  # imports torch
+
         log_best(folder)
     except Exception as error:
         log.debug("no model", exc_info=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -58,7 +59,7 @@ def screen_for(sweep: SweepFolder, log: bool) -> Screen:
             the sweep.
     """
     lines = Lines(say if log else None)
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or find_spec("rich") is None:
         return lines
     from rich.console import Console
 
