@@ -16,7 +16,7 @@ from latent_sweep.results import importance
 from latent_sweep.results.bootstrap import RESAMPLES
 from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
 from latent_sweep.results.definition import MEASURES, Measure
-from latent_sweep.results.published import content, find_published
+from latent_sweep.results.published import published_cells
 from latent_sweep.results.summaries import (
     Configuration,
     RoutingMetric,
@@ -72,7 +72,7 @@ def sections(summary: Summary) -> list[Section]:
     tables = [
         Section("main", f"sweep {summary.name}: {counts(summary)}", _main(summary), *_main_notes(summary)),
         Section("compared", _DIFFERENCES, _compared([summary]), *comparison_notes([summary])),
-        Section("published", "Compared with the paper", _published(summary), _published_notes()),
+        Section("published", "Compared with published numbers", _published(summary), _PUBLISHED_NOTES),
         Section("tasks", "Final scores by task (%)", _by_task(summary), _task_notes(summary)),
         Section("router", "Router", _router(summary), (), _ROUTER_DETAILS),
         *_importance(summary),
@@ -492,39 +492,38 @@ _LIMITS = ("benchmark.train_per_task", "benchmark.test_per_task", "training.max_
 """Settings that reduce the paper's protocol."""
 
 
+_PUBLISHED_NOTES = (
+    "paper: of the source; ours: this sweep's mean; gap: ours minus the paper's, in percentage points",
+    "other settings: reduced data or steps, and other training settings than the paper's, as far as they are known",
+    "(copy): read in someone's copy of the paper's table; docs/what_others_report.md has addresses and disagreements",
+)
+
+
 def _published(summary: Summary) -> Table | None:
     axes, rows = Columns([summary]), []
     for one in summary.configurations:
-        published = find_published(one.settings, one.n_tasks)
-        if published is None or one.n_stopped:  # then the mean is not over all seeds
+        if one.n_stopped:  # then the mean is not over all seeds
             continue
-        other = {path: value for path in _LIMITS if (value := one.settings.get(path)) is not None}
-        other |= {
-            path: one.settings[path]
-            for path, value in published.protocol.items()
-            if one.settings.get(path, value) != value
-        }
-        rows.append(
-            [
-                *axes.cells(summary, one),
-                Cell(str(published.table), published.table),
-                *_paper_cells(one.average_performance, published.average_performance),
-                *_paper_cells(one.forgetting, published.forgetting),
-                Cell(label(other) or "-"),
-            ]
-        )
-    columns = ["table", *(f"{name} {part}" for name in ("AP", "FM") for part in ("paper", "ours", "gap"))]
-    return Table([*axes.header, *columns, "other settings"], rows, len(axes.header)) if rows else None
+        for published in published_cells(one.settings, one.n_tasks):
+            settings, training = one.settings, published.training
+            other = {path: value for path in _LIMITS if (value := settings.get(path)) is not None}
+            other |= {path: settings[path] for path, value in training.items() if settings.get(path, value) != value}
+            rows.append(
+                [
+                    *axes.cells(summary, one),
+                    Cell(published.source + (" (copy)" if published.copied else "")),
+                    *_paper_cells(one.average_performance, published.scores.get("AP")),
+                    *_paper_cells(one.forgetting, published.scores.get("FM")),
+                    Cell(label(other) or "-"),
+                ]
+            )
+    columns = ["source", *(f"{name} {part}" for name in ("AP", "FM") for part in ("paper", "ours", "gap"))]
+    return Table([*axes.header, *columns, "other settings"], rows, len(axes.header) + 1) if rows else None
 
 
-def _published_notes() -> list[str]:
-    return [
-        f"paper: {content()['source']}; ours: this sweep's mean; gap: ours minus the paper's, in percentage points",
-        "other settings: reduced data or steps, and other epochs or batch sizes than the paper's",
-    ]
-
-
-def _paper_cells(ours: Statistic | None, paper: float) -> list[Cell]:
+def _paper_cells(ours: Statistic | None, paper: float | None) -> list[Cell]:
+    if paper is None:
+        return [Cell("-"), score_cell(ours, spread=False), Cell("-")]
     gap = None if ours is None else ours.mean - paper
     return [_fraction(paper), score_cell(ours, spread=False), Cell("-" if gap is None else points(gap), gap)]
 

@@ -1,7 +1,8 @@
 """Forward transfer: every task's test rows, answered just before it is learned and by the untouched backbone.
 
-FWT is the mean over tasks j > 1 of a[j - 1, j] minus the backbone's own score on j (Lopez-Paz and Ranzato 2017). All
-answers are in the generation cache; those of the backbone serve all trials.
+FWT is the mean over tasks j > 1 of a[j - 1, j] minus the backbone's own score on j. In Lopez-Paz and Ranzato (2017) the
+second score is that of a random initialization. All answers are in the generation cache; those of the backbone serve
+all trials.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from tools.published_page import published_page
+
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.cli.main import make_parser
 from latent_sweep.errors import ConfigError
@@ -256,6 +258,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/commands.md": commands_page,
     "docs/reference/presets.md": presets_page,
     "docs/which_method.md": which_method_page,
+    "docs/what_others_report.md": published_page,
 }
 """Each generated page, with the function that returns its text."""
 
