@@ -20,7 +20,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the tests' processes share compiled bytecode, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow compatibility compatibility-tests bench snapshots conformance portability faults mutants chaos scale launches routers gpu-kit reference docs notebook recompute lint types check clean
+.PHONY: setup quickstart test test-slow compatibility compatibility-tests bench snapshots conformance portability faults mutants chaos scale launches routers routers-page gpu-kit reference docs notebook recompute lint types check clean
 
 setup: $(STAMP)
 
@@ -93,6 +93,10 @@ launches: $(STAMP)
 # compares features and heads of the router on two benchmarks (docs/experiments/routers.md), in build/routers; needs data
 routers: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)routers build/routers $(ROUTERS)
+
+# writes the tables of docs/experiments/routers.md from its archive, or from ARCHIVE=build/routers/routers.json
+routers-page: $(STAMP)
+	$(TOOL)routers_page $(ARCHIVE)
 
 # writes archives for a machine with one GPU and no network (docs/development/first_minutes_on_a_gpu.md)
 gpu-kit: $(STAMP)

@@ -4,7 +4,8 @@
 
 Fits every head on every feature, on training examples of each task of two benchmarks, and routes test examples whose
 definitions are verbatim, reworded or left out, or of which only the input is read. Needs no adapter. Hidden states are
-computed in one pass per example, and stored in FOLDER with the results; a second call continues. Prints Markdown.
+computed in one pass per example, and stored in FOLDER with the results; a second call continues. Writes all of them to
+FOLDER/routers.json, and prints its tables (`tools.routers_page`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import copy
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tools.routers_page import tables
 
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.routing.combination import Combiner
@@ -178,106 +180,53 @@ def measure(folder: Path, sizes: Sizes, names: Sequence[str]) -> Results:
     return {name: results[name] for name in names}
 
 
+# --- abstention ------------------------------------------------------------------------------------------------------
+
 ABSTAINING: Mapping[str, Mapping[str, Any]] = {
     "gaussian, K = 1": {"components": 1, "abstain": 0.99},
     "gaussian, K = 1, Ledoit-Wolf": {"components": 1, "shrinkage": "ledoit_wolf", "abstain": 0.99},
     "ncm": {"head": "ncm", "abstain": 0.99},
 }
 ABSTAINING_ON: Sequence[str | int] = ("embeddings", 2, 16, 30)
+Shares = dict[str, dict[str, dict[str, dict[str, list[float]]]]]
+"""Shares of each task's test examples by benchmark, features, head and column."""
 
 
-def abstention(folder: Path, sizes: Sizes, names: Sequence[str]) -> Iterator[str]:
-    """Yield a table of the shares of test examples that belong to no task, in percent, with `abstain: 0.99`."""
-    columns = [*PROMPTS, *["the other benchmark, verbatim"] * (len(names) - 1)]
-    yield f"| benchmark | features | head | {' | '.join(columns)} |"
-    yield f"|---|---|---|{'---|' * len(columns)}"
+def abstention(folder: Path, sizes: Sizes, names: Sequence[str]) -> Shares:
+    """Return the shares of test examples for which the router abstains, with `abstain: 0.99`.
+
+    Columns are those of `PROMPTS`, and two of tasks that the router has not seen, with their definitions: `tasks to
+    come`, the second half of the benchmark after the first, and `other benchmark`, after all tasks.
+    """
+    shares: Shares = {}
     contexts = {name: Context(trial_of(name, sizes, "verbatim", {}), Storage(folder)) for name in names}
     for name, features, head in itertools.product(names, ABSTAINING_ON, ABSTAINING):
+        by_column = shares.setdefault(name, {}).setdefault(str(features), {}).setdefault(head, {})
         settings = {"features": features, **ABSTAINING[head]}
-        shares = []
         for prompts in PROMPTS:
-            combiner = combiner_of(contexts[name], trial_of(name, sizes, prompts, settings))
-            shares.append([combiner.abstained(combiner.n_tasks, task) or 0.0 for task in range(combiner.n_tasks)])
-        seen = combiner_of(contexts[name], trial_of(name, sizes, "verbatim", settings))
-        router = seen.fitted(seen.n_tasks).router
+            rows = combiner_of(contexts[name], trial_of(name, sizes, prompts, settings))
+            by_column[prompts] = [rows.abstained(rows.n_tasks, i) or 0.0 for i in range(rows.n_tasks)]
+        own = combiner_of(contexts[name], trial_of(name, sizes, "verbatim", settings))
+        half = (own.n_tasks + 1) // 2
+        by_column["tasks to come"] = [own.abstained(half, i) or 0.0 for i in range(half, own.n_tasks)]
+        router = own.fitted(own.n_tasks).router
         assert router is not None, "soft has one"
-        for other in [each for each in names if each != name]:
-            unseen = combiner_of(contexts[other], trial_of(other, sizes, "verbatim", settings))
-            rows = [unseen.embeddings(task, "test") for task in range(unseen.n_tasks)]
-            shares.append([float(np.mean(router.withheld(np.ones((len(X), 1)), X) == 0)) for X in rows])
-        cells = [f"{100 * np.mean(each):.1f}" for each in shares]
-        yield f"| {name} | {features} | {head} | {' | '.join(cells)} |"
+        for other in (each for each in names if each != name):
+            rows = combiner_of(contexts[other], trial_of(other, sizes, "verbatim", settings))
+            tests = [rows.embeddings(i, "test") for i in range(rows.n_tasks)]
+            withheld = [float(np.mean(router.withheld(np.ones((len(X), 1)), X) == 0)) for X in tests]
+            by_column["other benchmark"] = withheld
+    return shares
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- archive ---------------------------------------------------------------------------------------------------------
 
 
-def interval(values: npt.NDArray[np.float64], draws: int = 10_000) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of a mean over tasks."""
-    source = np.random.default_rng(0)
-    means = values[source.integers(len(values), size=(draws, len(values)))].mean(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def accuracies(results: Results, name: str, prompts: str, features: str, head: str) -> npt.NDArray[np.float64]:
-    return 100 * np.array(results[name][prompts][features][head]["accuracy"])
-
-
-def by_head(results: Results, features: str) -> Iterator[str]:
-    """Yield a table of all heads on one feature."""
-    columns = list(itertools.product(results, PROMPTS))
-    yield f"| {features} | {' | '.join(f'{name}, {prompts}' for name, prompts in columns)} |"
-    yield f"|---|{'---|' * len(columns)}"
-    for head in HEADS:
-        cells = [
-            f"{accuracies(results, name, prompts, features, head).mean():.1f} "
-            f"({np.mean(results[name][prompts][features][head]['nll']):.2f})"
-            for name, prompts in columns
-        ]
-        yield f"| {head} | {' | '.join(cells)} |"
-
-
-def by_layer(results: Results, head: str) -> Iterator[str]:
-    """Yield a table of all features behind one head."""
-    columns = list(itertools.product(results, PROMPTS))
-    yield f"| {head} | {' | '.join(f'{name}, {prompts}' for name, prompts in columns)} |"
-    yield f"|---|{'---|' * len(columns)}"
-    for features in map(str, FEATURES):
-        cells = [f"{accuracies(results, *column, features, head).mean():.1f}" for column in columns]
-        yield f"| {features} | {' | '.join(cells)} |"
-
-
-def chosen(results: Results, name: str, columns: Sequence[str], tasks: slice) -> tuple[str, str]:
-    """Return the features and the head with the best mean accuracy over these columns and tasks of a benchmark."""
-
-    def mean(candidate: tuple[str, str]) -> float:
-        return float(np.mean([accuracies(results, name, column, *candidate)[tasks] for column in columns]))
-
-    return max(itertools.product(map(str, FEATURES), HEADS), key=mean)
-
-
-def verdict(results: Results) -> Iterator[str]:
-    """Yield accuracies and differences from the default on tasks that the choice was not made on, with intervals.
-
-    Features and head are chosen on every second task and judged on the others, and the other way round.
-    """
-    yield "| benchmark | chosen for | features, head for odd; even tasks | judged on | accuracy | minus the default's |"
-    yield "|---|---|---|---|---|---|"
-    purposes = {column: [column] for column in PROMPTS} | {"the first three": list(PROMPTS)[:3]}
-    halves = slice(0, None, 2), slice(1, None, 2)
-    for name, (purpose, columns) in itertools.product(results, purposes.items()):
-        choices = [chosen(results, name, columns, half) for half in halves[::-1]]
-        for prompts in columns if purpose in PROMPTS else PROMPTS:
-            base = accuracies(results, name, prompts, *DEFAULT)
-            own = base.copy()
-            for half, choice in zip(halves, choices, strict=True):
-                own[half] = accuracies(results, name, prompts, *choice)[half]
-            low, high = interval(own - base)
-            yield (
-                f"| {name} | {purpose} | {'; '.join(', '.join(choice) for choice in choices)} | {prompts} | "
-                f"{own.mean():.1f} | {(own - base).mean():+.1f} [{low:+.1f}, {high:+.1f}] |"
-            )
+def rounded(value: Any) -> Any:
+    """Return nested results with six decimals."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [round(number, 6) for number in value] if isinstance(value, list) else value
 
 
 def main() -> None:
@@ -289,15 +238,14 @@ def main() -> None:
     parser.add_argument("--benchmarks", nargs="+", choices=ORDERS, default=list(ORDERS))
     arguments = parser.parse_args()
     sizes = Sizes(arguments.train, arguments.test, arguments.length)
-    results = measure(arguments.folder, sizes, arguments.benchmarks)
-    print("Macro accuracy in percent, NLL in nats in parentheses.\n")
-    for features in ("embeddings", "2", "16", "30"):
-        print("\n".join(by_head(results, features)), end="\n\n")
-    for head in ("gaussian, K = 5 (default)", "gaussian, K = 1, Ledoit-Wolf", "ncm", "ridge, epsilon 1e-4"):
-        print("\n".join(by_layer(results, head)), end="\n\n")
-    print("\n".join(verdict(results)), end="\n\n")
-    for line in abstention(arguments.folder, sizes, arguments.benchmarks):
-        print(line, flush=True)
+    routed = measure(arguments.folder, sizes, arguments.benchmarks)
+    abstained = abstention(arguments.folder, sizes, arguments.benchmarks)
+    archive = rounded({"sizes": vars(sizes), "routed": routed, "abstained": abstained})
+    path = arguments.folder / "routers.json"
+    path.write_text(json.dumps(archive, separators=(",", ":")) + "\n")
+    for title, lines in tables(archive).items():
+        print(f"{title}:\n", *lines, "", sep="\n")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

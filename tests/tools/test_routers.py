@@ -2,13 +2,14 @@
 
 import itertools
 import json
-from pathlib import Path
+import re
 
 import numpy as np
 import pytest
 from helpers.tiny import bank_of, random_rows
 from tools import routers
-from tools.routers import DEFAULT, HEADS, PROMPTS, Sizes, abstention, by_head, interval, mean_states, measure, verdict
+from tools.routers import HEADS, PROMPTS, Sizes, abstention, mean_states, measure
+from tools.routers_page import ARCHIVE, DEFAULT, PAGE, interval, tables, verdict, with_tables
 
 from latent_sweep.backbones.features import mean_states_at
 
@@ -31,7 +32,7 @@ def test_choices_are_judged_on_other_tasks():
         return {"accuracy": [1.0 if good and task % 2 == 0 else 0.5 for task in range(6)], "nll": [1.0] * 6}
 
     by_feature = {f: {head: result(f, head) for head in HEADS} for f in names}
-    _, _, *rows = verdict({"superni": dict.fromkeys(PROMPTS, by_feature)})
+    _, _, *rows = verdict({"superni": dict.fromkeys(PROMPTS, by_feature)}, "superni")
     assert len(rows) == 2 * len(PROMPTS)
     for row in rows:
         *_, choices, _, accuracy, difference, _ = row.split("|")
@@ -54,15 +55,22 @@ def test_every_router_is_measured_and_results_are_kept(tmp_path, monkeypatch):
     assert np.mean(results["builtin"]["verbatim"][DEFAULT[0]][DEFAULT[1]]["accuracy"]) > 0.9
     monkeypatch.setattr(routers, "result_of", lambda *asked: pytest.fail("they are kept"))
     assert measure(tmp_path, sizes, ["builtin"]) == results
-    assert len(list(abstention(tmp_path, sizes, ["builtin"]))) == 2 + len(routers.ABSTAINING)
+    shares = abstention(tmp_path, sizes, ["builtin"])
+    for by_column in shares["builtin"]["embeddings"].values():
+        assert by_column.keys() == {*PROMPTS, "tasks to come"}
+        seen, to_come = (np.mean(by_column[column]) for column in ("verbatim", "tasks to come"))
+        assert seen < to_come <= 1
 
 
-def test_the_page_has_the_tables_of_its_archive():
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "experiments" / "routers.md").read_text(encoding="utf-8")
-    results = json.loads((root / "sweeps" / "results" / "routers.json").read_text(encoding="utf-8"))
-    for features in ("embeddings", "8", "30"):
-        for row in list(by_head(results, features))[2:]:
-            assert row in page
-    for row in verdict(results):
-        assert row.replace("| superni | ", "| ") in page or "superni" not in row
+def test_the_page_is_what_its_archive_says():
+    """Its tables are written from the archive, and every interval in its text stands in one of them."""
+    page, archive = PAGE.read_text(encoding="utf-8"), json.loads(ARCHIVE.read_text(encoding="utf-8"))
+    assert with_tables(page, archive) == page
+    made = tables(archive)
+    assert all(f"<!-- {name} -->" in page for name in made), "every table is shown"
+    cells = "\n".join(line for lines in made.values() for line in lines)
+    text = " ".join(line for line in page.splitlines() if not line.startswith("|"))
+    intervals = re.findall(r"[+-][\d.]+ points? \[[^\]]+\]|[+-][\d.]+ \[[^\]]+\]", text)
+    assert len(intervals) > 5
+    missing = [each for each in intervals if re.sub(" points?", "", each) not in cells]
+    assert not missing
