@@ -244,7 +244,7 @@ def _deltas_side_by_side(deltas: Sequence[Sequence[Delta]], counts: Sequence[int
     joined = join(deltas, counts) if join is not None else None
     if joined is not None:
         return joined
-    return [_Split(of_projection, counts) for of_projection in zip(*deltas, strict=True)]
+    return _Splits(deltas, counts)
 
 
 def _prompts(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Tensor | None:
@@ -254,6 +254,23 @@ def _prompts(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Tensor
     longest = max(p.shape[-2] for p in prompts)
     wide = [pad(p, (0, 0, 0, longest - p.shape[-2])) for p in prompts]  # no row refers to the added vectors
     return torch.cat([p.expand(count, *p.shape[-2:]) for p, count in zip(wide, counts, strict=True)])
+
+
+class _Splits(LazyDeltas):
+    """Delta sequences of several runs, each applied to its own rows of the batch."""
+
+    def __init__(self, runs: Sequence[Sequence[Delta]], counts: Sequence[int]):
+        self.runs, self.counts = runs, counts
+
+    def cast(self, dtype: torch.dtype) -> _Splits:
+        return _Splits([cast(deltas, dtype) for deltas in self.runs], self.counts)
+
+    def __len__(self) -> int:
+        return len(self.runs[0])
+
+    @cached_property
+    def _deltas(self) -> Sequence[Delta]:
+        return [_Split(of_projection, self.counts) for of_projection in zip(*self.runs, strict=True)]
 
 
 class _Split:

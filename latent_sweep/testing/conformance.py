@@ -353,6 +353,16 @@ class MethodConformance:
         together.run(packs)
         _check_snapshots(together, two_seeds.runs, two_seeds.names[0] | two_seeds.names[1])
 
+    def test_a_pack_learns_in_bfloat16(self, new_runs: Callable[[str], Runs], family: str) -> None:
+        """Values of another type among the backbone's would be an error, or double the memory of what follows."""
+        content, events = self.gently(family), list[Event]()
+        content["trial"]["backbone"] = {**content["trial"]["backbone"], "dtype": "bfloat16"}
+        runs = new_runs("bfloat16")
+        runs.run(runs.packs_of(content | {"run": {**content["run"], "pack": ["seed"]}}), events.append)
+        for step in _steps(events):
+            assert all(math.isfinite(loss) for loss in step.losses.values())
+        assert len(runs.stages) == 2
+
     def test_micro_batches_add_up(self, two_seeds: TwoSeeds, new_runs: Callable[[str], Runs], family: str) -> None:
         if not self.trial(family).method().packable:
             pytest.skip("its random draws depend on the rows of a pass")

@@ -61,7 +61,7 @@ def _run(method: dict[str, Any], family: str, device: str) -> tuple[Sequence[flo
     torch.set_num_threads(1)
     trial = {
         "method": method,
-        "backbone": {"name": family, "device": device},
+        "backbone": {"name": family, "device": device, "dtype": "float32"},
         "benchmark": {"name": "builtin", "tasks": list(TASKS), "train_per_task": 8, "test_per_task": 4},
         "training": {"learning_rate": 1e-3, "epochs": 2, "batch_size": 4},
         "router": {"components": 2},
