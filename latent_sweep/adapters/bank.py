@@ -23,6 +23,7 @@ class Delta(Protocol):
     """A change to one projection's output.
 
     One that is the same for every row of any batch may set `uniform = True`: a shared prefix is then computed once.
+    With `static = False` it is not copied to the static memory that a CUDA graph reads, and decodes without one.
     """
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
@@ -171,6 +172,11 @@ class AdapterBank:
         virtual = prompt[vectors] if prompt.dim() == 2 else prompt[rows, vectors]
         self._watch(virtual)
         return torch.where((ids < 0).unsqueeze(-1), virtual.to(output.dtype), output)
+
+    @property
+    def adaptation(self) -> Adaptation:
+        """The active one, with deltas in the type of the projections."""
+        return self._active
 
     @contextmanager
     def active(self, adaptation: Adaptation) -> Iterator[None]:

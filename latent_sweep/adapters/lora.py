@@ -116,6 +116,8 @@ class DenseDelta:
 
     dW: Tensor
     uniform: ClassVar[bool] = True
+    static: ClassVar[bool] = False
+    """As large as the weight itself: memory may not hold a copy."""
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
         return output + h @ self.dW[:, : h.shape[-1]].T

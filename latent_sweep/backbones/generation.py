@@ -24,7 +24,9 @@ from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, position_argument, positions
 from latent_sweep.backbones.layouts import ALIGNED
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.recorded_token import ReadPrompts
 from latent_sweep.backbones.sharing import pays_for_prompts
+from latent_sweep.backbones.token_graphs import Comparison, TokenGraphs
 from latent_sweep.metrics.answers import cut_answer
 
 WORTHWHILE_TOKENS = 64
@@ -89,6 +91,7 @@ def generate(
     shared: int = 0,
     choose: Choice = greedy,
     look_every: int | None = None,
+    graphs: TokenGraphs | None = None,
 ) -> list[list[int]]:
     """Return the answers as token ids, without their end-of-sequence token.
 
@@ -97,7 +100,10 @@ def generate(
         shared: length of a common prefix, which a causal model reads once; see `shared_tokens`. Must be 0 unless the
             adaptation is the same for every row.
         look_every: tokens between checks for ended answers; None suits the device.
+        graphs: generate greedy answers after their first tokens, where they can.
     """
+    extend = partial(_extend, backbone=backbone, stop=stop)
+    comparison: Comparison | None = None
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # rows still in the batch
     look_every = look_every or _tokens_between_looks(backbone.device, choose)
@@ -114,18 +120,28 @@ def generate(
             if step:
                 decoder.feed(written[:, step - 1])
             written[:, step] = choose(decoder.next_logits(), written[:, :step])
+            if graphs is not None and choose is greedy and not step:
+                with_graphs = graphs.answers(decoder.read(), written[:, 0], bank, max_new_tokens, extend)
+                if isinstance(with_graphs, list):
+                    return with_graphs
+                if with_graphs is not None:
+                    comparison, choose = with_graphs, with_graphs.choose
             if step + 1 in (seen + look_every, max_new_tokens):
                 new = written[:, seen : step + 1].tolist()
                 seen = step + 1
-                active = [i for i, row in enumerate(rows) if _extend(answers[row], new[i], backbone, stop)]
+                active = [i for i, row in enumerate(rows) if extend(answers[row], new[i])]
                 if not active or seen == max_new_tokens:
                     break
                 if len(active) < len(rows):
                     kept = torch.tensor(active, device=backbone.device)
                     rows = [rows[i] for i in active]
+                    if comparison is not None:
+                        comparison.rows = rows
                     written = written[kept]
                     decoder.select(active, kept)
                     bank.select(kept)
+    if graphs is not None and comparison is not None:
+        graphs.check(comparison, answers)
     return answers
 
 
@@ -248,6 +264,12 @@ class _CausalDecoder:
             **keep,
         ).logits[:, -1]
 
+    def read(self) -> ReadPrompts | None:
+        """Return the state after the prompts; None if the model makes its own masks."""
+        if isinstance(self._padding, _Plain):
+            return None
+        return ReadPrompts(self._cache, self._padding.hidden, self._later_positions[:, :1])
+
     def feed(self, tokens: Tensor) -> None:
         self._ids, self._keep = tokens[:, None], 0  # transformers' code for all tokens
         self._positions, self._later_positions = self._later_positions.tensor_split([1], dim=1)
@@ -285,6 +307,13 @@ class _EncoderDecoder:
             **{self._backbone.cache_name: self._cache},
         ).logits[:, -1]
 
+    def read(self) -> ReadPrompts | None:
+        """As of `_CausalDecoder`; the decoder has read its first token."""
+        if isinstance(self._padding, _Plain):
+            return None
+        both = self._cache
+        return ReadPrompts(both.self_attention_cache, self._padding.hidden, across=both.cross_attention_cache)
+
     def feed(self, tokens: Tensor) -> None:
         self._ids = tokens[:, None]
 
@@ -317,9 +346,9 @@ class _Padding:
 
     def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], mask: Tensor, later: int = 0):
         self._padded = [len(prompt) < mask.shape[1] for prompt in prompts]  # without asking the device
-        self._hidden = (mask == 0)[:, None, None]
+        self.hidden = (mask == 0)[:, None, None]
         self._dtype = backbone.model.dtype
-        self._added = self._lowest_where(self._hidden, later)
+        self._added = self._lowest_where(self.hidden, later)
 
     def of(self, keys: int) -> Tensor | None:
         """Return what every query adds to its scores, (rows, 1, 1, keys); None without padding."""
@@ -329,9 +358,9 @@ class _Padding:
         """Return the causal mask, (rows, 1, tokens, keys); None if transformers' own suffices."""
         if not shared and not any(self._padded):
             return None
-        keys = self._hidden.shape[-1]
-        positions = torch.arange(keys, device=self._hidden.device)
-        return self._lowest_where(self._hidden | (positions > positions[shared:, None]))[..., :keys]
+        keys = self.hidden.shape[-1]
+        positions = torch.arange(keys, device=self.hidden.device)
+        return self._lowest_where(self.hidden | (positions > positions[shared:, None]))[..., :keys]
 
     def select(self, active: Sequence[int], kept: Tensor) -> None:
         self._padded = [self._padded[row] for row in active]

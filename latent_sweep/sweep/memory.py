@@ -17,6 +17,7 @@ r rank, V vocabulary, P trainable parameters, M adapted projections of o x n.
     logits       b V B L, and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
     held         what a method keeps for its penalty, subspaces, sums of earlier updates, a block of a product, or for
                  its gradient: those of reference batches
+    graphs       with `run.graphs: auto`, keys and values of all padded rows and places, and latent adapters once more
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
 A Llama block keeps, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
@@ -47,6 +48,7 @@ from typing import NamedTuple
 
 from latent_sweep.adapters.inputs import input_of
 from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
+from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
 from latent_sweep.sweep.plan import Pack, Trial
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
@@ -119,6 +121,8 @@ class Memory:
     cache: int
     reading: int
     """Activations during generation."""
+    graphs: int
+    """Of the fixed memory of decoding graphs."""
 
     @property
     def _resident(self) -> int:
@@ -131,7 +135,7 @@ class Memory:
 
     @property
     def answering(self) -> int:
-        return self._resident + self.merged + self.gathered_to_answer + self.cache + self.reading
+        return self._resident + self.merged + self.gathered_to_answer + self.cache + self.reading + self.graphs
 
     @property
     def measuring(self) -> int:
@@ -171,13 +175,14 @@ def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
     weights, gathered, gathered_to_answer, host = _weights(shape, run)
     cache, reading = _answer(trial, shape)
     sides = sum(m + n for m, n in shape.targets.values())
+    factors = shape.bytes * method.rank() * sides if method.factored else 0
     dense, largest = method.dense_entries(shape.targets), max((m * n for m, n in shape.targets.values()), default=0)
     return Memory(
         weights=weights,
         gathered=gathered,
         gathered_to_answer=gathered_to_answer,
         host=host,
-        factors=runs * shape.bytes * method.rank() * sides if method.factored else 0,
+        factors=runs * factors,
         history=tasks * trained * (4 + shape.bytes) if "sum" in method.combinations else 0,
         merged=shape.bytes * dense + 8 * 4 * largest if dense else 0,
         activations=activations,
@@ -190,6 +195,7 @@ def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
         fisher=_fisher(trial, shape, of_run, run.resources, rows) if learns else 0,
         cache=cache,
         reading=reading,
+        graphs=_fixed_cache(trial, shape) + factors if _decodes_with_graphs(run) else 0,
     )
 
 
@@ -486,3 +492,19 @@ def _answer(trial: Trial, shape: Shape) -> tuple[int, int]:
         cache = shape["decoder_blocks"] * of_token * (prompt + target)
         at_last = cache, tokens * b * h + of_token * max(prompt, target)  # the encoder's output, and the copy
     return max(at_first, at_last, key=sum)
+
+
+def _decodes_with_graphs(run: RunSettings) -> bool:
+    resources = run.resources
+    return run.graphs == "auto" and run.engine.name == "torch" and resources.workers == 1 and resources.gpus > 0
+
+
+def _fixed_cache(trial: Trial, shape: Shape) -> int:
+    """Return bytes of the keys and values of a graph for the largest batch; see `backbones.token_graphs`."""
+    rows, (prompt, target) = padded_rows(trial.settings.evaluation.batch_size), _longest(trial)
+    if not shape.family.laid_out:
+        return 0
+    if not shape.family.encoder_decoder:
+        return shape["blocks"] * 2 * shape.bytes * shape["keys"] * rows * padded_places(prompt + target)
+    places = padded_places(1 + target) + padded_places(prompt)
+    return shape["decoder_blocks"] * 2 * shape.bytes * shape["queries"] * rows * places

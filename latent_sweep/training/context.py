@@ -125,7 +125,8 @@ class Context:
         return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
 
     def close(self) -> None:
-        """Remove adapters from the backbone, which another pack of this process may use."""
+        """Remove adapters from the backbone, which another pack of this process may use, and free graphs."""
+        self.engine.release_graphs()
         if "bank" in self.__dict__:
             self.bank.remove()
 

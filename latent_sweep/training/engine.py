@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.backbones.graphs import NewPool
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone, load_backbone
+from latent_sweep.backbones.token_graphs import TokenGraphs
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import canonical_json
 from latent_sweep.training.worker_group import ALONE, WorkerGroup
@@ -62,6 +63,7 @@ class Engine:
         self.group = group
         self.graphs = graphs
         self._backbone = backbone
+        self._token_graphs: TokenGraphs | None = None
         self._condition = _condition(backbone.model) if backbone is not None else None
 
     @property
@@ -78,6 +80,7 @@ class Engine:
         self._backbone = _kept[key]
         if self._backbone.device.type != "cuda":
             self.graphs = None
+        self._token_graphs = None
         self._condition = _condition(self._backbone.model)
         return self._backbone
 
@@ -93,6 +96,18 @@ class Engine:
             "method's own tensors, and remove hooks before begin_task, finish, gates or combine return"
         )
 
+    @property
+    def token_graphs(self) -> TokenGraphs | None:
+        """Graphs of decoded tokens; None without graphs."""
+        if self._token_graphs is None and self.graphs is not None:
+            self._token_graphs = TokenGraphs(self.backbone, self.graphs)
+        return self._token_graphs
+
+    def release_graphs(self) -> None:
+        """Free the memory of graphs of decoded tokens."""
+        if self._token_graphs is not None:
+            self._token_graphs.release()
+
     def end_answers_with(self, token: int) -> Backbone:
         """End the backbone's answers with this token instead of EOS, until it is loaded again."""
         self._backbone = replace(self.backbone, answer_end=token)
@@ -103,6 +118,7 @@ class Engine:
 
     def begin_learning(self) -> None:
         """Prepare for training, on every worker."""
+        self.release_graphs()
 
     def begin_answering(self) -> None:
         """Prepare for generating answers, on every worker, possibly to different rows."""

@@ -1,7 +1,8 @@
 """Scoring the tasks seen so far, one row of the score matrix, with a cache of generated answers.
 
 The cache is keyed by all that greedy answers depend on: prompt, weighted snapshots, method, decoding, backbone and, for
-near ties of two tokens, device and libraries. Its unit is a batch, so no score depends on what was computed before.
+near ties of two tokens, device, libraries and graphs. Its unit is a batch, so no score depends on what was computed
+before.
 
 A row's own weights decide how it is answered: `path_of` says whether its batch uses one merged adapter, and if so, the
 common prefix of the task's test prompts is read once. A row's neighbors only affect rounding, through batch size and
@@ -145,7 +146,16 @@ def answer(
         for weights, prompts in batch.parts():
             with torch.no_grad():  # not inference mode: a method may keep tensors and train with them later
                 adaptation = adapters.of(batch, weights, snapshot)
-                ids += generate(backbone, bank, prompts, adaptation, batch.max_new_tokens, batch.stop, batch.shared)
+                ids += generate(
+                    backbone,
+                    bank,
+                    prompts,
+                    adaptation,
+                    batch.max_new_tokens,
+                    batch.stop,
+                    batch.shared,
+                    graphs=engine.token_graphs,
+                )
         return [answer_text(backbone, answer_ids, batch.stop) for answer_ids in ids]
 
     rank = engine.group.rank
@@ -272,7 +282,8 @@ class Evaluator:
     def _path(self, batch: AnswerBatch) -> Path | None:
         if self.cache is None:
             return None
-        key = answers_name(batch, self.method, self.engine.backbone, self.method_source)
+        graphs = self.engine.graphs is not None
+        key = answers_name(batch, self.method, self.engine.backbone, self.method_source, graphs)
         return self.cache / key[:2] / f"{key}.json"
 
 
@@ -300,7 +311,9 @@ def batched(rows: Sequence[int], lengths: Sequence[int], weights: Array, batch_s
     return batches
 
 
-def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_source: str | None = None) -> str:
+def answers_name(
+    batch: AnswerBatch, method: Method, backbone: Backbone, method_source: str | None = None, graphs: bool = False
+) -> str:
     """Name the answers to a batch: a hash of everything they depend on."""
     code = [] if method_source is None else [method_source]
     content: dict[str, Any] = {
@@ -319,6 +332,8 @@ def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_
         content["passes"] = batch.passes
     if batch.shared:
         content["shared"] = batch.shared
+    if graphs:
+        content["graphs"] = True
     return content_hash(content, length=32)
 
 

@@ -177,11 +177,11 @@ def test_out_of_memory_while_answering_halves_batches(tmp_path, capsys, monkeypa
     content = short(search={"router.components": [1]}, trial__evaluation={"batch_size": 8})
     passes = []
 
-    def answered(backbone, bank, prompts, *others):
+    def answered(backbone, bank, prompts, *others, **options):
         passes.append(len(prompts))
         if len(prompts) > 4 and passes.count(8) == 2:  # the second stage's, whose first task has known answers
             raise MemoryError("no memory for so many answers")
-        return original(backbone, bank, prompts, *others)
+        return original(backbone, bank, prompts, *others, **options)
 
     original = evaluation.generate
     monkeypatch.setattr(evaluation, "generate", answered)

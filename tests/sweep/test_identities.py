@@ -221,6 +221,7 @@ RUN = {
     "keep_answers": "last",
     "loss_every": 1,
     "forward_transfer": True,
+    "graphs": "auto",
     "page": False,
     "log_model": "best",
     "pack": 2,

@@ -54,9 +54,9 @@ def generated(monkeypatch):
     """Numbers of rows generated, batch by batch."""
     counts, real = [], evaluation.generate
 
-    def counting(backbone, bank, prompts, *arguments):
+    def counting(backbone, bank, prompts, *arguments, **options):
         counts.append(len(prompts))
-        return real(backbone, bank, prompts, *arguments)
+        return real(backbone, bank, prompts, *arguments, **options)
 
     monkeypatch.setattr(evaluation, "generate", counting)
     return counts
@@ -171,10 +171,10 @@ def paths_taken(monkeypatch, method):
         counts.append(len(weights))
         return real_combine(snapshots, weights)
 
-    def generate(backbone, bank, prompts, adaptation, longest, stop, shared):
+    def generate(backbone, bank, prompts, adaptation, longest, stop, shared, **options):
         one = counts[-1] == 1 and shared > 0
         taken.update({tuple(prompt): (one, shared) for prompt in prompts})
-        return real_generate(backbone, bank, prompts, adaptation, longest, stop, shared)
+        return real_generate(backbone, bank, prompts, adaptation, longest, stop, shared, **options)
 
     monkeypatch.setattr(method, "combine", combine)
     monkeypatch.setattr(evaluation, "generate", generate)

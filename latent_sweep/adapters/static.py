@@ -1,0 +1,92 @@
+"""Adapters in memory that stays where it is, so that a CUDA graph that reads it serves other adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latent_sweep.adapters.bank import Delta
+
+_PACKAGE = __name__.partition(".")[0] + "."
+
+
+class NotStatic(Exception):
+    """Some state of a delta cannot be moved to static memory."""
+
+
+def layout_of(deltas: Sequence[Delta]) -> Hashable:
+    """Return what deltas have in common that can share a graph: classes, numbers, and shapes and types of tensors.
+
+    Raises:
+        NotStatic: a class is not of this package, declares `static = False`, or holds other objects.
+    """
+    numbers: dict[int, int] = {}
+    return tuple(_layout(delta, numbers) for delta in deltas)
+
+
+def _layout(value: Any, numbers: dict[int, int]) -> Hashable:
+    if isinstance(value, Tensor):
+        number = numbers.setdefault(id(value), len(numbers))  # deltas may share a tensor
+        return number, tuple(value.shape), value.dtype, value.device
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), *(_layout(each, numbers) for each in value)
+    _check(value)
+    return type(value), *((name, _layout(each, numbers)) for name, each in vars(value).items())
+
+
+def _check(value: Any) -> None:
+    kind = type(value)
+    if not (kind.__module__.startswith(_PACKAGE) and hasattr(kind, "select") and getattr(kind, "static", True)):
+        raise NotStatic(f"{kind.__module__}.{kind.__qualname__}")
+
+
+class StaticDeltas:
+    """Copies of deltas of one layout, each tensor in memory of its own."""
+
+    def __init__(self, deltas: Sequence[Delta]):
+        tensors = list(_tensors(deltas))
+        copies = {id(tensor): torch.empty_like(tensor) for tensor in tensors}
+        self._copies = [copies[id(tensor)] for tensor in tensors]
+        self.deltas: Sequence[Delta] = _moved(list(deltas), copies)
+
+    def fill(self, deltas: Sequence[Delta]) -> None:
+        """Copy the tensors of other deltas of the same layout."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, list(_tensors(deltas)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor of deltas once, in a fixed order."""
+    found: dict[int, Tensor] = {}
+    _collect(value, found)
+    yield from found.values()
+
+
+def _collect(value: Any, found: dict[int, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.setdefault(id(value), value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, found)
+    elif hasattr(value, "__dict__"):
+        for each in vars(value).values():
+            _collect(each, found)
+
+
+def _moved(value: Any, copies: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return copies[id(value)]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(each, copies) for each in value)
+    if not hasattr(value, "__dict__"):
+        return value
+    moved = copy(value)
+    for name, each in vars(value).items():
+        object.__setattr__(moved, name, _moved(each, copies))  # a delta may be a frozen dataclass
+    return moved

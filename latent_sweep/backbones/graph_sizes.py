@@ -1,0 +1,20 @@
+"""Few sizes to which a decoding graph's rows and places are padded, so that one graph serves many batches."""
+
+from __future__ import annotations
+
+FEWEST_ROWS, FEWEST_PLACES = 4, 64
+
+
+def padded_rows(rows: int) -> int:
+    return _padded(rows, FEWEST_ROWS)
+
+
+def padded_places(tokens: int) -> int:
+    """Return the places of a key-value cache for this many tokens, a multiple of `FEWEST_PLACES`."""
+    return _padded(tokens, FEWEST_PLACES)
+
+
+def _padded(count: int, fewest: int) -> int:
+    """Round up to one of four sizes between two powers of two, a multiple of `fewest`: at most a quarter more."""
+    step = max(fewest, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step

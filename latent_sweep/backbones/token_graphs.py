@@ -1,0 +1,174 @@
+"""Decoding with CUDA graphs: the kernels of one token of every row, recorded once and replayed for every token.
+
+Launching a token's kernels from Python takes a GPU longer than computing them. A graph has fixed memory: a key-value
+cache whose places are masked until they are written, adapters, tokens and positions. Each batch copies its own there,
+so one graph serves every batch whose rows and places round up to its own (`graph_sizes`) and whose adapters have the
+same layout (`adapters.static`). Prompts are read without a graph, and rows stay in the batch until all have ended.
+
+Sums over masked places round differently, so answers may differ from those without graphs at near ties of two tokens.
+The first batch of each kind of adapter is decoded both ways; other differences switch the graphs off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.adapters.static import NotStatic, StaticDeltas, layout_of
+from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
+from latent_sweep.backbones.graphs import NewPool
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.recorded_token import (
+    Extend,
+    ReadPrompts,
+    RecordedToken,
+    numbers_of,
+    shapes,
+    tensors_of,
+)
+from latent_sweep.storage.failures import failure_kind
+
+log = logging.getLogger(__name__)
+
+MOST_GRAPHS = 24
+"""Graphs that are kept; the one that was not used for longest is dropped."""
+
+MOST_LAYOUTS = 8
+"""Layouts of adapters that have graphs; rows with their own combinations may have as many as there are tasks."""
+
+ROUNDINGS = 4
+"""Two logits that differ by at most this many roundings of the largest one are a near tie."""
+
+
+class Comparison:
+    """Answers with graphs, to be compared with those that are now generated without."""
+
+    def __init__(self, answers: list[list[int]], dtype: torch.dtype):
+        self._answers, self._tolerance = answers, ROUNDINGS * torch.finfo(dtype).eps
+        self.rows = list(range(len(answers)))
+        """Rows that are still in the batch."""
+        self._ties: list[tuple[list[int], Tensor]] = []
+
+    def choose(self, logits: Tensor, answers: Tensor) -> Tensor:
+        """Choose the next tokens greedily, and record where the second most likely one is almost as likely."""
+        best = logits.float().topk(2, dim=-1).values
+        ties = best[:, 0] - best[:, 1] <= self._tolerance * logits.abs().amax(-1).float()
+        self._ties.append((self.rows, ties))
+        return logits.argmax(-1)
+
+    def differing(self, answers: Sequence[Sequence[int]]) -> list[int]:
+        """Return the rows whose answers differ before any near tie."""
+        differing = []
+        ties = [dict(zip(rows, own.tolist(), strict=True)) for rows, own in self._ties]
+        for row, (own, other) in enumerate(zip(self._answers, answers, strict=True)):
+            if own != list(other):
+                alike = sum(1 for _ in _common(own, other))
+                if not any(of_step.get(row, False) for of_step in ties[: alike + 1]):
+                    differing.append(row)
+        return differing
+
+
+def _common(own: Sequence[int], other: Sequence[int]) -> Iterator[int]:
+    for a, b in zip(own, other, strict=False):
+        if a != b:
+            return
+        yield a
+
+
+class TokenGraphs:
+    """The graphs of one backbone. Whatever they cannot serve is left to the caller, never an error."""
+
+    def __init__(self, backbone: Backbone, new_pool: NewPool):
+        self._backbone, self._new_pool = backbone, new_pool
+        self._graphs: dict[Hashable, RecordedToken] = {}
+        self._adapters: dict[Hashable, StaticDeltas] = {}
+        self._memory = torch.empty(0)
+        self._compared: set[Hashable] = set()
+        self.off: str | None = None
+        """Why the graphs are switched off for good."""
+        self._new_graph = new_pool()
+
+    def release(self) -> None:
+        """Free all memory; later batches record new graphs."""
+        self._graphs.clear()
+        self._adapters.clear()
+        self._memory = torch.empty(0)
+        self._new_graph = self._new_pool()
+
+    def answers(
+        self, read: ReadPrompts | None, first: Tensor, bank: AdapterBank, longest: int, extend: Extend
+    ) -> list[list[int]] | Comparison | None:
+        """Generate a batch's answers of up to `longest` tokens, the first of which are `first`, (rows,).
+
+        Returns:
+            The answers; answers to compare; or None if they must be generated without graphs.
+        """
+        if self.off or read is None or longest < 2:
+            return None
+        try:
+            token, kind = self._token_for(read, len(first), bank, longest)
+            token.begin(read, first)
+            answers = token.answers(len(first), longest, extend)
+        except NotStatic as error:
+            log.info("decoding without graphs: no static memory for %s", error)
+            return None
+        except Exception as error:
+            if failure_kind(error) == "device_lost":
+                raise
+            self._switch_off(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            return None
+        if kind in self._compared:
+            return answers
+        self._compared.add(kind)
+        return Comparison(answers, self._backbone.model.dtype)
+
+    def check(self, comparison: Comparison, answers: Sequence[Sequence[int]]) -> None:
+        """Switch the graphs off if answers without them differ."""
+        if differing := comparison.differing(answers):
+            self._switch_off(f"{len(differing)} of {len(answers)} answers differ")
+
+    def _switch_off(self, reason: str) -> None:
+        self.off = reason
+        self.release()
+        log.warning("decoding goes on without graphs: %s", reason)
+
+    def _token_for(
+        self, read: ReadPrompts, rows: int, bank: AdapterBank, longest: int
+    ) -> tuple[RecordedToken, Hashable]:
+        """Return the graph for a batch, with its adapters; and the kind of adapters."""
+        wide = padded_rows(rows)
+        repeated = _repeated(rows, wide, self._backbone.device)
+        deltas = Adaptation(bank.adaptation.deltas).select(repeated).deltas if wide > rows else bank.adaptation.deltas
+        layout = layout_of(deltas)
+        if layout not in self._adapters:
+            if len(self._adapters) >= MOST_LAYOUTS:
+                raise NotStatic("a layout of adapters beyond the first ones")
+            self._adapters[layout] = StaticDeltas(deltas)
+        adapters = self._adapters[layout]
+        adapters.fill(deltas)
+        places = padded_places(read.own.get_seq_length() + longest)
+        across = padded_places(read.hidden.shape[-1]) if read.across is not None else 0
+        key = wide, places, across, layout
+        token = self._graphs.pop(key, None)
+        if token is None:
+            needed = sum(map(numbers_of, shapes(read, wide, places, across)))
+            if needed > len(self._memory):
+                self._graphs.clear()  # they read the old memory
+                self._memory = torch.empty(0)
+                self._memory = next(iter(tensors_of(read.own))).new_zeros(needed)
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            token = RecordedToken(self._backbone, bank, adapters, self._memory, read, wide, places, across)
+            token.record(self._new_graph())
+        self._graphs[key] = token
+        return token, (type(bank.adaptation.deltas[0]) if bank.adaptation.deltas else None)
+
+
+def _repeated(rows: int, wide: int, device: torch.device) -> Tensor:
+    """Return indices of rows, (wide,); the surplus ones repeat the first."""
+    indices = torch.arange(wide, device=device)
+    return torch.where(indices < rows, indices, 0)
