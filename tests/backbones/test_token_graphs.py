@@ -10,7 +10,7 @@ from helpers.tiny import load_tiny, random_rows
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.adapters.factors import truncated_svd
 from latent_sweep.adapters.latent import LatentSpace
-from latent_sweep.adapters.lora import DenseDelta, DeltaSum, LoraDeltas, new_pair, outputs_of
+from latent_sweep.adapters.lora import DeltaSum, DenseDelta, LoraDeltas, new_pair, outputs_of
 from latent_sweep.backbones import token_graphs
 from latent_sweep.backbones.generation import generate
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
@@ -133,7 +133,7 @@ def test_virtual_tokens_are_served(setting):
 
 
 def test_nothing_of_an_earlier_batch_is_read(setting):
-    backbone, bank, space, R = setting
+    backbone, bank, *_ = setting
     graphs = TokenGraphs(backbone, Pools())
     expected = generate(backbone, bank, PROMPTS, Adaptation(), LONGEST)
     generate(backbone, bank, PROMPTS, Adaptation(), LONGEST, graphs=graphs)
