@@ -220,4 +220,5 @@ class RecordedToken:
 
 
 def _cache(tensors: Sequence[Tensor], place: Tensor | None = None) -> Cache:
-    return Cache(layers=[_FixedLayer(*tensors[i : i + 2], place) for i in range(0, len(tensors), 2)])
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return Cache(layers=[_FixedLayer(keys, values, place) for keys, values in pairs])
