@@ -184,7 +184,7 @@ def _begin(plan: Plan, folder: SweepFolder, options: RunOptions) -> tuple[SweepF
             f"--failed: no trial of {sweep.name} has failed; without --failed the same command runs what has not ended"
         )
     folder = write_sweep(sweep, plan.trials, folder.storage)
-    todo = incomplete(packs, folder, sweep.run.forward_transfer) if failed is None else failed
+    todo = incomplete(packs, folder, sweep.run) if failed is None else failed
     trainings, missing = (sum(len(pack.runs) for pack in part) for part in (packs, todo))
     if options.only_failed:
         say(f"{missing} of {trainings} trainings have failed before and are run again")

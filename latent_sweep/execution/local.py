@@ -89,6 +89,7 @@ def run_local(
                         limit=limit,
                         loss_every=run.loss_every,
                         forward_transfer=run.forward_transfer,
+                        probes=run.probes,
                     )
                     break
                 except KeyboardInterrupt as error:

@@ -125,6 +125,7 @@ def run_part(
             limit,
             loss_every=run.loss_every,
             forward_transfer=run.forward_transfer,
+            probes=run.probes,
         )
 
 

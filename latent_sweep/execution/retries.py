@@ -160,11 +160,13 @@ def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> 
 
 
 @memo_scope()
-def incomplete(packs: Sequence[Pack], sweep: SweepFolder, forward_transfer: bool) -> list[Pack]:
+def incomplete(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings) -> list[Pack]:
     """Return the part of packs whose trials have not ended, or whose files do not agree with their journals."""
 
-    def is_incomplete(run: Run) -> bool:
-        return not all(trial.is_complete(trial.files(sweep), forward_transfer) for trial in run.trials)
+    def is_incomplete(planned: Run) -> bool:
+        return not all(
+            trial.is_complete(trial.files(sweep), run.forward_transfer, run.probes) for trial in planned.trials
+        )
 
     parts = [Pack(tuple(filter(is_incomplete, pack.runs))) for pack in packs]
     return [part for part in parts if part.runs]

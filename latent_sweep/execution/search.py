@@ -158,7 +158,7 @@ class SearchedPacks:
         return False
 
     def _add(self, values: Point, trials: Sequence[Trial]) -> _Point:
-        packs = incomplete(pack(trials, self._sweep.run.pack), self._folder, self._sweep.run.forward_transfer)
+        packs = incomplete(pack(trials, self._sweep.run.pack), self._folder, self._sweep.run)
         point = _Point(values, trials, {_key(each.trials) for each in packs})
         self._points[_key(trials)] = point
         self._of_pack |= {_key(each.trials): point for each in packs}

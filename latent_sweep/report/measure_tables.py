@@ -6,7 +6,8 @@ from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM
 from latent_sweep.report.tables import Cell, Columns, Section, Table, score_cell, sections
 from latent_sweep.results.costs import COSTS
 from latent_sweep.results.measures import MORE
-from latent_sweep.results.summaries import Summary
+from latent_sweep.results.probes import ProbeSummary
+from latent_sweep.results.summaries import Statistic, Summary
 
 _FIRST = ("main", "compared", "published")
 """Sections that stay in front."""
@@ -24,7 +25,7 @@ def sections_with_measures(summary: Summary, all_measures: bool = True) -> list[
     if not all_measures:
         return parts
     first = sum(part.name in _FIRST for part in parts)
-    more = [_measures(summary), *_categories(summary), _costs(summary)]
+    more = [_measures(summary), *_categories(summary), _probes(summary), _costs(summary)]
     return [*parts[:first], *(section for section in more if section.table is not None), *parts[first:]]
 
 
@@ -59,6 +60,49 @@ def _scores(summary: Summary, headings: dict[str, str]) -> Table | None:
         if one.further
     ]
     return Table([*axes.header, *headings.values()], rows, len(axes.header)) if rows and headings else None
+
+
+def _probes(summary: Summary) -> Section:
+    """Return the table of general ability, with a column for each probe and one for its change."""
+    names = dict.fromkeys(name for one in summary.configurations for name in one.probes)
+    axes, rows, header = Columns([summary]), [], list[str]()
+    kinds = {name: one.probes[name] for one in summary.configurations for name in one.probes}
+    for name in names:
+        unit = kinds[name].unit
+        header += [f"{name} ({unit})" if unit else name, "change"]
+    untouched: dict[tuple[float | None, ...], list[Cell]] = {}
+    for one in summary.configurations:
+        if one.probes:
+            probes = [one.probes.get(name) for name in names]
+            rows.append([*axes.cells(summary, one), *(cell for probe in probes for cell in _probe_cells(probe))])
+            before = [Cell("-") if p is None else Cell(_in_units(p, p.untouched)) for p in probes]
+            untouched[tuple(None if p is None else p.untouched for p in probes)] = [
+                part for cell in before for part in (cell, Cell(""))
+            ]
+    if rows and axes.header:
+        rows += [[Cell("untouched"), *[Cell("-")] * (len(axes.header) - 1), *cells] for cells in untouched.values()]
+    table = Table([*axes.header, *header], rows, len(axes.header)) if rows else None
+    notes = ["change: after the last task minus the untouched backbone, with a 95 % interval over trials and rows"]
+    details = ["nats: negative log-likelihood per token of a text; its exponential is the perplexity"]
+    return Section("probes", "General ability", table, notes * bool(rows), details)
+
+
+def _in_units(probe: ProbeSummary, value: float, sign: str = "") -> str:
+    return f"{100 * value + 0.0:{sign}.2f}" if probe.unit == "%" else f"{value + 0.0:{sign}.4f}"
+
+
+def _probe_cells(probe: ProbeSummary | None) -> list[Cell]:
+    if probe is None:
+        return [Cell("-"), Cell("-")]
+    statistic, change = Statistic.of(probe.values), probe.change
+    assert statistic is not None, "a probe has values"
+    mean = _in_units(probe, statistic.mean)
+    spread = "" if statistic.std is None else f" ± {_in_units(probe, statistic.std)}"
+    text = _in_units(probe, change.mean, "+")
+    if change.interval is not None:
+        text += f" [{', '.join(_in_units(probe, end, '+') for end in change.interval)}]"
+        text += "" if change.significant else " n.s."
+    return [Cell(mean + spread, statistic.mean), Cell(text, change.mean)]
 
 
 def _costs(summary: Summary) -> Section:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from latent_sweep.results.costs import COSTS
 from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.marks import UNKNOWN
 from latent_sweep.results.measures import MORE
-from latent_sweep.results.summaries import Summary, protocol, routing_columns
+from latent_sweep.results.summaries import Configuration, Summary, protocol, routing_columns
 from latent_sweep.security import printable
 
 FORMATS = ("text", "markdown", "csv", "latex")
@@ -51,14 +52,15 @@ def records(summary: Summary, all_measures: bool = False) -> list[dict[str, Any]
     measures = routing_columns(summary) if any(one.router for one in summary.configurations) else ()
     with_constants = any(one.constants for one in summary.configurations)
     further = list(dict.fromkeys(name for one in summary.configurations for name in one.further))
+    probes = dict.fromkeys(name for one in summary.configurations for name in one.probes)
     rows = []
     for one in summary.configurations:
         row: dict[str, Any] = dict(one.read)
         if has_held_out(summary):
             row["score_on"] = one.settings.get("benchmark.score_on")
         row |= {name: getattr(one, name) for name in ("n_finished", "n_trials", "n_stopped", "n_failed")}
-        statistics = {"AP": one.average_performance, "LA": one.learning_accuracy, "FM": one.forgetting}
-        for name, statistic in statistics.items():
+        shown = {"AP": one.average_performance, "LA": one.learning_accuracy, "FM": one.forgetting}
+        for name, statistic in shown.items():
             row |= {f"{name}_{part}": _percent(getattr(statistic, part, None)) for part in ("mean", "std")}
         row["best_AP"] = summary.is_best(one)
         row["earlier_rows"] = " or ".join(dict.fromkeys(each.earlier_rows or UNKNOWN for each in one.marks)) or None
@@ -66,6 +68,7 @@ def records(summary: Summary, all_measures: bool = False) -> list[dict[str, Any]
         row |= {name: value_range(values, json.dumps) or None for name, values in protocol(one).items()}
         if all_measures:
             row |= {f"{name}_mean": _percent(getattr(one.further.get(name), "mean", None)) for name in further}
+            row |= _probe_record(one, probes)
             row |= {column.name: getattr(one.costs.get(column.name), "mean", None) for column in COSTS}
         if summary.is_compared:
             row |= _comparison_record(one.comparison or Comparison("", 0, {}))
@@ -87,6 +90,24 @@ def _comparison_record(comparison: Comparison) -> dict[str, Any]:
         row |= {f"{measure}_difference{part}": _percent(value) for part, value in values.items()}
         row[f"{measure}_resampled"] = difference.resampled if difference else "nothing"
     return row
+
+
+def _probe_record(one: Configuration, names: Iterable[str]) -> dict[str, float | None]:
+    """Return the probes of a configuration: shares in percent, others in their units."""
+    row: dict[str, float | None] = {}
+    for name in names:
+        probe = one.probes.get(name)
+        if probe is None:
+            row |= dict.fromkeys(f"probe{part}/{name}" for part in _PROBE_PARTS)
+            continue
+        values = (statistics.fmean(probe.values), probe.untouched, probe.change.mean)
+        scale = _percent if probe.unit == "%" else _rounded
+        numbers = (*values, *(probe.change.interval or (None, None)))
+        row |= {f"probe{part}/{name}": scale(value) for part, value in zip(_PROBE_PARTS, numbers, strict=True)}
+    return row
+
+
+_PROBE_PARTS = ("", "_untouched", "_change", "_change_low", "_change_high")
 
 
 def _percent(fraction: float | None) -> float | None:
@@ -171,7 +192,18 @@ def render_all(
 
 
 def _csv_cells(row: Mapping[str, Any]) -> dict[str, str | None]:
-    scores = ("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_", "category_", *(f"{m.name}_" for m in MORE))
+    scores = (
+        "AP_",
+        "LA_",
+        "BWT_",
+        "FM_",
+        "score/",
+        "constant/",
+        "router_",
+        "category_",
+        "probe",
+        *(f"{m.name}_" for m in MORE),
+    )
     return {
         name: f"{value:.{DECIMALS}f}"
         if isinstance(value, float) and name.startswith(scores)

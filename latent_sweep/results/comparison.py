@@ -92,6 +92,12 @@ def compare(
     ]
 
 
+def paired_difference(pairs: Sequence[Pair]) -> Difference:
+    """Return the mean difference of one measure over pairs, with its interval, as `compare` does."""
+    rows = _row_differences(pairs)
+    return _difference(pairs, percentile_interval(bootstrap_means([rows])[0]) if rows else None)
+
+
 def _pairs(ours: Mapping[Repeat, Outcomes], theirs: Mapping[Repeat, Outcomes], measure: Measure) -> list[Pair]:
     """Pair repetitions that agree in all settings that both read, averaging over the settings that one side reads."""
     common = [index for index, values in _by_index(ours, theirs) if None not in values]

@@ -25,6 +25,7 @@ from latent_sweep.results.definition import defined_metrics
 from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.marks import marks_of
 from latent_sweep.results.measures import References, further_measures
+from latent_sweep.results.probes import probe_results
 from latent_sweep.results.summaries import ROUTING_METRICS, end_reason
 from latent_sweep.results.trial import TrialResults, fitting, listed
 from latent_sweep.security import quoted
@@ -52,12 +53,13 @@ _LEARNED = {
 }
 _SCORE = {"task": "string", "position": "Int64", "metric": "string", "score": "float64", "is_new": "bool"}
 _MEASURE = {"measure": "string", "category": "string", "value": "float64"}
+_PROBE = {"probe": "string", "measure": "string", "tasks_seen": "Int64", "value": "float64", "change": "float64"}
 _LOSS = {"step": "Int64", "term": "string", "loss": "float64"}
 _ANSWER = {
     **{**_KEY, **_STAGE, "task": "string", "row": "Int64", "row_id": "string", "input": "string"},
     **{"prediction": "string", "references": "object", "score": "float64", "weights": "object"},
 }
-_TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_LOSS, *_MEASURE, *_ANSWER}
+_TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_LOSS, *_MEASURE, *_PROBE, *_ANSWER}
 """Columns that every sweep has; a setting with such a short name keeps its path."""
 
 Row = dict[str, Any]
@@ -232,6 +234,25 @@ class SweepFrames:
         rows = [row for sweep in self._folders for row in self._measure_rows(sweep)]
         return _frame(_KEY | self._setting_dtypes() | _MEASURE, rows)
 
+    def probes(self) -> pd.DataFrame:
+        """Return one row per probe of general ability, stage and finished trial.
+
+        Columns; those of `axes` follow `trial_id`:
+
+            sweep (string): the sweep's name
+            trial_id (string): see `trials`
+            probe (string): its name, for lm-evaluation-harness with the name of its metric
+            measure (string): `loss`, in nats per token, `accuracy`, or the name of the metric
+            tasks_seen (Int64): 0 for the untouched backbone
+            value (float64): a loss, a fraction, or in the unit of the metric
+            change (float64): from the untouched backbone
+
+        Raises:
+            StorageError: a journal is corrupt.
+        """
+        rows = [row for trial in self._trials() if trial.is_finished for row in self._probe_rows(trial)]
+        return _frame(_KEY | self._setting_dtypes() | _PROBE, rows)
+
     def losses(self) -> pd.DataFrame:
         """Return the loss curves of the tasks that each trial learned itself, a row per point and term.
 
@@ -373,6 +394,14 @@ class SweepFrames:
                 measure, _, category = name.removeprefix("category_").partition("/")
                 row = {"measure": measure, "category": category or None, "value": value}
                 yield _key(trial) | self._settings(trial.folder) | row
+
+    def _probe_rows(self, trial: TrialResults) -> Iterator[Row]:
+        results = probe_results(trial)
+        untouched = {result.name: result.value for result in results if result.tasks_seen == 0}
+        for result in results:
+            row = {"probe": result.name, "measure": result.measure, "tasks_seen": result.tasks_seen}
+            row |= {"value": result.value, "change": result.value - untouched[result.name]}
+            yield _key(trial) | self._settings(trial.folder) | row
 
     def _stage_row(self, trial: TrialResults, stage: Stage, names: Mapping[str, str]) -> Row:
         metrics = defined_metrics(trial.folder, trial.stages, stage.metrics)

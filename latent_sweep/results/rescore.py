@@ -17,8 +17,10 @@ from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics.answers import Metric, score_rows, takes_input
 from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.metrics.more import Scored, more_measures
+from latent_sweep.metrics.probes import probe_metrics
 from latent_sweep.results.inputs import read_test_examples
 from latent_sweep.results.measures import task_facts
+from latent_sweep.results.probes import probe_results
 from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder
@@ -189,6 +191,7 @@ class _Rescoring:
             matrix = ScoreMatrix(self.tasks, tuple(whole))
             matrix_measures = set(matrix.measures())
             recomputed = self._further(matrix, kept[len(rows)]) | matrix.measures()
+        recomputed |= probe_metrics(probe_results(self.trial))
         stored = final_metrics(self.trial.events)
         further = [name for name in stored if name in recomputed and name not in matrix_measures]
         result.measures = {name: Measure(stored.get(name), recomputed.get(name)) for name in (*MEASURES, *further)}

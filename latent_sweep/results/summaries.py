@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics.matrix import ScoreMatrix
+from latent_sweep.metrics.probes import ProbeResult
 from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
@@ -23,6 +24,7 @@ from latent_sweep.results.importance import Observation
 from latent_sweep.results.marks import Marks, marks_of
 from latent_sweep.results.measures import References, further_measures
 from latent_sweep.results.outcomes import outcomes
+from latent_sweep.results.probes import ProbeSummary, at_both_ends, probe_results, summarize_probes
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
 from latent_sweep.storage.journal import Event, Failed, Lost, Stage, Status, Stopped, attempts, restarts
@@ -113,6 +115,8 @@ class Configuration:
     """By the names of `measures.MORE`, and AP and FM by category."""
     costs: Mapping[str, Statistic] = field(default_factory=dict)
     """By the names of `costs.COSTS`."""
+    probes: Mapping[str, ProbeSummary] = field(default_factory=dict)
+    """By probe of general ability."""
     n_stopped: int = 0
     """By a scheduler."""
     n_failed: int = 0
@@ -443,6 +447,8 @@ class TrialSummary:
     constants: Mapping[str, float] = field(default_factory=dict)
     router: Mapping[str, float] = field(default_factory=dict)
     further: Mapping[str, float] = field(default_factory=dict)
+    probes: Mapping[str, tuple[ProbeResult, ProbeResult]] = field(default_factory=dict)
+    """By probe, of the untouched backbone and after the last task."""
     used: tuple[StageUse, ...] = ()
     """By its stages."""
     costs: Mapping[str, float] = field(default_factory=dict)
@@ -492,6 +498,7 @@ def _trial_summary(trial: TrialResults, read_answers: bool = False) -> TrialSumm
         constants={stage.task: stage.constant for stage in learned if stage.constant is not None},
         router=_routing_metrics(learned),
         further=further_measures(trial, read_answers),
+        probes=at_both_ends(probe_results(trial)),
         used=tuple(map(StageUse.of, learned)),
     )
 
@@ -580,6 +587,7 @@ def _configuration(group: Sequence[TrialSummary], columns: Mapping[str, str]) ->
         marks=tuple(dict.fromkeys(marks_of(each.folder) for each in group)),
         further=_all_statistics([each.further for each in finished]),
         costs=_all_statistics([each.costs for each in finished]),
+        probes=summarize_probes([dict(each.probes) for each in finished]),
         n_stopped=sum(each.status == "stopped" for each in group),
         n_failed=sum(each.status == "failed" for each in group),
         learns_in_turn=all(each.learns_in_turn for each in group),

@@ -12,9 +12,9 @@ oracle  the snapshot of the row's own task: an upper reference that needs the ta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -183,6 +183,19 @@ class Combiner:
         )
         return weigh(mode, self.fitted(tasks_seen), rows, task)
 
+    def weights_for(self, tasks_seen: int, tokens: Mapping[str, Sequence[Sequence[int]]]) -> Array:
+        """Return the weights of the snapshots in rows of no task, (rows, tasks_seen): for an oracle 0.
+
+        Args:
+            tokens: the columns `prompt_ids` and `input_ids`.
+        """
+        prompts = tokens["prompt_ids"]
+        if self.settings.combine == "oracle":
+            return np.zeros((len(prompts), tasks_seen))
+        embeddings = cache(lambda: self._as_read(pool(self.backbone, tokens, self.settings, self.bank)))
+        rows = Rows(len(prompts), embeddings, partial(texts_read, self.backbone, prompts), lambda: prompts)
+        return weigh(self.settings.combine, self.fitted(tasks_seen), rows)
+
     def log_posterior(self, tasks_seen: int, task: int) -> Array:
         """Return log p(t | x) of the task's test rows, (rows, tasks_seen)."""
         if (tasks_seen, task) not in self._posterior:
@@ -267,10 +280,13 @@ class Combiner:
             else:
                 pooled = pool(self.backbone, self.tokens(task, split), self.settings, self.bank)
                 write_checksummed(path, {"pooled": pooled})
-            std = self._table_std if self.settings.embed_norm == "std" else None
-            normalized = normalize_embeddings(pooled, self.settings.embed_norm, std)
-            self._embeddings = {(task, split): self._random_map(normalized)}
+            self._embeddings = {(task, split): self._as_read(pooled)}
         return self._embeddings[task, split]
+
+    def _as_read(self, pooled: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return pooled features as the head reads them."""
+        std = self._table_std if self.settings.embed_norm == "std" else None
+        return self._random_map(normalize_embeddings(pooled, self.settings.embed_norm, std))
 
     @cached_property
     def _random_map(self) -> RandomMap:

@@ -48,6 +48,8 @@ SCORES, RESULT, PREDICTIONS = "scores.json", "result.json", "predictions"
 AHEAD = "ahead.jsonl"
 """Answers to every task but the first before it was learned, and of the untouched backbone, in a line for each example:
 task, row (from 0), prediction, score, untouched_prediction, untouched_score."""
+PROBES = "probes"
+"""Folder of the results of probes, a file for each, in the lines of `latent_sweep.metrics.probes`."""
 EPSILON = sys.float_info.epsilon
 Row = tuple[float, ...]
 
@@ -73,8 +75,8 @@ def recorded_files(events: Sequence[Event]) -> dict[str, str]:
     digests: dict[str, str] = {}
     for event in events:
         if isinstance(event, Started):
-            for name in (RESULT, AHEAD):  # rewritten at the end
-                digests.pop(name, None)
+            for name in [name for name in digests if name in (RESULT, AHEAD) or name.startswith(f"{PROBES}/")]:
+                del digests[name]  # rewritten at the end
         elif isinstance(event, Stage):
             digests.pop(answers_file(event.tasks_seen), None)  # a repeated stage may save no answers
         if isinstance(event, (Stage, Finished)):
@@ -199,6 +201,15 @@ def prediction_lines(folder: Path, stage: Stage, task: str) -> list[dict[str, An
     if digest is None or _fault(folder / name, digest) is not None:
         return None
     return [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
+
+
+def probe_contents(folder: Path, events: Sequence[Event]) -> dict[str, bytes]:
+    """Return the recorded results of each probe, by its name, without files that do not match the journal."""
+    return {
+        name.removeprefix(f"{PROBES}/").rpartition("-")[0]: (folder / name).read_bytes()
+        for name, digest in recorded_files(events).items()
+        if name.startswith(f"{PROBES}/") and _fault(folder / name, digest) is None
+    }
 
 
 def newest_scored(folder: Path, stage: Stage) -> dict[str, Scored]:
@@ -390,10 +401,9 @@ class TrialFiles:
             self.journal.append("stage", **row, **provenance, reused=reused, metrics=dict(metrics))
             self._recorded[seen] = digest
 
-    @property
-    def has_ahead(self) -> bool:
-        """Whether `AHEAD` is intact, or the trial was stopped and needs none."""
-        return AHEAD in self._written or self.stop is not None
+    def has(self, names: Sequence[str]) -> bool:
+        """Return whether these files of the end are intact, or the trial was stopped and needs none."""
+        return self._written.keys() >= set(names) or self.stop is not None
 
     def finish(self, result: Mapping[str, Any], others: Mapping[str, bytes] | None = None) -> None:
         """Write `result.json` and other files, and append `finished`."""

@@ -35,6 +35,8 @@ RECORDS = 1
 """Fitting of a task's components, scatter and n-grams; part of routed rows and of the records' names."""
 DECODING = 5
 """Generation of answers; part of rows and of the generation cache's names."""
+LIKELIHOOD = 1
+"""Likelihood of given continuations; part of the generation cache's names for probes."""
 SCORING = 4
 """Combination of snapshots and scoring of answers; part of rows."""
 DRAWN = 1

@@ -13,10 +13,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from latent_sweep.data.loaders import count_examples, load_examples
+from latent_sweep.data.probes import NO_PROBES, ProbeSettings, read_probes
 from latent_sweep.data.prompts import prompt_parts
 from latent_sweep.data.schema import Split, stop_of
 from latent_sweep.errors import MissingData, StorageError
@@ -72,6 +73,8 @@ class Reuse:
     """Examples that the frozen backbone reads once for `router.features: {layer: N}`, if none is stored."""
     feature_tokens: float
     writing: Writing
+    probe_tokens: float = 0.0
+    """Tokens of probes that are left to read, about, without those of lm-evaluation-harness."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +93,21 @@ class Estimate:
 
 
 @memo_scope()
-def estimate(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool = False) -> Estimate:
+def estimate(
+    trials: Sequence[Trial],
+    folder: SweepFolder,
+    forward_transfer: bool = False,
+    probes: ProbeSettings = NO_PROBES,
+) -> Estimate:
     """Estimate the work of trials; rows recorded in the sweep's folder are done.
 
     Args:
         forward_transfer: as `run.forward_transfer`.
+        probes: as `run.probes`.
     """
     reuse, missing = None, None
     try:
-        reuse = _reuse(trials, folder, forward_transfer)
+        reuse = replace(_reuse(trials, folder, forward_transfer), probe_tokens=_probe_tokens(trials, folder, probes))
     except MissingData as error:
         missing = str(error)
     lengths = [len(trial.tasks) for trial in trials]
@@ -134,7 +143,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool)
             for total, before in ((least, ahead.least), (most, ahead.most)):
                 for snapshots, tests in before:
                     total.add(snapshots, tests)
-                    if _has_ahead(trial, folder):
+                    if AHEAD in _recorded_files(trial, folder):
                         done.add(snapshots, tests)
         if recorded < len(trial.tasks):
             written["trials"] += 1
@@ -328,6 +337,16 @@ def _features_read(trials: Sequence[Trial]) -> tuple[int, float]:
     return sum(rows for rows, _ in read.values()), sum(tokens for _, tokens in read.values())
 
 
+def _probe_tokens(trials: Sequence[Trial], folder: SweepFolder, probes: ProbeSettings) -> float:
+    """Count about the tokens of probes that are left to read; the backbone's own results are shared."""
+    if not probes:
+        return 0.0
+    tokens = sum(probe.characters for probe in read_probes(probes)) / CHARACTERS_PER_TOKEN
+    left = [trial for trial in trials if not set(trial.probe_files(probes)) <= _recorded_files(trial, folder)]
+    backbones = {content_hash(dict(trial.backbone)) for trial in left}
+    return tokens * (len(backbones) + sum(len(probes.stages(len(trial.tasks))) for trial in left))
+
+
 @memoized(lambda trial, i, split: (trial.spec, trial.settings.benchmark, trial.settings.router.pool.scope, i, split))
 def _prompt_tokens(trial: Trial, i: int, split: Split) -> float:
     """Return about the mean number of tokens of a task's prompts, or of their inputs if the router reads only those."""
@@ -350,11 +369,11 @@ def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
 
 
 @memoized(lambda trial, folder: (trial, folder))
-def _has_ahead(trial: Trial, folder: SweepFolder) -> bool:
+def _recorded_files(trial: Trial, folder: SweepFolder) -> frozenset[str]:
     try:
-        return AHEAD in recorded_files(folder.journal(trial.trial_id).read())
+        return frozenset(recorded_files(folder.journal(trial.trial_id).read()))
     except StorageError:
-        return False
+        return frozenset()
 
 
 # --- time and cost ---------------------------------------------------------------------------------------------------
@@ -367,12 +386,16 @@ class Work(NamedTuple):
     reader: Reader
     training: float
     evaluation: tuple[float, float]
-    """With the router's pass over the examples, if it reads hidden states."""
+    """With the router's pass over the examples, if it reads hidden states, and with probes."""
 
 
 @memo_scope()
 def work_of(
-    trials: Sequence[Trial], folder: SweepFolder, estimated: Estimate, forward_transfer: bool = False
+    trials: Sequence[Trial],
+    folder: SweepFolder,
+    estimated: Estimate,
+    forward_transfer: bool = False,
+    probes: ProbeSettings = NO_PROBES,
 ) -> dict[tuple[str, str], list[Work]]:
     """Estimate the time by every profile in the storage, by name and precision of each backbone."""
     groups: dict[tuple[str, str], list[Trial]] = {}
@@ -382,7 +405,7 @@ def work_of(
     for (backbone, dtype), group in groups.items():
         paths = (profile_path(folder.storage.folder, backbone, dtype, device) for device in ("cuda", "cpu"))
         profiles = [profile for profile in map(read_profile, paths) if profile is not None]
-        own = estimated if len(groups) == 1 or not profiles else estimate(group, folder, forward_transfer)
+        own = estimated if len(groups) == 1 or not profiles else estimate(group, folder, forward_transfer, probes)
         timed = [_work_by(profile, group, folder, own.reuse) for profile in profiles if own.reuse is not None]
         work[backbone, dtype] = timed
     return work
@@ -394,8 +417,8 @@ def _work_by(profile: Profile, trials: Sequence[Trial], folder: SweepFolder, reu
     unfinished = [trial for trial in trials if _recorded_rows(trial, folder) < len(trial.tasks)]
     training = training_tokens(unfinished, folder.snapshots, reader) / profile.tokens_per_second_train
     # on a frozen backbone the backward pass costs about as much as the forward pass
-    features = reuse.feature_tokens / (2 * profile.tokens_per_second_train)
-    return Work(profile, reader, training, (least + features, most + features))
+    reading = (reuse.feature_tokens + reuse.probe_tokens) / (2 * profile.tokens_per_second_train)
+    return Work(profile, reader, training, (least + reading, most + reading))
 
 
 def costs_of(plan: Plan, estimated: Estimate, work: Mapping[Any, Sequence[Work]], storage: Storage) -> list[Item]:
@@ -450,8 +473,8 @@ def _tokens_per_example(trial: Trial, position: int, reader: Reader) -> float:
 @memo_scope()
 def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
     folder = SweepFolder(storage, plan.sweep.name)
-    ahead = plan.sweep.run.forward_transfer
-    estimated = estimate(plan.trials, folder, ahead)
+    also = plan.sweep.run.forward_transfer, plan.sweep.run.probes
+    estimated = estimate(plan.trials, folder, *also)
     reuse = None
     if estimated.reuse is not None:
         spans = {name: value._asdict() for name, value in vars(estimated.reuse).items() if isinstance(value, Span)}
@@ -478,7 +501,7 @@ def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
         ],
         "estimate": {**asdict(estimated), "reuse": reuse},
         "costs": [
-            item.record() for item in costs_of(plan, estimated, work_of(plan.trials, folder, estimated, ahead), storage)
+            item.record() for item in costs_of(plan, estimated, work_of(plan.trials, folder, estimated, *also), storage)
         ],
         "warnings": plan.remarks,
         **more,

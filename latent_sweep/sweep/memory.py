@@ -50,6 +50,7 @@ from latent_sweep.adapters.inputs import input_of
 from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
+from latent_sweep.data.probe_tokens import CHUNK, PROMPT
 from latent_sweep.sweep.plan import Pack, Trial
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 
@@ -78,6 +79,9 @@ ACCELERATORS: Mapping[str, Mapping[int, float]] = {
     "B200": {192: 178.3},
 }
 """Usable GiB by Ray's names of accelerators and the GB they are sold with; `A100` covers two cards."""
+
+PROBE_LOGITS = 2**27
+"""Most logits of a pass over probes; as in `latent_sweep.backbones.likelihood`."""
 
 GENERATION_ROOM = 64
 """Tokens by which the key-value cache grows, up to the longest answer; as in `latent_sweep.backbones.generation`."""
@@ -174,6 +178,8 @@ def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:
     activations, working, logits = _step(trial, shape, kept, run.resources, runs * rows) if learns else (0, 0, 0)
     weights, gathered, gathered_to_answer, host = _weights(shape, run)
     cache, reading = _answer(trial, shape)
+    if run.probes:
+        reading = max(reading, _probe(trial, shape) - cache)
     sides = sum(m + n for m, n in shape.targets.values())
     factors = shape.bytes * method.rank() * sides if method.factored else 0
     dense, largest = method.dense_entries(shape.targets), max((m * n for m, n in shape.targets.values()), default=0)
@@ -437,6 +443,15 @@ def _step(
     # later stacks have finished their backward pass
     backward = [(below + masks, stack.working, logits) for below, stack in zip(kept, stacks, strict=True)]
     return max((kept[-1] + masks, 0, in_loss), *backward, key=sum)
+
+
+def _probe(trial: Trial, shape: Shape) -> int:
+    """Return bytes of a pass over chunks of a text, with the logits of their targets."""
+    targets = CHUNK - PROMPT
+    rows = max(1, min(trial.settings.evaluation.batch_size, PROBE_LOGITS // (shape["vocabulary"] * targets)))
+    in_block = rows * CHUNK * shape.bytes * max(shape.mlp_inputs + 4 * shape["width"], 8 * shape["queries"])
+    of_row = shape["vocabulary"] * targets
+    return max(in_block, rows * of_row * shape.bytes + 3 * 4 * of_row)
 
 
 def _longest(trial: Trial) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from latent_sweep.backbones.identity import backbone_identity, resolved_backbone
 from latent_sweep.backbones.registry import PACKAGES, REGISTRY, BackboneSettings, describe, family_of
 from latent_sweep.data.faults import validation_faults
 from latent_sweep.data.loaders import count_examples, data_digest, source_digest, truncation_identity
+from latent_sweep.data.probes import NO_PROBES, ProbeSettings, read_probes
 from latent_sweep.data.prompts import CUE, cue_of, template_identity
 from latent_sweep.data.schema import (
     BenchmarkSettings,
@@ -63,7 +64,7 @@ from latent_sweep.settings import (
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.storage.trial_files import TrialFiles
+from latent_sweep.storage.trial_files import AHEAD, TrialFiles
 from latent_sweep.sweep.config import Draw, Sweep, trial_settings
 from latent_sweep.sweep.matching import Matching
 from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTrial
@@ -206,10 +207,16 @@ class Trial:
     def files(self, sweep: SweepFolder) -> TrialFiles:
         return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
 
-    def is_complete(self, files: TrialFiles, forward_transfer: bool) -> bool:
+    def is_complete(self, files: TrialFiles, forward_transfer: bool, probes: ProbeSettings = NO_PROBES) -> bool:
         """Return whether nothing is left to run: with forward transfer, also the answers to tasks to come."""
         ahead = forward_transfer and learns_in_turn(self.lineages())
-        return files.complete and (files.has_ahead or not ahead)
+        also = [AHEAD] * ahead + (self.probe_files(probes) if probes else [])
+        return files.complete and files.has(also)
+
+    def probe_files(self, probes: ProbeSettings) -> list[str]:
+        """Return the names of the results of probes."""
+        stages = probes.stages(len(self.tasks))
+        return [probe.file(stages) for probe in _probes(probes)]
 
     def source(self, task: TaskSpec, split: Split) -> str | None:
         of_test = split == "test" and self.settings.benchmark.score_on == "test"
@@ -219,6 +226,9 @@ class Trial:
         s = self.settings.benchmark
         source = self.source(task, split)
         return _data_digest(self.spec, task, split, s, carve_validation, source)
+
+
+_probes = memoized(lambda settings: settings)(read_probes)
 
 
 _data_digest = memoized(lambda *parts: parts)(data_digest)

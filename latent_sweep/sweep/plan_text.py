@@ -41,9 +41,9 @@ def describe_whole_plan(plan: Plan, storage: Storage, verbose: bool = False) -> 
 def describe_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
     """Write the plan of one sweep, with its warnings at the end."""
     folder = SweepFolder(storage, plan.sweep.name)
-    ahead = plan.sweep.run.forward_transfer
-    estimated = estimate(plan.trials, folder, ahead)
-    work = work_of(plan.trials, folder, estimated, ahead)
+    also = plan.sweep.run.forward_transfer, plan.sweep.run.probes
+    estimated = estimate(plan.trials, folder, *also)
+    work = work_of(plan.trials, folder, estimated, *also)
     costs = costs_of(plan, estimated, work, storage)
     memory = _memory(plan.packs, plan.sweep.run)
     lines = _summary(plan, estimated, work, costs, memory)
@@ -81,7 +81,9 @@ def _summary(
         f"  needs     {_resources_text(sweep.run)} per pack{_memory_summary(memory, sweep.run)}",
         f"  work      {_work_summary(estimated, trials)}",
     ]
-    if estimated.reuse is not None and estimated.reuse.to_learn == estimated.reuse.open_passes.most == 0:
+    if estimated.reuse is not None and not (
+        estimated.reuse.to_learn or estimated.reuse.open_passes.most or estimated.reuse.probe_tokens
+    ):
         lines.append("  time      nothing is left to run")
     elif estimated.reuse is not None:
         lines.append(f"  time      {_time_summary(plan, work, costs)}")
@@ -166,6 +168,7 @@ def _work_summary(estimated: Estimate, trials: Sequence[Trial]) -> str:
         f"{tasks} -> {count_text(r.distinct, 'stage')} ({left}{_steps_text(estimated)}); "
         f"{estimated.passes:,} test passes -> {r.passes}{open_passes}"
         + (f"; the router reads the hidden states of {r.feature_rows:,} examples" if r.feature_rows else "")
+        + (f"; probes read about {r.probe_tokens:,.0f} tokens" if r.probe_tokens else "")
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
 from latent_sweep.compatibility import untested
+from latent_sweep.data.probes import read_probes
 from latent_sweep.errors import ConfigError, MissingData, StorageError, fault_report
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope
@@ -99,6 +100,7 @@ def plan_sweep(
     if check:
         if not local:
             check_devices(sweep, trials)
+        check_probes(sweep)
         check_whole(sweep, [*trials, *tried])
         if to_run:
             check_pinned(sweep, [*trials, *tried])
@@ -155,6 +157,14 @@ def check_whole(sweep: Sweep, trials: Sequence[Trial]) -> None:
             f"{sweep.source}: router.features: found a layer, whose hidden states need the whole backbone, but "
             "run.engine shards it (zero_stage: 3). Use features: embeddings, or an engine that does not shard"
         )
+
+
+def check_probes(sweep: Sweep) -> None:
+    """Raise ConfigError if a probe of general ability cannot be read."""
+    try:
+        read_probes(sweep.run.probes)
+    except ConfigError as error:
+        raise fault_report(sweep.source, str(error).splitlines()) from error
 
 
 def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from latent_sweep.backbones.registry import BackboneSettings
+from latent_sweep.data.probes import NO_PROBES, ProbeSettings
 from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
@@ -321,6 +322,8 @@ class RunSettings(Settings):
     than most kernels: optimizer steps for each shape of a batch, and decoded tokens with a key-value cache of fixed
     size. Each use is first compared with plain torch; what differs, does not fit into memory or cannot be recorded
     (without a GPU, with several workers or with DeepSpeed, some methods and models) runs as with `off`."""
+    probes: ProbeSettings = NO_PROBES
+    """Probes of general ability. New ones complete finished trials, too."""
     page: bool = True
     """Write the report as a page, `report.html`, when a run ends."""
     log_model: Literal["none", "best"] = "none"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from latent_sweep.data.probes import NO_PROBES
 from latent_sweep.data.schema import load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, LatentSweepError, StorageError, fault_report
 from latent_sweep.labels import format_value, label, label_paths, short_names
@@ -120,7 +121,9 @@ def find_selections(sweep: Sweep) -> list[Selection]:
 
 def tuning_sweep(sweep: Sweep) -> Sweep:
     """Return the sweep of the tuning trials; none is stopped early, so that all can be compared."""
-    run = sweep.run.model_copy(update={"scheduler": SchedulerSettings(), "forward_transfer": False})
+    run = sweep.run.model_copy(
+        update={"scheduler": SchedulerSettings(), "forward_transfer": False, "probes": NO_PROBES}
+    )
     own: dict[str, Any] = {
         "name": tuning_name(sweep.name),
         "grid": {},

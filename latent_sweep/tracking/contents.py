@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from latent_sweep.labels import format_value, short_names
@@ -189,6 +190,8 @@ def configuration_content(sweep: SweepFolder, configuration: summaries.Configura
     measures |= {name: one for name, one in configuration.further.items() if name not in NEEDS_OTHERS}
     for metric, measure in measures.items():
         values |= {f"{metric}_mean": getattr(measure, "mean", None), f"{metric}_std": getattr(measure, "std", None)}
+    for name, probe in configuration.probes.items():
+        values |= {f"probe/{name}_mean": fmean(probe.values), f"probe_change/{name}_mean": probe.change.mean}
     end = _last_finish([configuration])
     return RunContent(
         kind="summary",

@@ -22,6 +22,7 @@ from latent_sweep.backbones.loading import Backbone
 from latent_sweep.data.chat import Chat, chat_of
 from latent_sweep.data.examples import Example
 from latent_sweep.data.loaders import WHOLE_PROMPT, load_examples, tokenized
+from latent_sweep.data.probes import NO_PROBES, ProbeSettings
 from latent_sweep.data.schema import BenchmarkSettings, Split, scoring_metric
 from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
@@ -57,6 +58,7 @@ class Context:
         limit: when to end.
         loss_every: steps per recorded loss; 0 records none.
         forward_transfer: whether tasks are answered before they are learned.
+        probes: of general ability.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Context:
         limit: TimeLimit | None = None,
         loss_every: int = 0,
         forward_transfer: bool = False,
+        probes: ProbeSettings = NO_PROBES,
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
         self.keeps_features, self.limit, self.loss_every = keeps_features, limit or TimeLimit(), loss_every
-        self.forward_transfer = forward_transfer
+        self.forward_transfer, self.probes = forward_transfer, probes
         self.store = SnapshotStorage(storage)
         self._emit, self._activities = emit, list[Activity]()
         self._scatter_sums: dict[str, PooledScatter] = {}

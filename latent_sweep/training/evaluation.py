@@ -24,6 +24,7 @@ import torch
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.generation import answer_text, generate, shared_tokens
+from latent_sweep.backbones.likelihood import Likelihood, likelihoods, passes
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.methods import checked
 from latent_sweep.methods.protocol import Method
@@ -50,8 +51,10 @@ class TaskScore:
     """Mean Rouge-1 in addition to a Rouge-L score; None for other metrics."""
 
 
-Recent = dict[Path, list[str]]
-"""Answers of batches, by their cache file."""
+Results = Sequence[Any]
+"""Of a batch, one for each prompt: its answer, or the `Likelihood` of its target."""
+Recent = dict[Path, Results]
+"""Results of batches, by their cache file."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,18 @@ class AnswerBatch:
     """Forward passes it is split into; more than one after an out-of-memory error."""
     shared: int = 0
     """Leading tokens that all prompts of the task share and that are read once."""
+    targets: Sequence[Sequence[int]] = ()
+    """Continuations, as token ids, whose likelihood is asked for instead of an answer to each prompt."""
 
     @property
     def merged(self) -> bool:
         return path_of(self.weights[0]) is not None
 
-    def parts(self) -> Iterator[tuple[Array, Sequence[Sequence[int]]]]:
-        rows = -(-len(self.prompts) // self.passes)
+    def parts(self, passes: int | None = None) -> Iterator[tuple[Array, slice]]:
+        """Yield the weights and the rows of each forward pass."""
+        rows = -(-len(self.prompts) // (passes or self.passes))
         for start in range(0, len(self.prompts), rows):
-            yield self.weights[start : start + rows], self.prompts[start : start + rows]
+            yield self.weights[start : start + rows], slice(start, start + rows)
 
 
 class CombinedAdapters:
@@ -132,36 +138,42 @@ def answer(
     adapters: CombinedAdapters,
     engine: Engine,
     bank: AdapterBank,
-) -> list[list[str]]:
+) -> list[Results]:
     """Answer batches, at most one per worker of the engine's group; all workers call this at the same time.
 
     Returns:
-        The answers of every batch on the group's first worker; an empty list on the others.
+        The results of every batch on the group's first worker; an empty list on the others.
     """
     backbone = engine.backbone
     engine.begin_answering()
 
-    def texts(batch: AnswerBatch) -> list[str]:
-        ids: list[list[int]] = []
-        for weights, prompts in batch.parts():
-            with torch.no_grad():  # not inference mode: a method may keep tensors and train with them later
+    @torch.no_grad()  # not inference mode: a method may keep tensors and train with them later
+    def results(batch: AnswerBatch) -> Results:
+        if batch.targets:
+            own: list[Likelihood] = []
+            for weights, rows in batch.parts(max(batch.passes, passes(backbone, batch.targets))):
                 adaptation = adapters.of(batch, weights, snapshot)
-                ids += generate(
-                    backbone,
-                    bank,
-                    prompts,
-                    adaptation,
-                    batch.max_new_tokens,
-                    batch.stop,
-                    batch.shared,
-                    graphs=engine.token_graphs,
-                )
+                own += likelihoods(backbone, bank, batch.prompts[rows], batch.targets[rows], adaptation)
+            return own
+        ids: list[list[int]] = []
+        for weights, rows in batch.parts():
+            adaptation = adapters.of(batch, weights, snapshot)
+            ids += generate(
+                backbone,
+                bank,
+                batch.prompts[rows],
+                adaptation,
+                batch.max_new_tokens,
+                batch.stop,
+                batch.shared,
+                graphs=engine.token_graphs,
+            )
         return [answer_text(backbone, answer_ids, batch.stop) for answer_ids in ids]
 
     rank = engine.group.rank
     own = batches[rank : rank + 1] if engine.answers_apart else batches
-    by_worker = engine.group.collect([texts(batch) for batch in own])
-    return [texts for of_worker in by_worker for texts in of_worker][: len(batches)]
+    by_worker = engine.group.collect([results(batch) for batch in own])
+    return [results for of_worker in by_worker for results in of_worker][: len(batches)]
 
 
 class AnswerEnd(NamedTuple):
@@ -247,18 +259,48 @@ class Evaluator:
             rows = range(first, len(prompts), definitions)
             shared = shared_tokens(self.engine.backbone, [prompts[row] for row in rows], self.batch_size)
             for part in batched(rows, lengths, weights, self.batch_size):
-                used = np.flatnonzero(weights[part].any(axis=0)).tolist()  # snapshots with a nonzero weight
-                lineages, own = [history[i].lineage for i in used], weights[part][:, used]
-                batch = AnswerBatch(lineages, own, [prompts[row] for row in part], *(end or self.end), self.passes)
+                batch = self._batch(part, history, weights, prompts, end or self.end)
                 batches.append(replace(batch, shared=shared) if batch.merged else batch)
                 parts.append(part)
         texts, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
         by_row = dict(zip(chain(*parts), chain(*texts), strict=True))
         return [by_row[row] for row in range(len(prompts))], generated
 
+    def likelihoods(
+        self,
+        history: Sequence[Snapshot],
+        weights: Array,
+        prompt_ids: Iterable[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+    ) -> list[Likelihood]:
+        """Return how likely each target, as token ids, is after its prompt; cached as answers are."""
+        asked = [list(ids) for ids in prompt_ids]
+        lengths = [len(prompt) + len(target) for prompt, target in zip(asked, targets, strict=True)]
+        prompts = checked.prompts(self.method, asked, [CachedTensors(one.tensors) for one in history], weights)
+        parts = batched(range(len(asked)), lengths, weights, self.batch_size)
+        batches = [
+            replace(self._batch(part, history, weights, prompts, AnswerEnd(0, ())), targets=[targets[i] for i in part])
+            for part in parts
+        ]
+        found, _ = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, None)
+        by_row = dict(zip(chain(*parts), chain(*found), strict=True))
+        return [Likelihood(*by_row[row]) for row in range(len(asked))]
+
+    def _batch(
+        self,
+        part: Sequence[int],
+        history: Sequence[Snapshot],
+        weights: Array,
+        prompts: Sequence[Sequence[int]],
+        end: AnswerEnd,
+    ) -> AnswerBatch:
+        used = np.flatnonzero(weights[part].any(axis=0)).tolist()  # snapshots with a nonzero weight
+        lineages, own = [history[i].lineage for i in used], weights[part][:, used]
+        return AnswerBatch(lineages, own, [prompts[row] for row in part], *end, self.passes)
+
     def _answers(
         self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot], recent: Recent | None
-    ) -> tuple[Sequence[Sequence[str]], int]:
+    ) -> tuple[Sequence[Results], int]:
         paths = [self._path(batch) for batch in batches]
         recent = {} if recent is None else recent
         answers = [None if path is None else recent.get(path) or read_checksummed_json(path) for path in paths]
@@ -332,8 +374,10 @@ def answers_name(
         content["passes"] = batch.passes
     if batch.shared:
         content["shared"] = batch.shared
-    if graphs:
+    if graphs and not batch.targets:
         content["graphs"] = True
+    if batch.targets:
+        content["targets"] = [versions.LIKELIHOOD, batch.targets]
     return content_hash(content, length=32)
 
 

@@ -32,6 +32,15 @@ class Ahead(NamedTuple):
     """The answers, one JSON object per example."""
 
 
+class Probed(NamedTuple):
+    """The results of a trial's probes."""
+
+    metrics: Mapping[str, float]
+    """By the prefixes of `latent_sweep.metrics.probes`."""
+    files: Mapping[str, bytes]
+    """JSON lines, by name in the trial's folder."""
+
+
 def record_started(files: TrialFiles, trial: Trial, context: Context) -> None:
     started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
     training = trial.settings.training
@@ -83,13 +92,19 @@ def record_stage(
 
 
 def record_finished(
-    files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context, ahead: Ahead | None = None
+    files: TrialFiles,
+    trial: Trial,
+    lineages: Sequence[str],
+    context: Context,
+    ahead: Ahead | None = None,
+    probed: Probed | None = None,
 ) -> None:
     """Write the trial's result with its provenance, and close its journal."""
     if files.stop is not None:
         files.stop_again()
         return
     metrics = files.matrix.measures() | more_measures_of(files, trial) | dict(ahead.metrics if ahead else {})
+    metrics |= dict(probed.metrics if probed else {})
     timed = ("seconds_train", "seconds_eval")
     recorded = [event.metrics for event in stages(files.journal.read())]
     paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
@@ -107,7 +122,7 @@ def record_finished(
             "versions": versions.installed(),
             "hardware": hardware(context.engine),
         },
-        {AHEAD: ahead.lines} if ahead else {},
+        ({AHEAD: ahead.lines} if ahead else {}) | dict(probed.files if probed else {}),
     )
 
 

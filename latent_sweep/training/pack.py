@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from latent_sweep.data.probes import NO_PROBES, ProbeSettings
 from latent_sweep.errors import Paused, StorageError
 from latent_sweep.storage.failures import during, failure_kind
 from latent_sweep.storage.folders import SweepFolder, writing
@@ -22,7 +23,8 @@ from latent_sweep.training.events import Emit, StageDone, ignore_event
 from latent_sweep.training.forward_transfer import score_ahead
 from latent_sweep.training.journaling import record_finished, record_paused, record_started
 from latent_sweep.training.preflight import try_everything
-from latent_sweep.training.run import ActiveRuns, unfinished
+from latent_sweep.training.probes import measure_probes, try_probes
+from latent_sweep.training.run import ActiveRun, ActiveRuns, ActiveTrial, unfinished
 from latent_sweep.training.stage import learn_missing, score_missing
 from latent_sweep.training.time_limit import TimeLimit
 from latent_sweep.training.worker import run_worker
@@ -38,6 +40,7 @@ def run_pack(
     limit: TimeLimit | None = None,
     loss_every: int = 0,
     forward_transfer: bool = False,
+    probes: ProbeSettings = NO_PROBES,
 ) -> None:
     """Run what is missing of a pack's trials: learn each task once, and score it for every trial.
 
@@ -51,6 +54,7 @@ def run_pack(
         keep_answers: whether trials save the predictions of every stage or only of the last.
         loss_every: steps per recorded loss; 0 records none.
         forward_transfer: whether tasks are also answered before they are learned.
+        probes: of general ability.
 
     Raises:
         Exception: the error of the first run that failed, once the others have ended and journals have `failed` events.
@@ -72,6 +76,7 @@ def run_pack(
         limit=limit,
         loss_every=loss_every,
         forward_transfer=forward_transfer,
+        probes=probes,
     )
     try:
         _run(pack, sweep, emit, context)
@@ -114,6 +119,7 @@ def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
             backbone = context.backbone
             reader = Reader(backbone.traits.protocol, backbone.tokenizer.backend_tokenizer, context.chat)
             check_pack(pack, reader, context.storage.folder)
+            try_probes(context)
             try_everything(runs)
         _learn_and_score(runs, emit)
     except Paused:
@@ -146,8 +152,15 @@ def _learn_and_score(runs: ActiveRuns, emit: Emit) -> None:
     for run in runs.going(0):
         with runs.leaving([run], n_tasks - 1):
             for active in run.trials:
-                ahead = None
-                if runs.context.forward_transfer and learns_in_turn(run.lineages) and active.files.stop is None:
-                    with during("answering"):
-                        ahead = score_ahead(run, active)
-                record_finished(active.files, active.trial, run.lineages, runs.context, ahead)
+                _finish(run, active)
+
+
+def _finish(run: ActiveRun, active: ActiveTrial) -> None:
+    context, ahead, probed = run.context, None, None
+    if active.files.stop is None:
+        with during("answering"):
+            if context.forward_transfer and learns_in_turn(run.lineages):
+                ahead = score_ahead(run, active)
+            if context.probes:
+                probed = measure_probes(run, active)
+    record_finished(active.files, active.trial, run.lineages, context, ahead, probed)

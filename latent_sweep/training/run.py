@@ -223,6 +223,8 @@ def unfinished(pack: Pack, sweep: SweepFolder, context: Context) -> ActiveRuns:
     runs = []
     for run in pack.runs:
         trials = [ActiveTrial(trial, trial.files(sweep)) for trial in run.trials]
-        if incomplete := [a for a in trials if not a.trial.is_complete(a.files, context.forward_transfer)]:
+        if incomplete := [
+            a for a in trials if not a.trial.is_complete(a.files, context.forward_transfer, context.probes)
+        ]:
             runs.append(ActiveRun(run, incomplete, context))
     return ActiveRuns(runs, context)

@@ -222,6 +222,7 @@ RUN = {
     "loss_every": 1,
     "forward_transfer": True,
     "graphs": "auto",
+    "probes": {"text": ["plain_english"]},
     "page": False,
     "log_model": "best",
     "pack": 2,
@@ -253,6 +254,7 @@ OUTSIDE = {
     "POOLING": "rows pooled record scatter",
     "RECORDS": "rows record scatter",
     "DECODING": "rows answers",
+    "LIKELIHOOD": NOTHING,  # of probes
     "SCORING": "rows",
     "DRAWN": NOTHING,  # of `random:` backbones alone: tests/backbones/test_drawing.py
     "torch": "answers",

@@ -1,0 +1,51 @@
+"""The likelihood of given continuations, which nothing is generated for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.backbones.batches import forward
+from latent_sweep.backbones.loading import Backbone
+
+LOGITS = 2**27
+"""Most logits of a forward pass; as in `latent_sweep.sweep.memory`. More continuations are read in several passes."""
+
+
+class Likelihood(NamedTuple):
+    """How likely a continuation is after its prompt."""
+
+    log: float
+    """Natural logarithm, a sum over its tokens."""
+    greedy: bool
+    """Whether greedy decoding begins with it."""
+
+
+def passes(backbone: Backbone, targets: Sequence[Sequence[int]]) -> int:
+    """Return the number of forward passes for these continuations of a batch."""
+    longest = max(map(len, targets))
+    rows = max(1, LOGITS // (backbone.model.get_output_embeddings().out_features * longest))
+    return -(-len(targets) // rows)
+
+
+def likelihoods(
+    backbone: Backbone,
+    bank: AdapterBank,
+    prompts: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    adaptation: Adaptation,
+) -> list[Likelihood]:
+    """Return the likelihood of each continuation after its prompt, in one forward pass; both are token ids."""
+    rows = [{"prompt_ids": prompt, "target_ids": target} for prompt, target in zip(prompts, targets, strict=True)]
+    outputs = forward(backbone, bank, rows, adaptation, drop_out=False)
+    labels = outputs.by_row(outputs.labels)
+    losses, greedy = [], []
+    for logits, own in zip(outputs.by_row(outputs.logits), labels, strict=True):  # float32 copies of one row at a time
+        losses.append(cross_entropy(logits.float(), own, reduction="sum"))
+        greedy.append((logits.argmax(-1) == own).all())
+    logs, firsts = (-torch.stack(losses)).tolist(), torch.stack(greedy).tolist()
+    return [Likelihood(log, bool(first)) for log, first in zip(logs, firsts, strict=True)]

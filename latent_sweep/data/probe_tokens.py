@@ -1,0 +1,95 @@
+"""How probes become token ids: chunks of a text, and continuations of a context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from latent_sweep.data.prompts import Family, PromptParts, encode_parts
+from latent_sweep.data.text_tokens import tokenize
+from latent_sweep.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK, PROMPT = 128, 32
+"""Tokens of a text's chunk, and of its beginning, the prompt, by which it is routed."""
+
+Columns = dict[str, list[list[int]]]
+"""Token ids by row: `prompt_ids`, `input_ids` (without special tokens) and `target_ids`."""
+
+
+class ProbeEncoder:
+    """Encodes probes with the special tokens of a benchmark's prompts, in no chat template.
+
+    Args:
+        encoder_decoder: whether context and continuation are read apart.
+        limit: most tokens of a prompt and its target; a longer prompt loses its beginning.
+
+    Attributes:
+        first, last: special tokens before and after a prompt.
+        start: the token that a row without a context begins with.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        family: Family,
+        bos: Literal["auto", "off"],
+        encoder_decoder: bool,
+        limit: int,
+    ):
+        self._tokenizer, self._encoder_decoder = tokenizer, encoder_decoder
+        frame = encode_parts(PromptParts("", "", ""), tokenizer, family, CHUNK, bos=bos)
+        self.first, self.last = frame.head, frame.cue
+        begins, ends = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.start: int = ends if begins is None else begins
+        self.limit = limit
+
+    def ids(self, text: str) -> list[int]:
+        return tokenize(self._tokenizer, text).ids
+
+    def rows(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]], answer: int = 0) -> Columns:
+        """Return the columns of pairs of context and target, as token ids without special tokens.
+
+        A row without a context begins with `start`, and its target's beginning takes the context's place in routing.
+
+        Args:
+            answer: number of tokens that will be generated after a prompt.
+        """
+        columns: Columns = {"prompt_ids": [], "input_ids": [], "target_ids": []}
+        for context, target in pairs:
+            later = 0 if self._encoder_decoder else len(target) + answer
+            kept = list(context[max(0, len(context) + len(self.first) + len(self.last) + later - self.limit) :])
+            columns["prompt_ids"].append([*self.first, *kept, *self.last] or [self.start])
+            columns["input_ids"].append(kept or list(target[:PROMPT]))
+            columns["target_ids"].append(list(target))
+        return columns
+
+    def chunks(self, text: str) -> Columns:
+        """Return a text's chunks; a rest that is no longer than a prompt is left out.
+
+        Raises:
+            DataError: the text has no chunk.
+        """
+        ids = self.ids(text)
+        size = min(len(ids), CHUNK)
+        prompt = min(PROMPT, size // 2)
+        parts = [ids[start : start + size] for start in range(0, len(ids), max(size, 1))]
+        pairs = [(part[:prompt], part[prompt:]) for part in parts if len(part) > prompt > 0]
+        if not pairs:
+            raise DataError("run.probes.text: found a text of less than two tokens; expected a longer one")
+        return self.rows(pairs)
+
+    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a context and its continuation.
+
+        A causal model reads both as one text, so that the continuation begins with the space that ends the context.
+        """
+        if not self._encoder_decoder:
+            stripped = context.rstrip()
+            context, continuation = stripped, context[len(stripped) :] + continuation
+            before, whole = self.ids(context), self.ids(context + continuation)
+            if len(whole) > len(before):
+                return whole[: len(before)], whole[len(before) :]
+        return self.ids(context), self.ids(continuation)
