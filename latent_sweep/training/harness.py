@@ -92,7 +92,8 @@ def harness_lines(prober: Prober, probe: Probe, seen: int) -> list[dict[str, Any
 def _of_documents(samples: Sequence[dict[str, Any]], metric: str, chosen: str) -> list[float]:
     """Return a metric's values by document; empty if they are no numbers."""
     values = [sample.get(metric) for sample in samples if sample["filter"] == chosen]
-    return [float(value) for value in values] if all(isinstance(value, (Real, np.bool_)) for value in values) else []
+    numbers = [float(value) for value in values if isinstance(value, (Real, np.bool_))]
+    return numbers if len(numbers) == len(values) else []
 
 
 def _metric_lines(metric: str, value: float, of_documents: Sequence[float]) -> Iterator[dict[str, Any]]:
