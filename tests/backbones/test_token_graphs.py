@@ -289,3 +289,16 @@ def test_in_bfloat16_answers_differ_only_at_near_ties(setting):
         assert graphs.off is None
     finally:
         model.to(torch.float32)
+
+
+class WaitsForTheDevice(ImitatedGraph):
+    def capture(self, function):
+        return super().capture(lambda: (function(), torch.ones(1).item()))
+
+
+def test_the_imitation_refuses_what_waits(setting):
+    backbone, bank, *_ = setting
+    graphs = TokenGraphs(backbone, Pools(WaitsForTheDevice))
+    expected = generate(backbone, bank, PROMPTS, Adaptation(), 6)
+    assert generate(backbone, bank, PROMPTS, Adaptation(), 6, graphs=graphs) == expected
+    assert graphs.off

@@ -75,11 +75,11 @@ def measured(
         backbone, bank = bench.backbone, bench.bank
         with torch.no_grad():
             (tensors,) = [bench.training([dict(_ROW)], 1).learner.finish()]
-            adaptations = [
-                bench.method().combine([_redrawn(tensors, seed)], torch.ones(1, 1)) for seed in range(3)
-            ]
+            adaptations = [bench.method().combine([_redrawn(tensors, seed)], torch.ones(1, 1)) for seed in range(3)]
         what = f"{name}, {rows} rows"
-        yield from _fast(setup, what, backbone, bank, adaptations, prompts_of(rows, 20 if setup.tiny else 100), expected)
+        yield from _fast(
+            setup, what, backbone, bank, adaptations, prompts_of(rows, 20 if setup.tiny else 100), expected
+        )
         del bench, backbone, bank, adaptations
         gc.collect()
         if setup.device == "cuda":

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "is_pinned"}
+WAITS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "is_pinned"}
 """Operators whose result the host needs."""
 
 FROM_HOST = {"lift_fresh", "_pin_memory"}
