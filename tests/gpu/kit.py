@@ -28,7 +28,6 @@ from bench.steps import bare_step_seconds
 from bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from gpu.every_method import compared
 from gpu.profiles import profiled
-from gpu.tokens import measured
 from torch import Tensor
 
 from latent_sweep.adapters import factors
@@ -322,11 +321,6 @@ def methods(setup: Setup) -> Figures:
     yield from compared(setup.device, setup.tiny)
 
 
-def tokens(setup: Setup) -> Figures:
-    """Decoding with CUDA graphs."""
-    yield from measured(setup, lambda count, longest: [row["prompt_ids"] for row in rows_of(count, longest, 1)])
-
-
 PARTS: Mapping[str, tuple[Callable[[Setup], Figures], int]] = {
     "machine": (machine, 60),
     "numerics": (numerics, 120),
@@ -334,7 +328,6 @@ PARTS: Mapping[str, tuple[Callable[[Setup], Figures], int]] = {
     "large": (large, 200),
     "memory": (memory, 120),
     "methods": (methods, 180),
-    "tokens": (tokens, 150),
 }
 """In order of importance, with time limits in seconds."""
 
