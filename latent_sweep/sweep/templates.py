@@ -27,6 +27,13 @@ LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0
 RANKS = (4, 8, 16, 32)
 """Usual ranks of adapters; the largest is the paper's, the default."""
 
+SOFT_PROMPT_RATES: Mapping[str, str] = {
+    "lfpt5": "0.1, 0.3, 0.5",
+    "prog_prompt": "0.003, 0.01, 0.03, 0.1, 0.3",
+    "l2p": "0.003, 0.01, 0.03, 0.1",
+}
+"""Learning rates to try: LFPT5's for Adafactor, the others for AdamW; 0.3 is the released one of Progressive Prompts."""
+
 OWN_TASKS = ("mood", "arrival")
 """Tasks of a first benchmark: a classification and an extraction, to be replaced."""
 OWN_ROWS: Mapping[str, int] = {"train": 64, "test": 20}
@@ -228,7 +235,8 @@ def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[st
         f"  tasks: {tasks}",
         f"  search: {{training.learning_rate: [{', '.join(rates[:4])}]}}",
         "  by_method:",
-        "    lfpt5: {training.learning_rate: [0.1, 0.3, 0.5]}  # a soft prompt needs a far higher rate",
+        "    # soft prompts need far higher rates than adapters",
+        *(f"    {name}: {{training.learning_rate: [{rates}]}}" for name, rates in SOFT_PROMPT_RATES.items()),
         f"    {DEFAULT}: {{training.learning_rate: [{', '.join(rates)}]}}",
     ]
 

@@ -127,6 +127,21 @@ def test_invalid_arguments_write_nothing(arguments, said, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("backbone", [EMBEDDED, "t5-large"])
+def test_default_rates_are_among_those_that_are_tuned(backbone):
+    """Also those of soft prompts, which want far higher ones and have ranges of their own."""
+    text = starting.sweep_text("first.yaml", backbone, "superni", "methods")
+    sweep = parse_sweep(parse_yaml(text, "first.yaml"), "first.yaml")
+    for trial in expand(sweep, selected_values(sweep, placeholders(find_selections(sweep)))):
+        method = trial.method()
+        rates = sweep.tune.tried(trial.settings.method.name)["training.learning_rate"]
+        if method.virtual_tokens(1):
+            assert max(rates) > 3 * max(sweep.tune.search["training.learning_rate"])
+        if not method.virtual_tokens(1) or backbone == EMBEDDED:
+            default = starting._training(trial.settings.method.name, backbone, "superni").learning_rate
+            assert min(rates) <= default <= max(rates), trial.settings.method.name
+
+
 def test_rates_are_never_tuned_on_a_whole_benchmark(tmp_path, capsys):
     """The two tasks of a benchmark of one's own leave one to choose on; a single task leaves none."""
     assert main(["init", "methods", "mine", "--own"]) == 0
