@@ -32,7 +32,7 @@ SOFT_PROMPT_RATES: Mapping[str, str] = {
     "prog_prompt": "0.003, 0.01, 0.03, 0.1, 0.3",
     "l2p": "0.003, 0.01, 0.03, 0.1",
 }
-"""Learning rates to try: LFPT5's for Adafactor, the others for AdamW; 0.3 is the released one of Progressive Prompts."""
+"""Learning rates to try: LFPT5's for Adafactor, the others for AdamW; Progressive Prompts released 0.3."""
 
 OWN_TASKS = ("mood", "arrival")
 """Tasks of a first benchmark: a classification and an extraction, to be replaced."""
