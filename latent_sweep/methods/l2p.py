@@ -71,6 +71,7 @@ class L2p(Method):
     """One pool of prompts with keys, trained on all tasks in turn."""
 
     settings_class = L2pSettings
+    rates_to_try = (0.003, 0.01, 0.03, 0.1)
     settings: L2pSettings
 
     @classmethod

@@ -104,6 +104,7 @@ class Lfpt5(Method):
     """One prompt trained on all tasks in turn."""
 
     settings_class = Lfpt5Settings
+    rates_to_try = (0.1, 0.3, 0.5)  # Adafactor's
     replays = True
     keeps_rows = True
     settings: Lfpt5Settings

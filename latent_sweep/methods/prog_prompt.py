@@ -72,6 +72,7 @@ class ProgPrompt(Method):
     """A prompt per task; its snapshot also holds the earlier ones, so that one snapshot answers."""
 
     settings_class = ProgPromptSettings
+    rates_to_try = (0.003, 0.01, 0.03, 0.1, 0.3)
     combinations = ("oracle", "hard", "ngram", "last")
     settings: ProgPromptSettings
 

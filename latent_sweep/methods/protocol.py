@@ -171,6 +171,7 @@ class Method:
         replays: whether its learners override `examples`.
         keeps_rows: whether its snapshots hold rows that later tasks train on.
         gradient_rows: largest number of per-row gradients measured at once after a task.
+        rates_to_try: learning rates that first sweeps tune over, if other methods' do not suit it.
     """
 
     settings_class: ClassVar[type[MethodSettings]]
@@ -180,6 +181,7 @@ class Method:
     replays: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = False
     gradient_rows: ClassVar[int] = 0
+    rates_to_try: ClassVar[Sequence[float]] = ()
 
     def __init__(self, settings: Any, context: MethodContext | None = None):
         self.settings = settings

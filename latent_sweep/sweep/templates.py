@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +26,6 @@ LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0
 
 RANKS = (4, 8, 16, 32)
 """Usual ranks of adapters; the largest is the paper's, the default."""
-
-SOFT_PROMPT_RATES: Mapping[str, str] = {
-    "lfpt5": "0.1, 0.3, 0.5",
-    "prog_prompt": "0.003, 0.01, 0.03, 0.1, 0.3",
-    "l2p": "0.003, 0.01, 0.03, 0.1",
-}
-"""Learning rates to try: LFPT5's for Adafactor, the others for AdamW; Progressive Prompts released 0.3."""
 
 OWN_TASKS = ("mood", "arrival")
 """Tasks of a first benchmark: a classification and an extraction, to be replaced."""
@@ -229,6 +222,7 @@ def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[st
         )
     rate = statistics.mode(_training(method, backbone, benchmark).learning_rate for method in METHODS)
     rates = [f"{rate * factor:.1e}" for factor in (1 / 3, 1, 3, 10, 30)]
+    own_rates = {name: own for name in METHODS if (own := method_class(name).rates_to_try)}
     return [
         "tune:                                                 # selected before the trials run, on examples held out",
         "  on: first_tasks                                     # of the first tasks; test examples are never read",
@@ -236,9 +230,13 @@ def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[st
         f"  search: {{training.learning_rate: [{', '.join(rates[:4])}]}}",
         "  by_method:",
         "    # soft prompts need far higher rates than adapters",
-        *(f"    {name}: {{training.learning_rate: [{rates}]}}" for name, rates in SOFT_PROMPT_RATES.items()),
+        *(f"    {name}: {{training.learning_rate: [{_listed(own)}]}}" for name, own in own_rates.items()),
         f"    {DEFAULT}: {{training.learning_rate: [{', '.join(rates)}]}}",
     ]
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def benchmark_files() -> dict[str, str]:
