@@ -94,8 +94,11 @@ class TokenGraphs:
 
     def release(self) -> None:
         """Free all memory; later batches record new graphs."""
-        self._graphs.clear()
         self._adapters.clear()
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
         self._memory = torch.empty(0)
         self._new_graph = self._new_pool()
 
@@ -157,8 +160,7 @@ class TokenGraphs:
         if token is None:
             needed = sum(map(numbers_of, shapes(read, wide, places, across)))
             if needed > len(self._memory):
-                self._graphs.clear()  # they read the old memory
-                self._memory = torch.empty(0)
+                self._drop_graphs()  # they read the memory that is replaced
                 self._memory = next(iter(tensors_of(read.own))).new_zeros(needed)
             if len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers.imitated_graph import ImitatedGraph
 from helpers.peft_models import peft_model
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
 from helpers.sweeps import change_benchmark, tiny, write_benchmark
@@ -27,6 +28,7 @@ from latent_sweep.backbones.layouts import Padded, Shared
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.outlines import linears_of, model_class, model_config, outline
 from latent_sweep.backbones.registry import REGISTRY, BackboneSettings, BackboneSpec, canonical_targets, describe
+from latent_sweep.backbones.token_graphs import TokenGraphs
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import shape_of
@@ -162,6 +164,28 @@ def test_answers_are_those_of_transformers(name):
             )[0].tolist()
             own = out[1:] if model.config.is_encoder_decoder else out[len(prompt) :]
             assert answer == (own[: own.index(2)] if 2 in own else own)
+    bank.remove()
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_answers_with_graphs_are_those_without(name):
+    """Of the families whose masks are ours, within a window; other families and longer rows use no graphs."""
+    backbone, made = load_backbone(settings_of(name)), []
+    bank = bank_of(backbone)
+
+    def new():
+        made.append(ImitatedGraph())
+        return made[-1]
+
+    graphs = TokenGraphs(backbone, lambda: new)
+    long = [row["prompt_ids"] for row in random_rows(3, seed=2, shortest=12, longest=24)]
+    for prompts in ([row["prompt_ids"] for row in instructed(4, longest=3)], long):
+        expected = generate(backbone, bank, prompts, Adaptation(), 6)
+        for _ in range(2):  # the first is only compared
+            assert generate(backbone, bank, prompts, Adaptation(), 6, graphs=graphs) == expected
+    assert graphs.off is None
+    assert len(made) == backbone.traits.laid_out
+    assert all(graph.replays > 1 for graph in made)
     bank.remove()
 
 

@@ -1,6 +1,7 @@
 """Decoding with graphs, here imitated ones, compared with decoding without and with transformers' `generate`."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from latent_sweep.adapters.lora import DeltaSum, DenseDelta, LoraDeltas, new_pai
 from latent_sweep.backbones import token_graphs
 from latent_sweep.backbones.generation import generate
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
+from latent_sweep.backbones.graphs import cuda_pool
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.token_graphs import Comparison, TokenGraphs
+from latent_sweep.execution.engines import engine_of
+from latent_sweep.sweep.schema import EngineSettings
 
 RANK, LONGEST = 6, 12
 PROMPTS = [row["prompt_ids"] for row in random_rows(10, seed=3, shortest=1, longest=14)]
@@ -302,3 +307,15 @@ def test_the_imitation_refuses_what_waits(setting):
     expected = generate(backbone, bank, PROMPTS, Adaptation(), 6)
     assert generate(backbone, bank, PROMPTS, Adaptation(), 6, graphs=graphs) == expected
     assert graphs.off
+
+
+def test_one_worker_with_a_gpu_uses_graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = engine_of(EngineSettings(), graphs="auto")
+    assert engine.graphs is cuda_pool
+    assert engine_of(EngineSettings()).graphs is None
+    assert engine_of(EngineSettings(), SimpleNamespace(size=2), "auto").graphs is None
+    engine.load(BackboneSettings(name="tiny-llama", device="cpu"))
+    assert engine.graphs is engine.token_graphs is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert engine_of(EngineSettings(), graphs="auto").graphs is None

@@ -503,6 +503,27 @@ def test_the_memory_of_answers(name, dtype, prompt, target):
     assert memory.cache + memory.reading == pytest.approx(live.peak, rel=0.1)
 
 
+@pytest.mark.parametrize(("name", "prompt", "target"), [("small-llama", 40, 70), ("small-t5", 90, 8)])
+def test_the_memory_of_decoding_graphs(name, prompt, target):
+    from helpers.imitated_graph import ImitatedGraph
+
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.backbones.generation import generate
+    from latent_sweep.backbones.token_graphs import TokenGraphs
+
+    trial, backbone = trial_of(name, prompt=prompt, target=target), backbone_of(name, "float32")
+    bank, prompts = bank_of(backbone), [row["prompt_ids"] for row in rows_of(16, prompt, 1)]
+    graphs = TokenGraphs(backbone, lambda: ImitatedGraph)
+    generate(backbone, bank, prompts, Adaptation(), target, graphs=graphs)
+    bank.remove()
+    resources = {"gpus": 1}
+    off, on = (predict(trial, RunSettings(resources=resources, graphs=graphs)) for graphs in ("off", "auto"))
+    assert on.graphs == graphs._memory.nbytes + on.factors
+    assert (off.graphs, off.answering) == (0, on.answering - on.graphs)
+    for other in (RunSettings(graphs="auto"), RunSettings(graphs="auto", resources={"gpus": 1, "workers": 2})):
+        assert predict(trial, other).graphs == 0
+
+
 def test_factors_and_adapters_are_counted_exactly(tmp_path):
     from latent_sweep.methods import method_class
     from latent_sweep.methods.protocol import MethodContext

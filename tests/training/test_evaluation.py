@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.imitated_graph import ImitatedGraph
 from helpers.tiny import random_rows
 
 from latent_sweep.adapters.bank import Adaptation
@@ -160,6 +161,28 @@ def test_adapters_of_the_previous_batch_are_not_confused(method, history):
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_answer_alike_are_cached_apart_and_freed_for_training(backbone, history, rows, evaluator):
+    graphs = []
+
+    def new():
+        graphs.append(ImitatedGraph())
+        return graphs[-1]
+
+    engine = Engine(backbone=backbone, graphs=lambda: new)
+    recorded = replace(evaluator(), engine=engine)
+    for number, weights in enumerate((np.ones((COUNT, 3)), np.tile(np.eye(3)[1], (COUNT, 1)), soft())):
+        expected, scored = (each.score(history, weights, rows, "accuracy") for each in (evaluator(), recorded))
+        assert answers(scored) == answers(expected)
+        assert scored.generated == COUNT, "the others' answers are cached under other names"
+        assert recorded.score(history, weights, rows, "accuracy").generated == 0
+        assert len(graphs) == (1 if number < 2 else 2), "of one adapter, then of one for each row"
+    assert sum(graph.replays for graph in graphs) >= 9, "of three batches each"
+    assert engine.token_graphs.off is None
+    assert engine.token_graphs._memory.nbytes
+    engine.begin_learning()
+    assert not engine.token_graphs._memory.nbytes
 
 
 def paths_taken(monkeypatch, method):
