@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from helpers.group_of_processes import ZERO_3, group_of
 from helpers.sweeps import brief, run_locally, sweep_folder, tiny, write
 from helpers.tiny import load_tiny
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -209,6 +212,35 @@ def test_results_are_cached_and_do_not_depend_on_passes(ran, tmp_path, monkeypat
     single = results(sweep_folder(tmp_path / "rows"))[0].metrics
     assert single["probe/prose"] == pytest.approx(whole["probe/prose"], rel=1e-5)
     assert single["probe/quiz"] == whole["probe/quiz"]
+
+
+def probes_of(result):
+    return {key: value for key, value in json.loads(result.read_text())["metrics"].items() if key.startswith("probe")}
+
+
+def assert_as_alone(ran, folder, count):
+    written = sorted(folder.glob("tiny/trials/*/result.json"))
+    assert len(written) == count
+    alone = {trial.folder.trial_id: trial.metrics for trial in results(ran[1])}
+    for path in written:
+        found, expected = probes_of(path), alone[path.parent.name]
+        assert len(found) == 7
+        # AdamW makes a whole step of a gradient that is nothing but rounding
+        assert found == pytest.approx({key: expected[key] for key in found}, rel=1e-3)
+
+
+def test_runs_of_a_pack_find_what_they_find_alone(ran, tmp_path):
+    content = yaml.safe_load(Path(probed(tmp_path, [LATENT, ABSTAINING, SEQ])).read_text())
+    assert run_locally(write(tmp_path, {**content, "run": {**content["run"], "pack": 2}})) == 0
+    assert_as_alone(ran, tmp_path / "runs", 3)
+
+
+@pytest.mark.slow
+def test_a_group_of_workers_with_a_sharded_backbone_finds_the_same(ran, tmp_path):
+    content = yaml.safe_load(Path(probed(tmp_path, [LATENT])).read_text())
+    with group_of(2, tmp_path) as ask:
+        ask(sweep=content, engine=ZERO_3, folder=str(tmp_path / "zero"))
+    assert_as_alone(ran, tmp_path / "zero", 1)
 
 
 FAULTS = {
