@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep import compatibility
 from latent_sweep.cli.main import main
-from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
+from latent_sweep.doctor import examination, machine, methods, nodes, numerics, packages, rates, tracker
 from latent_sweep.doctor.findings import Finding, fault, ok, run_check
 from latent_sweep.doctor.methods import ABSOLUTE, Outcome
 from latent_sweep.doctor.storage import check_storage
@@ -47,7 +48,8 @@ def briefly(tmp_path, monkeypatch):
     """Check no methods, in an empty folder, without a cluster."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(examination, "method_checks", lambda device: [])
+    for checks in ("method_checks", "numerics_checks", "rate_checks"):
+        monkeypatch.setattr(examination, checks, lambda device: [])
 
 
 @pytest.fixture
@@ -318,8 +320,9 @@ IN_A_FEW_SECONDS = """
 import sys
 from latent_sweep.cli.main import main
 from latent_sweep.doctor import examination
-checks = examination.method_checks
+checks, numerics = examination.method_checks, examination.numerics_checks
 examination.method_checks = lambda device: checks(device, ["latent_lora", "gain_lora"])
+examination.numerics_checks = lambda device: numerics(device, ["latent_lora", "lfpt5"])
 sys.stdout.isatty = lambda: "terminal" in sys.argv
 codes = [main(["doctor", "--device", "cpu", "--json"]), main(["doctor", "--device", "cpu", sys.argv[1], "--json"])]
 sys.exit(codes + [main(["run", sys.argv[1], "--local"])] != [0, 0, 0])
@@ -432,6 +435,110 @@ def test_a_gpu_is_compared_with_the_cpu_up_to_rounding(monkeypatch):
     assert finding.mark == "fault"
     greedy = Outcome(here.losses, here.answers, {}, peak=4 << 30, forecast=1 << 20)
     assert [finding.mark for finding in against_cpu(monkeypatch, greedy, here)] == ["ok", "warning"]
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["latent_lora", "zero_shot"])
+def test_gradients_are_near_float64(name):
+    for family in numerics.FAMILIES:
+        findings = list(numerics.check_numerics(name, family, "cpu"))
+        assert [finding.mark for finding in findings] == ["ok"] * (1 if name == "zero_shot" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_of_every_method_are_near_float64(name):
+    test_gradients_are_near_float64(name)
+
+
+class Products(torch.autograd.Function):
+    """Products with weights from inputs that `rounded` has rounded, in `parts` whose sums are rounded to the type."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rounded, parts):
+        ctx.save_for_backward(weight)
+        ctx.how = rounded, parts
+        return Products.product(x, weight.T, rounded, parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Products.product(gradient, ctx.saved_tensors[0], *ctx.how), None, None, None
+
+    @staticmethod
+    def product(x, y, rounded, parts):
+        pairs = zip(rounded(x).chunk(parts, -1), rounded(y).chunk(parts, 0), strict=True)
+        return sum(a @ b for a, b in pairs)
+
+
+def as_tf32(x):
+    """Keep 11 of the 24 bits of float32 numbers."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.fixture
+def device_of(monkeypatch):
+    """Return a function that has "cuda" compute products on the CPU by another arithmetic."""
+    linear, backbone, gradient = torch.nn.functional.linear, numerics.backbone, numerics.gradient
+    there = []
+
+    def imitate(dtype, rounded=lambda x: x, parts=1):
+        def products(x, weight, bias=None):
+            if bias is None and x.dtype == dtype:
+                return Products.apply(x, weight, rounded, parts)
+            return linear(x, weight, bias)
+
+        def on_device(family, dtype, device):
+            found = backbone(family, dtype, "cpu")
+            if device == "cuda":
+                found = replace(found)
+                there.append(found)
+            return found
+
+        def gradient_there(name, on, exact):
+            with monkeypatch.context() as patches:
+                if any(on is each for each in there):
+                    patches.setattr("torch.nn.functional.linear", products)
+                return gradient(name, on, exact)
+
+        monkeypatch.setattr(numerics, "backbone", on_device)
+        monkeypatch.setattr(numerics, "gradient", gradient_there)
+
+    return imitate
+
+
+def marks_of(name, family):
+    return [finding.mark for finding in numerics.check_numerics(name, family, "cuda")]
+
+
+def test_multiplication_in_tf32_is_a_fault(device_of):
+    device_of(torch.float32, as_tf32)
+    assert marks_of("seq_lora", "tiny-llama") == ["fault", "ok"]
+
+
+def test_products_in_several_parts_are_not(device_of):
+    """Each part's sum is rounded to bfloat16 before they are added."""
+    device_of(torch.bfloat16, parts=2)
+    assert marks_of("seq_lora", "tiny-llama") == ["ok", "ok"]
+
+
+def test_inputs_with_fewer_bits_than_bfloat16_are_a_fault(device_of):
+    device_of(torch.bfloat16, lambda x: x.to(torch.float8_e4m3fn).to(x.dtype))
+    assert marks_of("seq_lora", "tiny-flan-t5") == ["ok", "fault"]
+
+
+def test_nan_gradients_are_a_fault(monkeypatch):
+    real = numerics.gradient
+    monkeypatch.setattr(numerics, "gradient", lambda *arguments: real(*arguments) * torch.nan)
+    findings = numerics.check_numerics("seq_lora", "tiny-llama", "cpu")
+    assert [finding.mark for finding in findings] == ["fault", "fault"]
+
+
+def test_speed_is_measured():
+    findings = [finding for _, check in rates.rate_checks("cpu") for finding in check()]
+    assert [finding.subject for finding in findings] == ["matrix product", "launch", "step", "token"]
+    assert {finding.mark for finding in findings} == {"ok"}
 
 
 # --- the sweep -------------------------------------------------------------------------------------------------------

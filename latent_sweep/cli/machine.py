@@ -16,7 +16,8 @@ def add(commands: Commands) -> None:
         _doctor,
         "check whether this machine or cluster is ready for a sweep; under two minutes without one",
         "doctor sweeps/lambda.yaml",
-        "Check packages, device, storage, tracker and every method, and on a Ray cluster each node; with a sweep file "
+        "Check packages, device, storage, tracker, every method and its gradients against float64, measure the device's "
+        "speed, and check each node of a Ray cluster; with a sweep file "
         "also its data and one optimizer step of its backbone. Leaves only caches behind that a run "
         "needs anyway. Exit codes: 0 no fault, 1 a fault, 2 it could not be checked.",
     )

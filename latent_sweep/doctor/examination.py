@@ -12,7 +12,9 @@ from latent_sweep.doctor.findings import Check, Finding, count_findings, fault, 
 from latent_sweep.doctor.machine import check_cpu, check_disk, check_gpus, has_device, resolve_device
 from latent_sweep.doctor.methods import method_checks
 from latent_sweep.doctor.nodes import check_nodes, check_resources
+from latent_sweep.doctor.numerics import numerics_checks
 from latent_sweep.doctor.packages import check_imports, check_packages
+from latent_sweep.doctor.rates import rate_checks
 from latent_sweep.doctor.speed import measure_speed
 from latent_sweep.doctor.storage import check_caches, check_storage, hostname
 from latent_sweep.doctor.subject import Subject, check_first_step, check_plan
@@ -87,7 +89,12 @@ def _sections(plan: Plan | None, requested: str, profile: bool) -> Iterator[Sect
         yield Section("cluster", [("cluster", partial(check_nodes, *arguments))])
     tracker = partial(check_tracker, run.tracking.uri, run.allow_insecure, plan is not None)
     yield Section("tracker", [("tracker", tracker)])
-    yield Section(f"methods, on {device}", _method_checks(device))
+    if _is_missing(device):
+        yield Section(f"methods, on {device}", [("methods", _no_device)])
+    else:
+        yield Section(f"methods, on {device}", method_checks(device))
+        yield Section(f"gradients, on {device}", numerics_checks(device))
+        yield Section(f"speed, on {device}", rate_checks(device))
     if plan is not None and storage is not None:
         checks = _sweep_checks(Subject(plan.sweep, plan.trials, storage), requested, profile)
         yield Section(f"sweep {plan.sweep.name}", checks, stops_at_fault=True)
@@ -111,12 +118,11 @@ def _device(requested: str) -> str:
         return "cpu"
 
 
-def _method_checks(device: str) -> list[tuple[str, Check]]:
+def _is_missing(device: str) -> bool:
     try:
-        available = has_device(device)
+        return not has_device(device)
     except Exception:  # as above
-        available = True
-    return method_checks(device) if available else [("methods", _no_device)]
+        return False
 
 
 def _no_device() -> Iterator[Finding]:

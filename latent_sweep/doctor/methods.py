@@ -35,13 +35,15 @@ FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket")
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
+    "inf_lora": {"rank": 2, "gpm": {"eps_0": 0.7}},
+    "gain_lora": {"gpm": {"eps_0": 0.7}},
     "lfpt5": {"prompt_length": 4, "sample_length": 16, "tries": 2},
     "prog_prompt": {"prompt_length": 4},
     "l2p": {"pool_size": 4, "prompt_length": 2, "selected": 2},
 }
-"""Settings that fit the tiny backbones, apart from the rank."""
+"""Settings that fit the tiny backbones. InfLoRA's leave directions of clearly different singular values."""
 RANK = 4
-"""For all methods that have one."""
+"""For all other methods that have one."""
 
 RELATIVE, ABSOLUTE = 2e-3, 1e-4
 """Tolerances for float32 losses on two devices: Adam amplifies rounding of gradients near zero."""
@@ -158,8 +160,8 @@ def outcome(name: str, family: str, device: str) -> Outcome:
     from latent_sweep.training.pack import run_pack
 
     on_gpu = device == "cuda"
-    with TemporaryDirectory(prefix="latent-sweep-doctor-") as folder, _quiet():
-        one, trial = _tiny(name, family, device)
+    with TemporaryDirectory(prefix="latent-sweep-doctor-") as folder, quiet():
+        one, trial = tiny_pack(name, family, device)
         sweep, events = SweepFolder(Storage(Path(folder)), "doctor"), list[Any]()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -169,7 +171,7 @@ def outcome(name: str, family: str, device: str) -> Outcome:
         return Outcome(steps, _answers(sweep, trial), _snapshots(sweep), peak, _forecast(trial))
 
 
-def _tiny(name: str, family: str, device: str) -> tuple[Pack, Trial]:
+def tiny_pack(name: str, family: str, device: str) -> tuple[Pack, Trial]:
     has_rank = "rank" in as_written(method_class(name).settings_class).model_fields
     content = {
         "name": "doctor",
@@ -203,7 +205,7 @@ def _forecast(trial: Trial) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     logger = logging.getLogger("latent_sweep")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

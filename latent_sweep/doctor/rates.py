@@ -1,0 +1,164 @@
+"""Measures a machine: a large matrix product, a kernel launch, an optimizer step, and a token of answers."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from latent_sweep.doctor.findings import Check, Finding, ok, warning
+from latent_sweep.doctor.numerics import random_rows
+
+if TYPE_CHECKING:
+    from latent_sweep.adapters.bank import AdapterBank
+    from latent_sweep.backbones.loading import Backbone
+    from latent_sweep.methods.protocol import Method
+
+BACKBONES = {"cuda": ("random:t5-large", "bfloat16"), "cpu": ("tiny-t5", "float32")}
+"""What is measured: a backbone whose step is bound by launches, and a tiny one for the overhead on a CPU."""
+PRODUCT, REPEATS, LAUNCHES = {"cuda": 8192, "cpu": 512}, 5, 1000
+ROWS, PROMPT, TARGET, STEPS = 8, 100, 8, 6
+FEW, MANY = 4, 36
+"""Tokens of answers; their difference leaves out the prompts."""
+MOST_LAUNCHES = 2700
+"""Of a step of T5-Large: 24 + 24 blocks of some 50 operations, forward and backward, with norms of one launch each."""
+
+
+def rate_checks(device: str) -> list[tuple[str, Check]]:
+    return [("matrix product", partial(check_product, device)), ("step", partial(check_step, device))]
+
+
+def check_product(device: str) -> Iterator[Finding]:
+    """Measure the rate of a large product in bfloat16, or float32 on a CPU: no step is faster."""
+    import torch
+
+    size, dtype = PRODUCT[device], torch.bfloat16 if device == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    rate = 2 * size**3 / _seconds(lambda: a @ b) / 1e12
+    name = str(dtype).removeprefix("torch.")
+    yield ok("matrix product", f"{rate:.2g} TFLOP/s, {size} x {size} in {name}: the limit of long batches")
+    number = torch.zeros(1, device=device)
+    seconds = _seconds(lambda: [number.add_(1) for _ in range(LAUNCHES)]) / LAUNCHES
+    yield ok(
+        "launch", f"{1e6 * seconds:.2g} us for the smallest operation: times the launches, the limit of short batches"
+    )
+
+
+def check_step(device: str) -> Iterator[Finding]:
+    """Measure an optimizer step of LoRA and a token of answers, both for eight rows."""
+    name, dtype = BACKBONES[device]
+    with _workshop(name, dtype, device) as shop:
+        size = f"{ROWS} rows of {PROMPT + TARGET} tokens, {name} ({dtype})"
+        seconds = statistics.median(shop.steps(STEPS)[1:])
+        yield ok("step", f"{1000 * seconds:.3g} ms; {size}")
+        if device == "cuda":
+            launches = shop.launches()
+            found, expected = f"{launches:,.0f}; {size}", f"{MOST_LAUNCHES:,} at most"
+            advice = "norms may not be fused in this version of transformers: report it as a bug"
+            slow = launches > MOST_LAUNCHES
+            yield warning("launches", found, expected, advice) if slow else ok("launches", found, expected)
+        yield ok("token", f"{1000 * shop.token():.3g} ms for {ROWS} answers at once; {name} ({dtype})")
+
+
+@dataclass(frozen=True)
+class _Workshop:
+    """A backbone with an adapter to train."""
+
+    backbone: Backbone
+    bank: AdapterBank
+    method: Method
+    folder: Path
+
+    def steps(self, count: int) -> list[float]:
+        """Train; return the seconds of each step but the first."""
+        from latent_sweep.methods.protocol import TaskData
+        from latent_sweep.storage.snapshots import TaskCheckpoint
+        from latent_sweep.storage.storage import Storage
+        from latent_sweep.sweep.schema import TrainingSettings
+        from latent_sweep.training.engine import Engine
+        from latent_sweep.training.loop import train_pack
+        from latent_sweep.training.trainer import Trainer, generators
+
+        rows = random_rows(0, ROWS, (PROMPT, PROMPT), (TARGET, TARGET))
+        given: dict[str, Any] = {"learning_rate": 1e-4, "batch_size": ROWS, "loss_reduce": "token_mean"}
+        given |= {"epochs": count, "max_steps": count, "checkpoint_every": count + 1}
+        moments: list[float] = []
+        learner = self.method.begin_task(TaskData("speed", 0, 1, rows, generators("speed")), [])
+        checkpoint = TaskCheckpoint(Storage(self.folder), self.folder / "none.safetensors")
+        trainer = Trainer(
+            *(learner, rows, TrainingSettings.model_validate(given), ("speed",), checkpoint),
+            on_step=lambda *step: moments.append(time.perf_counter()),  # the loop has read the losses: the step is over
+        )
+        (outcome,) = train_pack([trainer], Engine(backbone=self.backbone), self.bank)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return [end - begin for begin, end in itertools.pairwise(moments)]
+
+    def launches(self) -> float:
+        """Return the kernel launches of a step, on a GPU: the difference between trainings of different lengths."""
+        from torch.profiler import ProfilerActivity, profile
+
+        counts = []
+        for steps in (2, 4):
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                self.steps(steps)
+            starts = [event for event in seen.key_averages() if event.key.startswith(("cudaLaunch", "cuLaunch"))]
+            counts.append(sum(event.count for event in starts))
+        return (counts[1] - counts[0]) / 2
+
+    def token(self) -> float:
+        """Return the seconds that one more token of all answers takes."""
+        import torch
+
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.backbones.generation import generate
+
+        endless = replace(self.backbone, answer_end=-1)
+        prompts = [row["prompt_ids"] for row in random_rows(0, ROWS, (PROMPT, PROMPT), (TARGET, TARGET))]
+
+        def seconds(tokens: int) -> float:
+            with torch.no_grad():
+                return _seconds(lambda: generate(endless, self.bank, prompts, Adaptation(), tokens), 3)
+
+        return (seconds(MANY) - seconds(FEW)) / (MANY - FEW)
+
+
+@contextmanager
+def _workshop(name: str, dtype: str, device: str) -> Iterator[_Workshop]:
+    from latent_sweep.adapters.bank import AdapterBank
+    from latent_sweep.backbones.loading import load_backbone
+    from latent_sweep.backbones.registry import BackboneSettings
+    from latent_sweep.methods import method_class
+    from latent_sweep.methods.protocol import MethodContext
+    from latent_sweep.settings import as_written
+
+    backbone = load_backbone(BackboneSettings.model_validate({"name": name, "dtype": dtype, "device": device}))
+    bank, kind = AdapterBank(backbone.targets, backbone.prompt_embedding), method_class("seq_lora")
+    settings = kind.resolve(as_written(kind.settings_class)(name="seq_lora"), name, "builtin")
+    try:
+        with TemporaryDirectory(prefix="latent-sweep-doctor-") as folder:
+            context = MethodContext(backbone, bank, Path(folder), settings.rank)
+            yield _Workshop(backbone, bank, kind(settings, context), Path(folder))
+    finally:
+        bank.remove()
+
+
+def _seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Return the median seconds of a call, after two that are not counted."""
+    import torch
+
+    seconds = []
+    for _ in range(2 + repeats):
+        began = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[2:])
