@@ -16,10 +16,10 @@ def add(commands: Commands) -> None:
         _doctor,
         "check whether this machine or cluster is ready for a sweep; under two minutes without one",
         "doctor sweeps/lambda.yaml",
-        "Check packages, device, storage, tracker, every method and its gradients against float64, measure the device's "
-        "speed, and check each node of a Ray cluster; with a sweep file "
-        "also its data and one optimizer step of its backbone. Leaves only caches behind that a run "
-        "needs anyway. Exit codes: 0 no fault, 1 a fault, 2 it could not be checked.",
+        "Check packages, device, storage, tracker, every method and its gradients against float64, measure the speed "
+        "of the device, and check each node of a Ray cluster; with a sweep file also its data and one optimizer step "
+        "of its backbone. Leaves only caches behind that a run needs anyway. Exit codes: 0 no fault, 1 a fault, 2 it "
+        "could not be checked.",
     )
     add_sweep_arguments(doctor, optional=True)
     doctor.add_argument(
