@@ -1,6 +1,6 @@
 """The first minutes on a GPU: is it right, does it leak, how fast is it, and how fast should it be.
 
-    PYTHONPATH=tests python -m gpu.kit FOLDER [--parts machine numerics step large memory methods] [--seconds 600]
+    PYTHONPATH=tests python -m gpu.kit FOLDER [--parts machine numerics step large memory tokens methods real] [--seconds 600]
 
 Needs torch, transformers and no network. Every part is a process with a time limit, and writes each figure to
 FOLDER/figures.jsonl as soon as it is measured. At the end the table is printed, with the figures of an H100 next to
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from bench.steps import bare_step_seconds
 from bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from gpu.every_method import compared
 from gpu.profiles import profiled
+from gpu.real import comparison
+from gpu.tokens import measured
 from torch import Tensor
 
 from latent_sweep.adapters import factors
@@ -321,13 +324,31 @@ def methods(setup: Setup) -> Figures:
     yield from compared(setup.device, setup.tiny)
 
 
+def tokens(setup: Setup) -> Figures:
+    """Decoding with CUDA graphs."""
+    yield from measured(setup, lambda count, longest: [row["prompt_ids"] for row in rows_of(count, longest, 1)])
+
+
+def real(setup: Setup) -> Figures:
+    """Methods with SmolLM2 on SuperNI, where its weights and the tasks have been carried along."""
+    from latent_sweep.backbones.packaged import package_version
+
+    if "LATENT_SWEEP_DATA" not in os.environ:
+        yield "skipped", "no data", "", '`make gpu-kit KIT="--real DATA"`'
+        return
+    package_version("smollm2-135m")
+    yield from comparison(setup.folder, setup.device, setup.tiny, PARTS["real"][1] - 30)
+
+
 PARTS: Mapping[str, tuple[Callable[[Setup], Figures], int]] = {
     "machine": (machine, 60),
     "numerics": (numerics, 120),
     "step": (step, 150),
     "large": (large, 200),
     "memory": (memory, 120),
+    "tokens": (tokens, 150),
     "methods": (methods, 180),
+    "real": (real, 300),
 }
 """In order of importance, with time limits in seconds."""
 

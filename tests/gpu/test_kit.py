@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from gpu import kit
-from gpu.archives import SOURCES, code, distribute, wheels, with_needs, write
+from gpu.archives import SOURCES, code, distribute, split, wheels, with_needs, write
 from helpers.patience import PATIENCE
 
 
@@ -47,6 +47,7 @@ def test_all_parts_run_on_a_cpu_from_what_travels(tmp_path):
         "LATENT_SWEEP_CACHE": str(tmp_path / "cache"),
         "HF_HUB_OFFLINE": "1",
     }
+    environment.pop("LATENT_SWEEP_DATA", None)
     done = subprocess.run(
         [sys.executable, "-S", "-W", "ignore", "-c", REHEARSAL, str(out)],
         env=environment, cwd=there, timeout=10 * PATIENCE, capture_output=True, text=True, check=False,
@@ -92,4 +93,16 @@ def test_files_are_shared_out_over_archives_that_hold_them(tmp_path):
 def test_what_is_archived_is_the_package_and_the_kit():
     names = set(code())
     assert {"latent_sweep/__init__.py", "latent_sweep/py.typed", "tests/gpu/kit.py", "pyproject.toml"} <= names
-    assert not any(name.startswith("sweeps") for name in names)
+    assert [name for name in names if name.startswith("sweeps")] == ["sweeps/general_ability.yaml"]
+
+
+def test_a_file_larger_than_an_archive_travels_in_pieces(tmp_path):
+    large, content = tmp_path / "a.whl", bytes(range(256)) * 10
+    large.write_bytes(content)
+    pieces = split(large, 1000)
+    assert [piece.name for piece in pieces] == ["a.whl.piece0", "a.whl.piece1", "a.whl.piece2"]
+    assert b"".join(piece.read_bytes() for piece in pieces) == content
+    assert not large.exists()
+    assert split(pieces[0], 1000) == [pieces[0]]
+    with pytest.raises(ValueError, match="found 1,000 bytes"):
+        split(pieces[0], 99)
