@@ -1,6 +1,6 @@
 """The first minutes on a GPU: is it right, does it leak, how fast is it, and how fast should it be.
 
-    PYTHONPATH=tests python -m gpu.kit FOLDER [--parts machine numerics step large memory tokens methods real] [--seconds 600]
+    PYTHONPATH=tests python -m gpu.kit FOLDER [--parts PART ...] [--seconds 600]
 
 Needs torch, transformers and no network. Every part is a process with a time limit, and writes each figure to
 FOLDER/figures.jsonl as soon as it is measured. At the end the table is printed, with the figures of an H100 next to

@@ -39,7 +39,7 @@ def comparison(folder: Path, device: str, tiny: bool, seconds: float) -> Iterato
     changes = [f"run.storage={folder / 'runs'}", "run.tracking.uri=none", f"run.resources.gpus={int(device == 'cuda')}"]
     changes += ["run.graphs=auto", f"trial.backbone.device={device}"]
     if tiny:
-        changes += ["run.probes=null"]
+        changes += ["run.probes={}"]
         changes += ["trial.benchmark.tasks=[task363,task1510]", "trial.benchmark.train_per_task=6"]
         changes += ["trial.benchmark.test_per_task=2", "trial.training.epochs=1", "search.seed=[0,1]"]
         changes += ["search.trial=[{method: {name: latent_lora}}, {method: {name: seq_lora}}]"]
