@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ from latent_sweep.backbones.sharing import pays_in_a_step
 WORTHWHILE = 0.95
 """Sharing must reduce tokens to this share: moving them for attention costs some 5 % of a small model's step."""
 
+SOURCE_MULTIPLE, TARGET_MULTIPLE = 16, 8
+"""Of rounded lengths: of prompts, or of a causal model's rows, and of targets."""
+IGNORED = -100
+"""A label without weight, by torch's default."""
+
 Reading = Callable[[Tensor | None, Tensor | None], AbstractContextManager[None]]
 
 
@@ -31,7 +37,7 @@ class Batch:
     inputs: Mapping[str, Any]
     """Arguments of the model's forward pass."""
     labels: Tensor
-    """(targets,) token ids of all targets, example after example."""
+    """(targets,) token ids of all targets, example after example; with `targets`, padded with `IGNORED`."""
     keep: Tensor
     """(targets,) indices of the tokens that predict them, in the flattened batch."""
     counts: Sequence[int]
@@ -40,32 +46,49 @@ class Batch:
     """(sequences, tokens) number of examples that each token belongs to: 0 is padding; of an encoder's input."""
     target_multiplicity: Indices | None = None
     """The same for the decoder of an encoder-decoder."""
+    targets: Sequence[int] | None = None
+    """Number of labels per run, if its labels are padded."""
 
 
-def collate(runs: Sequence[Sequence[Example]], backbone: Backbone, uniform: bool = False) -> Batch:
+def collate(
+    runs: Sequence[Sequence[Example]], backbone: Backbone, uniform: bool = False, rounded: bool = False
+) -> Batch:
     """Make one batch of the examples of several runs.
 
     A causal model reads common prefixes once if that saves time and each run's adaptation is `uniform` over its rows.
+    With `rounded`, lengths are padded to multiples of `SOURCE_MULTIPLE` and `TARGET_MULTIPLE`: more batches then have
+    the same shapes.
     """
     if backbone.traits.encoder_decoder:
-        return _encoder_decoder(runs, backbone)
+        return _encoder_decoder(runs, backbone, rounded)
     longest = max(len(row["prompt_ids"]) + len(row["target_ids"]) for rows in runs for row in rows)
     if uniform and backbone.lays_out(longest):
         layout = _shared_layout(runs, backbone)
-        if _is_worthwhile(layout.runs * layout.tokens, longest * sum(map(len, runs)), backbone):
+        if _is_worthwhile(layout.runs * layout.tokens, longest * sum(map(len, runs)), backbone, rounded):
             return _shared(runs, layout, backbone)
-    return _padded(runs, backbone)
+    return _padded(runs, backbone, rounded)
 
 
-def _is_worthwhile(shared: int, padded: int, backbone: Backbone) -> bool:
+def _is_worthwhile(shared: int, padded: int, backbone: Backbone, rounded: bool) -> bool:
     if shared > WORTHWHILE * padded:
         return False
-    return backbone.device.type == "cpu" or pays_in_a_step(backbone, padded, shared)
+    eager_on_cpu = backbone.device.type == "cpu" and not rounded  # rounded steps are replayed, on a GPU
+    return eager_on_cpu or pays_in_a_step(backbone, padded, shared)
 
 
-def _padded(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
+def _rounded_up(length: float, multiple: int) -> int:
+    return multiple * math.ceil(length / multiple)
+
+
+def _width(sequences: Sequence[Sequence[int]], multiple: int, backbone: Backbone, rounded: bool) -> float:
+    """Return the width of a rounded batch, which has at most the backbone's positions; 0 without rounding."""
+    return min(_rounded_up(max(map(len, sequences)), multiple), backbone.positions) if rounded else 0
+
+
+def _padded(runs: Sequence[Sequence[Example]], backbone: Backbone, rounded: bool = False) -> Batch:
     rows = [row for of_run in runs for row in of_run]
-    ids, real = _rectangle([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone.pad_id)
+    tokens = [[*row["prompt_ids"], *row["target_ids"]] for row in rows]
+    ids, real = _rectangle(tokens, backbone.pad_id, width=_width(tokens, SOURCE_MULTIPLE, backbone, rounded))
     starts = np.arange(len(rows)) * ids.shape[1]
     inputs: dict[str, Any] = {"input_ids": to_device(ids, backbone.device)}
     if backbone.lays_out(ids.shape[1]):
@@ -73,7 +96,11 @@ def _padded(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
         inputs |= {"attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device), "layout": Padded()}
     else:
         inputs |= {"attention_mask": to_device(real.astype(np.int64), backbone.device)}
-    return _batch(rows, inputs, starts, 0, list(map(len, runs)), real.astype(np.int64), backbone)
+    of_row = None
+    if rounded:
+        most = max(sum(len(row["target_ids"]) for row in of_run) / len(of_run) for of_run in runs)
+        of_row = _rounded_up(most, TARGET_MULTIPLE)
+    return _batch(runs, inputs, starts, 0, list(map(len, runs)), real.astype(np.int64), backbone, of_row)
 
 
 def _shared_layout(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Shared:
@@ -90,7 +117,7 @@ def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _shared(runs: Sequence[Sequence[Example]], layout: Shared, backbone: Backbone) -> Batch:
-    n, rows = layout.shared, [row for of_run in runs for row in of_run]
+    n = layout.shared
     ids = np.full((layout.runs, layout.tokens), backbone.pad_id, np.int64)
     for sequence, of_run in zip(ids, runs, strict=True):
         tokens = [t for row in of_run for t in (*row["prompt_ids"][n:], *row["target_ids"])]
@@ -101,31 +128,55 @@ def _shared(runs: Sequence[Sequence[Example]], layout: Shared, backbone: Backbon
         "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),  # as in `_padded`
         "layout": layout,
     }
-    return _batch(rows, inputs, layout.starts, n, [1] * len(runs), layout.multiplicity, backbone)
+    return _batch(runs, inputs, layout.starts, n, [1] * len(runs), layout.multiplicity, backbone)
 
 
 def _batch(
-    rows: Sequence[Example],
+    runs: Sequence[Sequence[Example]],
     inputs: Mapping[str, Any],
     starts: Indices,
     before: int,
     counts: Sequence[int],
     multiplicity: Indices,
     backbone: Backbone,
+    of_row: int | None = None,
 ) -> Batch:
     """Add the labels and the indices that predict them; `starts` index each row's first token after `before` tokens."""
+    rows = [row for of_run in runs for row in of_run]
     first = [start + len(row["prompt_ids"]) - before - 1 for start, row in zip(starts, rows, strict=True)]
     keep = [start + np.arange(len(row["target_ids"])) for start, row in zip(first, rows, strict=True)]
-    labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
-    targets = to_device(labels, backbone.device), to_device(np.concatenate(keep), backbone.device)
-    return Batch(inputs, *targets, counts, multiplicity)
+    labels, kept, targets = _labels(runs, np.concatenate(keep), backbone, of_row)
+    return Batch(inputs, labels, kept, counts, multiplicity, targets=targets)
 
 
-def _encoder_decoder(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
+def _labels(
+    runs: Sequence[Sequence[Example]], keep: Indices, backbone: Backbone, of_row: int | None
+) -> tuple[Tensor, Tensor, Sequence[int] | None]:
+    """Return `labels`, `keep` and `targets` of a batch: with `of_row`, as many labels for each of a run's rows."""
+    labels = np.array([token for of_run in runs for row in of_run for token in row["target_ids"]], np.int64)
+    targets = None
+    if of_row is not None:
+        targets = [of_row * len(of_run) for of_run in runs]
+        ends = np.cumsum([sum(len(row["target_ids"]) for row in of_run) for of_run in runs])[:-1]
+        labels, keep = (
+            np.concatenate(
+                [
+                    np.pad(own, (0, target - len(own)), constant_values=value)
+                    for own, target in zip(np.split(values, ends), targets, strict=True)
+                ]
+            )
+            for values, value in ((labels, IGNORED), (keep, 0))  # any token predicts what is ignored
+        )
+    return to_device(labels, backbone.device), to_device(keep, backbone.device), targets
+
+
+def _encoder_decoder(runs: Sequence[Sequence[Example]], backbone: Backbone, rounded: bool = False) -> Batch:
     rows = [row for of_run in runs for row in of_run]
-    ids, real = _rectangle([row["prompt_ids"] for row in rows], backbone.pad_id)
-    start = backbone.model.config.decoder_start_token_id
-    decoder_ids, real_targets = _rectangle([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
+    prompts, start = [row["prompt_ids"] for row in rows], backbone.model.config.decoder_start_token_id
+    shifted = [[start, *row["target_ids"][:-1]] for row in rows]
+    ids, real = _rectangle(prompts, backbone.pad_id, width=_width(prompts, SOURCE_MULTIPLE, backbone, rounded))
+    width = _width(shifted, TARGET_MULTIPLE, backbone, rounded)
+    decoder_ids, real_targets = _rectangle(shifted, backbone.pad_id, width=width)
     inputs: dict[str, Any] = {"input_ids": to_device(ids, backbone.device)}
     inputs |= {"decoder_input_ids": to_device(decoder_ids, backbone.device)}
     if backbone.traits.laid_out:
@@ -133,10 +184,10 @@ def _encoder_decoder(runs: Sequence[Sequence[Example]], backbone: Backbone) -> B
         inputs |= {"layout": Padded(backbone.traits.shared_bias)}
     else:
         inputs |= {"attention_mask": to_device(real.astype(np.int64), backbone.device)}
-    labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
-    targets = to_device(labels, backbone.device), to_device(np.flatnonzero(real_targets), backbone.device)
+    of_row = decoder_ids.shape[1] if rounded else None
+    labels, keep, targets = _labels(runs, np.flatnonzero(real_targets), backbone, of_row)
     counts = [len(of_run) for of_run in runs]
-    return Batch(inputs, *targets, counts, real.astype(np.int64), real_targets.astype(np.int64))
+    return Batch(inputs, labels, keep, counts, real.astype(np.int64), real_targets.astype(np.int64), targets)
 
 
 def read(
@@ -181,10 +232,12 @@ def read_padded(
         backbone.model(**inputs, use_cache=False)
 
 
-def _rectangle(sequences: Sequence[Sequence[int]], value: int, in_front: bool = False) -> tuple[Indices, Any]:
-    """Pad token ids, (rows, longest), on the right or left; also return which are not padding."""
+def _rectangle(
+    sequences: Sequence[Sequence[int]], value: int, in_front: bool = False, width: float = 0
+) -> tuple[Indices, Any]:
+    """Pad token ids, (rows, longest or `width`), on the right or left; also return which are not padding."""
     lengths = np.array(list(map(len, sequences)))
-    longest = lengths.max()
+    longest = max(int(lengths.max()), int(width))
     real = np.arange(longest) >= longest - lengths[:, None] if in_front else np.arange(longest) < lengths[:, None]
     ids = np.full(real.shape, value, np.int64)
     ids[real] = [token for sequence in sequences for token in sequence]
@@ -268,64 +321,3 @@ def forward(
     active = torch.is_grad_enabled() if drop_out is None else drop_out
     with bank.active(adaptation), nullcontext() if active else backbone.dropout(0.0):
         return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)
-
-
-def chunked(batches: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
-    for batch in batches:
-        yield from (batch[start : start + size] for start in range(0, len(batch), size))
-
-
-def epoch_batches(
-    lengths: Sequence[int], batch_size: int, generator: torch.Generator, group_by_length: bool
-) -> list[list[int]]:
-    """Return the row indices of one epoch's batches; the last batch may be smaller.
-
-    With `group_by_length`, rows are shuffled, sorted within groups of eight batches, and the batches shuffled.
-    """
-    order = torch.randperm(len(lengths), generator=generator).tolist()
-    if not group_by_length:
-        return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    stretch = 8 * batch_size
-    batches = []
-    for start in range(0, len(order), stretch):
-        rows = sorted(order[start : start + stretch], key=lambda row: lengths[row])
-        batches += [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-
-
-def mixed_batches(
-    lengths: Sequence[int],
-    replayed: Sequence[int],
-    batch_size: int,
-    generator: torch.Generator,
-    group_by_length: bool,
-) -> list[list[int]]:
-    """Return the batches of an epoch with replayed rows spread evenly over them; the last batch may be smaller.
-
-    Any batch of b rows has the share of `replayed` in all rows times b, rounded down or up. The other rows, with these
-    lengths, are ordered as by `epoch_batches`.
-    """
-    total = len(lengths) + len(replayed)
-    ends = [min(start + batch_size, total) for start in range(0, total, batch_size)]
-    shares = [end * len(replayed) // total for end in ends]
-    own = torch.randperm(len(lengths), generator=generator).tolist()
-    batches, own_ends = [], [end - share for end, share in zip(ends, shares, strict=True)]
-    if group_by_length:
-        for start, end in pairwise([0, *own_ends[7::8], len(own)]):
-            own[start:end] = sorted(own[start:end], key=lambda row: lengths[row])
-    for (start, end), (first, last) in zip(pairwise([0, *own_ends]), pairwise([0, *shares]), strict=True):
-        batches.append([*own[start:end], *replayed[first:last]])
-    if group_by_length:
-        batches = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-    return batches
-
-
-def taking_turns(count: int, start: int, end: int, generator: Callable[[int], torch.Generator]) -> list[int]:
-    """Return entries start to end of an endless sequence that shuffles `count` indices anew in each turn.
-
-    Args:
-        generator: returns the generator of a turn (0-based).
-    """
-    turns = range(start // count, -(-end // count))
-    order = [i for turn in turns for i in torch.randperm(count, generator=generator(turn)).tolist()]
-    return order[start - turns.start * count : end - turns.start * count]

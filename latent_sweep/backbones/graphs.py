@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,25 +31,52 @@ class CudaGraph:
     Args:
         pool: memory that several graphs share, from `torch.cuda.graph_pool_handle()`; None is memory of its own.
         warm_up: times that the function runs before the capture, on another stream, as libraries initialize then.
+        stream: that other stream; graphs share memory only if it is the same.
     """
 
-    def __init__(self, pool: Any = None, warm_up: int = 2):
-        self._graph, self._pool, self._warm_up = torch.cuda.CUDAGraph(), pool, warm_up
+    def __init__(self, pool: Any = None, warm_up: int = 2, stream: torch.cuda.Stream | None = None):
+        self._graph, self._warm_up = torch.cuda.CUDAGraph(), warm_up
+        self._pool, self._stream = pool or torch.cuda.graph_pool_handle(), stream or torch.cuda.Stream()
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(self._warm_up):
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
-        # other threads of the process may use the device meanwhile
-        with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
-            return function()
+        current = torch.cuda.current_stream()
+        try:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for _ in range(self._warm_up):
+                    function()
+            current.wait_stream(self._stream)
+            # other threads of the process may use the device meanwhile
+            with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                return function()
+        except RuntimeError:
+            torch.cuda.set_stream(current)  # torch stays on the other one
+            self._recover()
+            torch.cuda.set_stream(current)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
 
+    def _recover(self) -> None:
+        """Repair what torch leaves of an invalid capture: an open pool, and a generator that seems to be captured.
+
+        With an open pool no cached memory is freed, and with such a generator dropout raises an error.
+        """
+        device = torch.cuda.current_device()
+        try:
+            torch._C._cuda_endAllocateToPool(device, self._pool)  # no public function closes it
+        except RuntimeError:  # it is closed: memory ran out, which leaves a valid capture or none
+            return
+        torch._C._cuda_releasePool(device, self._pool)
+        _invalid.append(self._graph)
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            torch.zeros(1, device=device)
+
+
+_invalid: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture was invalid: torch may still ask them whether they are being captured."""
+
 
 def cuda_pool(warm_up: int = 2) -> NewGraph:
-    return partial(CudaGraph, torch.cuda.graph_pool_handle(), warm_up)
+    return partial(CudaGraph, torch.cuda.graph_pool_handle(), warm_up, torch.cuda.Stream())

@@ -69,6 +69,10 @@ class Padded:
         self._shared_bias = shared_bias
         self._bias: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
+    def unused(self) -> Padded:
+        """Return the same layout without what a pass has computed in it."""
+        return Padded(self._shared_bias)
+
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:

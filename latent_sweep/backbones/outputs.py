@@ -24,8 +24,9 @@ class Outputs:
     """(targets, vocabulary), for all target tokens, example after example."""
     labels: Tensor
     """(targets,) token ids."""
-    denominator: float
-    """Divides the summed cross-entropy; the same for all micro-batches of a step, so that their losses add up."""
+    denominator: float | Tensor
+    """Divides the summed cross-entropy; the same for all micro-batches of a step, so that their losses add up. A tensor
+    where the step may be recorded (see `Learner.capturable`)."""
     cross_entropy: CrossEntropy | None = field(default=None, repr=False)
     index: int = 0
     """Index of this learner among them."""
@@ -37,14 +38,20 @@ class Outputs:
         rows: Sequence[Sequence[Example]],
         logits: Tensor,
         labels: Tensor,
-        denominators: Sequence[float],
+        denominators: Sequence[float | Tensor],
         whole: Sequence[int] | None = None,
+        targets: Sequence[int] | None = None,
     ) -> list[Outputs]:
-        """Split a pass over the examples of several learners."""
-        targets = [sum(len(row["target_ids"]) for row in own) for own in rows]
+        """Split a pass over the examples of several learners.
+
+        Args:
+            targets: labels of each learner, if some are padding; `by_row` cannot split those.
+        """
+        if targets is None:
+            targets = [sum(len(row["target_ids"]) for row in own) for own in rows]
         shared = CrossEntropy(logits, labels, targets) if sum(map(bool, targets)) > 1 else None
         whole = list(map(len, rows)) if whole is None else whole
-        parts = zip(rows, logits.split(targets), labels.split(targets), denominators, strict=True)
+        parts = zip(rows, logits.split(list(targets)), labels.split(list(targets)), denominators, strict=True)
         return [Outputs(*part, shared, index, whole[index]) for index, part in enumerate(parts)]
 
     @property

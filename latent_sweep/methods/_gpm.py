@@ -85,7 +85,7 @@ def gpm_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def statistics_batches(gpm: GpmSettings, task: TaskData) -> list[list[int]]:
     """Return the row indices of each batch that a task's statistics are read from."""
-    from latent_sweep.backbones.batches import epoch_batches
+    from latent_sweep.backbones.batch_order import epoch_batches
 
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in task.rows]
     batches = epoch_batches(lengths, gpm.batch_size, task.generator("memory"), gpm.group_by_length)
@@ -195,7 +195,8 @@ class InputMemory:
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments
-        from latent_sweep.backbones.batches import chunked, read, read_padded
+        from latent_sweep.backbones.batch_order import chunked
+        from latent_sweep.backbones.batches import read, read_padded
 
         backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows
         size = self._gpm.batch_size

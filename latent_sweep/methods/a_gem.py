@@ -125,7 +125,7 @@ class AGemLearner(KeepingLearner):
         return [self._batch(index, pool, step) for index, pool in enumerate(self._pools)]
 
     def _batch(self, index: int, pool: Sequence[Example], step: int) -> list[Example]:
-        from latent_sweep.backbones.batches import taking_turns
+        from latent_sweep.backbones.batch_order import taking_turns
 
         count = min(self.settings.reference_rows, len(pool))
         first, generator = step * count, self._task.generator

@@ -113,6 +113,7 @@ class CLoraLearner(LoraLearner):
     """Trains one pair outside of the subspaces V (M, n, k) and U (M, m, k)."""
 
     settings: CLoraSettings
+    capturable = LoraLearner.capturable
 
     def __init__(
         self,

@@ -42,6 +42,19 @@ def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
     return learner
 
 
+RECORDED = ("adaptation", "loss", "parameters", "penalties", "penalty")
+"""Members of a learner that run while a step is recorded."""
+
+
+def capturable(learner: Learner) -> bool:
+    """Return `capturable`; False if a more derived class than the one that declares it overrides what it is about."""
+    kind = type(learner)
+    declares = defined_in(kind, "capturable")
+    if any(not issubclass(declares, defined_in(kind, member)) for member in RECORDED):
+        return False
+    return learner.capturable and learner.observer() is None and not shapes_gradients(learner)
+
+
 def shapes_gradients(learner: Learner) -> bool:
     refers = defined_in(type(learner), "reference_batches") is not Learner
     if refers and not learner.shapes_gradients:

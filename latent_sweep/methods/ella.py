@@ -61,6 +61,7 @@ class EllaLearner(LoraLearner):
     """Trains one pair away from the sum of the earlier pairs' updates."""
 
     settings: EllaSettings
+    capturable = LoraLearner.capturable
 
     def __init__(
         self,

@@ -94,6 +94,7 @@ class EwcLearner(LoraLearner):
     """Trains one pair near its anchors (F, theta*) and measures its own F in the end."""
 
     settings: EwcSettings
+    capturable = LoraLearner.capturable
 
     def __init__(
         self,

@@ -59,6 +59,7 @@ class KifLoraLearner(SkillLearner):
 
     settings: KifLoraSettings
     _share: float | None = None
+    capturable = SkillLearner.capturable
 
     def penalty(self) -> dict[str, Tensor]:
         """Return weight times the mean over all matrices of `||P - I||_F` (not squared), P = A A^T or B^T B."""

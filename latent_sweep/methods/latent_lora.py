@@ -213,6 +213,10 @@ class LatentLearner(Learner):
     def parameters(self) -> dict[str, Tensor]:
         return {"R": self.R}
 
+    @property
+    def capturable(self) -> bool:
+        return not self._dropout and (self._penalty is None or self._penalty.earlier is None)  # an SVD waits
+
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
         import torch
 

@@ -303,6 +303,10 @@ class LoraLearner(Learner):
     def parameters(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in (("A", self.A), ("B", self.B)) if tensor.requires_grad}
 
+    @property
+    def capturable(self) -> bool:
+        return not self.settings.dropout
+
     def observer(self) -> Observer | None:
         return None if self.mask is None else self.mask.observe
 

@@ -106,6 +106,8 @@ class MoeLora(LoraMethod):
 class MoeLoraLearner(LoraLearner):
     """Trains experts and routers."""
 
+    capturable = LoraLearner.capturable
+
     def __init__(self, pair: LoraPair, routers: Tensor, outputs: Sequence[int], settings: MoeLoraSettings):
         super().__init__(pair, outputs, settings)
         self.routers = routers.detach().clone().requires_grad_(True)

@@ -98,6 +98,7 @@ class NLoraLearner(LoraLearner):
     """Trains one pair whose product has a small L1 norm."""
 
     settings: NLoraSettings
+    capturable = LoraLearner.capturable
 
     def __init__(
         self,

@@ -164,6 +164,8 @@ def size(A: Tensor, B: Tensor, outputs: Sequence[int]) -> Tensor:
 class OLoraLearner(LoraLearner):
     """Trains one pair under a penalty."""
 
+    capturable = LoraLearner.capturable
+
     def __init__(
         self,
         pair: LoraPair,

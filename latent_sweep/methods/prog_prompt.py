@@ -171,6 +171,10 @@ class ProgPromptLearner(Learner):
     def parameters(self) -> dict[str, Tensor]:
         return {"start": self.start, **self.mlp}
 
+    @property
+    def capturable(self) -> bool:
+        return True
+
     def prompt_ids(self, ids: Sequence[int]) -> list[int]:
         from latent_sweep.adapters.bank import virtual_tokens
 

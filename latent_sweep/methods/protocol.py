@@ -368,6 +368,16 @@ class Learner:
         """Return the trainable parameters by name: float32 leaves that require gradients."""
         raise NotImplementedError
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a GPU may record an optimizer step and replay it for other batches of the same shapes.
+
+        Python does not run in a replay, so `adaptation` may depend on the rows' number alone, the loss must be the
+        default one, and `penalty` and `adaptation` may neither draw random numbers nor read values from the device. The
+        declaration does not hold for a subclass that overrides one of these members without declaring it anew.
+        """
+        return False
+
     def examples(self, rows: Sequence[Example]) -> Sequence[Example]:
         """Return the rows to train on, made from the task's own; held-out rows never pass through here."""
         return rows

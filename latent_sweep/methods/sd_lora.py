@@ -104,6 +104,7 @@ class SdLoraLearner(LoraLearner):
     """Trains one pair and the magnitudes of all pairs, (tasks,), this task's last."""
 
     settings: SdLoraSettings
+    capturable = LoraLearner.capturable
 
     def __init__(
         self, pair: LoraPair, outputs: Sequence[int], settings: SdLoraSettings, directions: Sequence[LoraPair]

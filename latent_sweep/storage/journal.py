@@ -105,6 +105,8 @@ class Stage(_Line):
     """Mean of each loss term over each interval."""
     stored_bytes: int | None = None
     """Size of the snapshot's file."""
+    graphs_ended: str | None = None
+    """Why no further step is replayed as a CUDA graph; None unless one could not be recorded, or differed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

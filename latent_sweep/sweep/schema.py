@@ -321,7 +321,8 @@ class RunSettings(Settings):
     """`auto` records a GPU's work once as CUDA graphs and replays it, as launching each kernel from Python takes longer
     than most kernels: optimizer steps for each shape of a batch, and decoded tokens with a key-value cache of fixed
     size. Each use is first compared with plain torch; what differs, does not fit into memory or cannot be recorded
-    (without a GPU, with several workers or with DeepSpeed, some methods and models) runs as with `off`."""
+    (without a GPU, with several workers or with DeepSpeed, some methods and models) runs as with `off`.
+    Steps round lengths up to multiples of 16 and 8, so snapshots differ by rounding; a trial's journal records it."""
     probes: ProbeSettings = NO_PROBES
     """Probes of general ability. New ones complete finished trials, too."""
     page: bool = True

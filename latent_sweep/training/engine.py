@@ -62,6 +62,8 @@ class Engine:
     def __init__(self, group: WorkerGroup = ALONE, backbone: Backbone | None = None, graphs: NewPool | None = None):
         self.group = group
         self.graphs = graphs
+        self.steps_problem: str | None = None
+        """Why optimizer steps are no longer replayed as graphs; see `step_graphs`."""
         self._backbone = backbone
         self._token_graphs: TokenGraphs | None = None
         self._condition = _condition(backbone.model) if backbone is not None else None

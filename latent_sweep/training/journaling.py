@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from latent_sweep.data.schema import scoring_metric
 from latent_sweep.metrics.more import TaskFacts, more_measures
+from latent_sweep.security import redact
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import failure_facts
 from latent_sweep.storage.journal import PAUSED, attempts, stages, status
@@ -80,12 +81,16 @@ def record_stage(
         metrics.setdefault("replayed_share", summary.replayed_share)
         if summary.peak_bytes is not None:
             metrics["peak_bytes"] = float(summary.peak_bytes)
+        if summary.graph_steps is not None:
+            metrics["graph_steps"] = float(summary.graph_steps)
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
     how = {"steps": facts["steps"], "trainable_parameters": facts["trainable_parameters"]}
     how["stored_bytes"] = context.store.path(snapshot.lineage).stat().st_size
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
     if summary is not None and summary.history is not None and context.loss_every:
         how |= summary.history.curve(context.loss_every)
+    if summary is not None and context.engine.steps_problem is not None:
+        how["graphs_ended"] = redact(context.engine.steps_problem)
     how["constant"] = context.constant(trial, len(files.rows) - 1)
     how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}
     files.record_stage(snapshot.lineage, summary is None, metrics, how)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import AdapterBank, side_by_side
-from latent_sweep.backbones.batches import Batch, collate, label_logits
+from latent_sweep.backbones.batches import label_logits
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.backbones.transformers_compat import recompute_activations
@@ -22,11 +22,14 @@ from latent_sweep.methods import checked
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.gradient_hooks import observation, shape_gradients
-from latent_sweep.training.micro_batches import MicroBatch, denominator, micro_batches
 from latent_sweep.training.optimizers import optimizer_of
+from latent_sweep.training.step_batches import FixedBatches, StepBatches
+from latent_sweep.training.step_graphs import StepGraphs, obstacle
 from latent_sweep.training.time_limit import TimeLimit
 from latent_sweep.training.trainer import Trainer, TrainingSummary
 from latent_sweep.training.worker_group import WorkerGroup
+
+log = logging.getLogger(__name__)
 
 
 def train_pack(
@@ -58,6 +61,7 @@ def train_pack(
 def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, limit: TimeLimit) -> None:
     """Step until every trainer has finished; the host waits for the device once per step."""
     step_all, batches = _optimizers(trainers), None
+    graphs = _step_graphs(trainers, engine, bank, lambda: step_all())
     stepped = list(trainers)
     for trainer in trainers:
         trainer.resume()
@@ -71,14 +75,20 @@ def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, limit
         began = time.monotonic()
         if going != stepped:
             step_all, stepped = _shrink_optimizers(stepped, going), going
+            if graphs is not None:
+                graphs.forget()
+        rounded = graphs is not None and graphs.active
         if batches is None or batches.trainers != going:
-            batches = _Batches(going, engine)
+            batches = StepBatches(going, engine, rounded=rounded)
         _seed(going[0].step_seed)  # for dropout, which only trainers that are alone in their pack may have
-        losses = _gradients(batches, engine, bank)
-        norms = step_all()
+        if graphs is None:
+            losses = _gradients(batches, engine, bank)
+            norms = step_all()
+        else:
+            losses, norms = graphs.take(batches)
         # while the device works, the host prepares the next step of the trainers that have steps left
         staying = [trainer for trainer in going if trainer.step + 1 < trainer.steps]
-        batches = _Batches(staying, engine, ahead=1) if staying else None
+        batches = StepBatches(staying, engine, ahead=1, rounded=rounded) if staying else None
         for trainer, norm, terms in zip(going, *_to_host(norms, losses), strict=True):
             trainer.advance(terms, norm)
         if 0 < sum(trainer.unfinished for trainer in going) < len(going):  # a restart would pad these steps differently
@@ -86,6 +96,19 @@ def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, limit
                 trainer.save()
         for trainer in going:
             trainer.seconds += (time.monotonic() - began) / len(going)
+
+
+def _step_graphs(
+    trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, step_all: Callable[[], Tensor]
+) -> StepGraphs | None:
+    if engine.graphs is None or engine.steps_problem is not None:
+        return None
+    if (reason := obstacle(trainers, engine)) is not None:
+        log.info("steps are not replayed as CUDA graphs: %s", reason)
+        return None
+    for trainer in trainers:
+        trainer.graph_steps = 0
+    return StepGraphs(engine, lambda batches: _gradients(batches, engine, bank), step_all)
 
 
 def _optimizers(trainers: Sequence[Trainer]) -> Callable[[], Tensor]:
@@ -171,36 +194,7 @@ def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None
         model.train(was_training)
 
 
-class _Batches:
-    """The batches of one step of several trainers, `ahead` of the current one, one per forward pass, on the device."""
-
-    def __init__(self, trainers: Sequence[Trainer], engine: Engine, ahead: int = 0):
-        self.trainers = list(trainers)
-        self.backbone = engine.backbone
-        settings = [trainer.settings for trainer in trainers]
-        rows = [[trainer.rows[i] for i in trainer.batch(trainer.step + ahead)] for trainer in trainers]
-        self.sizes = list(map(len, rows))
-        self.denominators = [denominator(own, s) for own, s in zip(rows, settings, strict=True)]
-        chunks = [micro_batches(own, s.micro_batch_size, engine.group) for own, s in zip(rows, settings, strict=True)]
-        self.passes = list(itertools.zip_longest(*chunks, fillvalue=MicroBatch(())))
-        self._collated = {index: (self._uniform(index), self._collate(index)) for index in range(len(self.passes))}
-
-    def _uniform(self, index: int) -> bool:
-        """Whether the last adaptation of each trainer in this pass was the same for all its rows."""
-        parts = zip(self.trainers, self.passes[index], strict=True)
-        return all(trainer.uniform for trainer, part in parts if part.rows)
-
-    def _collate(self, index: int) -> Batch:
-        rows = [part.rows for part in self.passes[index] if part.rows]
-        return collate(rows, self.backbone, self._uniform(index))
-
-    def take(self, index: int) -> Batch:
-        """Return the batch of a pass and drop it; collate it again if `_uniform` has changed."""
-        uniform, batch = self._collated.pop(index)
-        return batch if uniform == self._uniform(index) else self._collate(index)
-
-
-def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dict[str, Tensor]]:
+def _gradients(batches: StepBatches | FixedBatches, engine: Engine, bank: AdapterBank) -> list[dict[str, Tensor]]:
     """Accumulate the gradients of one step of each trainer, over all workers; return their loss terms.
 
     A trainer whose first step brings no gradient fails. A non-finite loss spoils only its own trainer's gradients, as
@@ -235,7 +229,11 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
 
 
 def _forward_and_back(
-    batches: _Batches, index: int, bank: AdapterBank, add: Callable[[Sequence[Mapping[str, Tensor]]], None], watch: bool
+    batches: StepBatches | FixedBatches,
+    index: int,
+    bank: AdapterBank,
+    add: Callable[[Sequence[Mapping[str, Tensor]]], None],
+    watch: bool,
 ) -> None:
     """Run one forward and backward pass of a step; a function, so that its tensors are freed before the next one.
 
@@ -251,8 +249,11 @@ def _forward_and_back(
     with bank.active(side_by_side(adaptations, batch.counts)):
         with bank.watching(watch) as arrived, bank.observing(observation(bank, running, batch)):
             logits = label_logits(batches.backbone, batch)
-        own_rows = [part.rows for part in parts]
-        outputs = Outputs.of_all(own_rows, logits, batch.labels, batches.denominators, batches.sizes)
+        own_rows, targets = [part.rows for part in parts], None
+        if batch.targets is not None:
+            padded = iter(batch.targets)
+            targets = [next(padded) if rows else 0 for rows in own_rows]
+        outputs = Outputs.of_all(own_rows, logits, batch.labels, batches.denominators, batches.sizes, targets)
         terms = [checked.loss(t.learner, o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
         add([part.counted(own) for part, own in zip(parts, terms, strict=True)])
     for by_sequence in arrived:

@@ -41,6 +41,8 @@ class AdamW:
             for parameter, view in zip(trainer.parameters.values(), _views(row, trainer), strict=True):
                 parameter.data = view
         self._average, self._average_square = (torch.zeros_like(self._parameters) for _ in range(2))
+        self.fixed_scalars: Tensor | None = None
+        """Read instead of `scalars()`, if it is set: a recorded step reads the memory that it was recorded with."""
 
     @torch.no_grad()
     def _matrix(self, tensors: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -51,7 +53,8 @@ class AdamW:
     def step(self) -> Tensor:
         gradient = self._matrix([[_gradient(p) for p in t.parameters.values()] for t in self._trainers])
         norms = torch.linalg.vector_norm(gradient, dim=1)
-        decay, size, root, epsilon, limit = self._scalars(gradient.device)
+        scalars = self.scalars() if self.fixed_scalars is None else self.fixed_scalars
+        decay, size, root, epsilon, limit = scalars.unbind(0)
         gradient *= (limit / (norms.unsqueeze(1) + 1e-6)).clamp_max(1.0)  # as torch clips
         for trainer, row in zip(self._trainers, gradient, strict=True):
             for parameter, view in zip(trainer.parameters.values(), _views(row, trainer), strict=True):
@@ -62,8 +65,8 @@ class AdamW:
         self._parameters.addcdiv_(self._average * size, self._average_square.sqrt().div_(root).add_(epsilon))
         return norms
 
-    def _scalars(self, device: torch.device) -> Sequence[Tensor]:
-        """Return each trainer's scalars of a step, (P, 1) each: decay, size, root of the correction, epsilon, limit.
+    def scalars(self) -> Tensor:
+        """Return each trainer's scalars of a step, (5, P, 1): decay, size, root of the correction, epsilon, limit.
 
         `adam_eps: before_correction` divides by `(sqrt(v) + epsilon) / root` and decays after the step: the same
         operations with `epsilon / root` and `size * decay`.
@@ -78,9 +81,13 @@ class AdamW:
             limit = s.gradient_clip or math.inf
             rows.append([decay, size, correction[1], epsilon, limit])
         scalars = torch.tensor(list(zip(*rows, strict=True)), dtype=self._parameters.dtype)
-        if device.type == "cuda":
-            scalars = scalars.pin_memory().to(device, non_blocking=True)
-        return scalars.unsqueeze(-1).unbind(0)
+        if self._parameters.is_cuda:
+            scalars = scalars.pin_memory().to(self._parameters.device, non_blocking=True)
+        return scalars.unsqueeze(-1)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a step changes: the parameters and both moments, (P, N) each."""
+        return [self._parameters, self._average, self._average_square]
 
     def state(self, index: int) -> dict[str, Tensor]:
         return {

@@ -146,9 +146,15 @@ class ActiveRun:
             "measures": checked.facts(learner),
             "stage": self.contents[position],
             "backbone": backbone_facts(self.context.backbone),
-            "computed_with": computed_with(self.context.backbone) | self._passes(),
+            "computed_with": computed_with(self.context.backbone) | self._passes() | self._steps(summary),
         }
         return Snapshot(self.lineages[position], tensors, facts)
+
+    def _steps(self, summary: TrainingSummary) -> dict[str, str]:
+        """Return how a GPU took the steps, as rounded lengths and other kernels change the last digits."""
+        if self.context.backbone.device.type == "cpu" and summary.graph_steps is None:
+            return {}
+        return {"steps": "eager" if summary.graph_steps is None else "graphs, rounded lengths"}
 
     def _passes(self) -> dict[str, str]:
         """Return which rows were read together, if results depend on it: through dropout masks or padding."""

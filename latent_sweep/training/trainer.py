@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones.batches import epoch_batches, forward, mixed_batches, taking_turns
+from latent_sweep.backbones.batch_order import epoch_batches, mixed_batches, taking_turns
+from latent_sweep.backbones.batches import forward
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import NonFiniteLoss
@@ -70,6 +71,8 @@ class TrainingSummary:
     """Share of the rows trained on that `Learner.examples` added to the task's own."""
     peak_bytes: int | None = field(default=None, compare=False)
     """Largest memory of this process during the stage, of all trainers of a pack; None if it is not known."""
+    graph_steps: int | None = field(default=None, compare=False)
+    """Steps that this process has replayed as CUDA graphs; None if it recorded none and rounded no lengths."""
 
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -122,6 +125,7 @@ class Trainer:
         self.selection = BestOnValidation(self, engine.backbone, bank) if self.validation else None
         self.history = History()
         self.seconds, self.tokens = 0.0, 0
+        self.graph_steps: int | None = None
         self.reached = False  # whether a gradient has arrived at the first adapted projection
         self.uniform = True  # whether the last adaptation was the same for all rows
         self._lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
@@ -247,7 +251,8 @@ class Trainer:
             return failure
         first, last = self.history.mean(last=False), self.history.mean(last=True)
         replayed = max(0.0, 1 - len(self.examples) / (self._own + self._replayed))
-        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens, self.history, replayed)
+        passed = self.seconds, self.tokens, self.history, replayed
+        return TrainingSummary(self.steps, last, first, *passed, graph_steps=self.graph_steps)
 
 
 class History:

@@ -235,7 +235,7 @@ class Workbench:
         """Return for each task of the first order the batch with the median number of tokens, of eight."""
         import torch
 
-        from latent_sweep.backbones.batches import epoch_batches
+        from latent_sweep.backbones.batch_order import epoch_batches
 
         size = self.sizes.batch_size
         benchmark = {"name": self.subject.benchmark, "order": 1, "train_per_task": 8 * size, "test_per_task": 1}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from torch.utils._pytree import tree_leaves
 WAITS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "is_pinned"}
 """Operators whose result the host needs."""
 
+FACTORIZES = {"_linalg_svd", "_linalg_eigh", "linalg_qr"}
+"""Operators that tell the host whether they succeeded."""
+DRAWS = {"bernoulli", "bernoulli_", "normal_", "uniform_", "native_dropout", "rand", "randn", "randint", "randperm"}
+"""Operators that draw random numbers, which a replay would draw again."""
 FROM_HOST = {"lift_fresh", "_pin_memory"}
 """Operators that bring a number or a list of Python's to the device."""
 
@@ -28,7 +33,7 @@ class ImitatedGraph:
         self.replays = 0
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        with _Recording(self._calls):
+        with mock.patch.object(torch, "from_numpy", _refuse), _Recording(self._calls):
             return function()
 
     @torch.no_grad()
@@ -46,6 +51,10 @@ class ImitatedGraph:
         return len(self._calls)
 
 
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError("from_numpy: operation not permitted when stream is capturing")
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self, calls: list[Any]):
         super().__init__()
@@ -53,7 +62,8 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, operator._schema.name.removeprefix("aten::")
-        if name in WAITS | FROM_HOST:
+        by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if by_mask or name in WAITS | FACTORIZES | DRAWS | FROM_HOST:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         read = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = operator(*args, **kwargs)

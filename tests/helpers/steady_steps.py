@@ -15,6 +15,7 @@ from helpers.methods import OPTIONS
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.generation import generate, shared_tokens
+from latent_sweep.backbones.graphs import NewPool
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example, Outputs
@@ -81,7 +82,9 @@ class Workshop:
             for seed, first in enumerate(firsts)
         ]
 
-    def step(self, name: str, members: int = 1, kind: str = "apart", **training: Any) -> Record:
+    def step(
+        self, name: str, members: int = 1, kind: str = "apart", graphs: NewPool | None = None, **training: Any
+    ) -> Record:
         """A steady step of so many members."""
         rows, marks = rows_of(kind), dict[int, Record]()
         settings = TrainingSettings(**{**TRAINING, **training})
@@ -94,9 +97,11 @@ class Workshop:
             Trainer(learner, rows, settings, (seed, "second"), checkpoint, on_step=on_step)
             for seed, learner in enumerate(self.learners(name, members))
         ]
-        for outcome in train_pack(trainings, Engine(backbone=self.backbone), self.bank):
+        engine = Engine(backbone=self.backbone, graphs=graphs)
+        for outcome in train_pack(trainings, engine, self.bank):
             if isinstance(outcome, Exception):
                 raise outcome
+        assert engine.steps_problem is None
         return marks[2] - marks[1]
 
     def token(self, name: str, tokens: Sequence[int] = (8, 16)) -> dict[str, float]:

@@ -10,7 +10,8 @@ from helpers.rounding import PASS, PRODUCT, assert_same_to_rounding
 from helpers.tiny import random_rows, task_data
 
 from latent_sweep.adapters.gate import Gate, Pooled, layers, new_maps
-from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
+from latent_sweep.backbones.batch_order import epoch_batches
+from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError
 from latent_sweep.methods._gate import GateSettings, NewGate
 from latent_sweep.methods._gpm import GpmSettings

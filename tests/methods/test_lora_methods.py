@@ -10,7 +10,8 @@ from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding, assert_tra
 from helpers.tiny import bank_of, learn, learns, load_tiny, random_rows, task_data
 
 from latent_sweep.adapters.lora import DeltaSum, new_pair, outputs_of
-from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
+from latent_sweep.backbones.batch_order import epoch_batches
+from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.methods import method_class
 from latent_sweep.methods.o_lora import LONG_LAMBDA_1, LONG_LAMBDA_2

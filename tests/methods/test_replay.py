@@ -12,7 +12,7 @@ from helpers.sweeps import tiny
 from helpers.tiny import FAMILIES, Runs, random_rows, task_data
 from scipy.optimize import minimize
 
-from latent_sweep.backbones.batches import epoch_batches, mixed_batches, taking_turns
+from latent_sweep.backbones.batch_order import epoch_batches, mixed_batches, taking_turns
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods._kept_rows import count_kept, kept_indices, kept_rows, loaded, stored
 from latent_sweep.methods.a_gem import AGem, AGemSettings, away, least_change

@@ -9,7 +9,8 @@ from helpers.tiny import bank_of, learn, random_rows, task_data
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.architectures import random_model
-from latent_sweep.backbones.batches import collate, epoch_batches, forward, label_logits
+from latent_sweep.backbones.batch_order import epoch_batches
+from latent_sweep.backbones.batches import collate, forward, label_logits
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.backbones.registry import REGISTRY
 from latent_sweep.errors import NonFiniteLoss

@@ -18,7 +18,7 @@ from latent_sweep.execution.driver import check_engine
 from latent_sweep.methods import METHODS
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.schema import EngineSettings
-from latent_sweep.training.loop import micro_batches
+from latent_sweep.training.micro_batches import micro_batches
 from latent_sweep.training.worker_group import WorkerGroup
 
 ZERO_2 = {"name": "deepspeed", "zero_stage": 2}

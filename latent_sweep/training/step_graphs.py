@@ -1,0 +1,253 @@
+"""Replays optimizer steps as CUDA graphs, where the host launches kernels more slowly than a GPU runs them.
+
+A step is recorded for the shapes of its batches: kernels and addresses, without Python. So batches are rounded to few
+shapes, and what differs between steps lies in memory that is filled before each replay: the batches, what divides
+their losses, and the scalars of AdamW. The first replay of each graph is compared with the same step without it. If
+they differ, or a step cannot be recorded, no further step is replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latent_sweep.backbones.graphs import Graph
+from latent_sweep.methods import checked
+from latent_sweep.storage.failures import failure_kind, free_frames
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.optimizers import AdamW
+from latent_sweep.training.step_batches import FixedBatches, StepBatches
+from latent_sweep.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+Losses = list[dict[str, Tensor]]
+"""The loss terms of each trainer."""
+
+RECORDED_AT_USE = 3
+"""Shapes that occur less often are not worth a recording, which takes as long as a few steps."""
+MOST_GRAPHS = 16
+ROUNDINGS = 20
+"""Roundings in sequence per block, forward and back, by which `tolerance` estimates the error of a gradient."""
+
+
+def obstacle(trainers: Sequence[Trainer], engine: Engine) -> str | None:
+    """Return why the steps of these trainers cannot be recorded; None if they can."""
+    settings = [trainer.settings for trainer in trainers]
+    methods = sorted({type(t.learner).__name__ for t in trainers if not checked.capturable(t.learner)})
+    reasons = {
+        "training.backbone_dropout draws random numbers": any(s.backbone_dropout for s in settings),
+        "training.gradient_checkpointing is on": any(s.gradient_checkpointing for s in settings),
+        "training.optimizer is not adamw": any(s.optimizer != "adamw" for s in settings),
+        "transformers makes the backbone's attention masks": not engine.backbone.traits.laid_out,
+        f"not declared capturable: {', '.join(methods)}": bool(methods),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class _Graph:
+    """A recorded step: its memory, its results, and the gradients that it leaves."""
+
+    def __init__(self, kernels: Graph, batches: FixedBatches, scalars: Mapping[AdamW, Tensor]):
+        self.kernels, self.batches, self.scalars = kernels, batches, scalars
+        self.checked = False
+        self.losses: Losses
+        self.norms: Tensor
+        self.gradients: list[Tensor | None]
+
+    def fill(self, batches: FixedBatches) -> None:
+        self.batches.fill(batches)
+        for optimizer, scalars in self.scalars.items():
+            scalars.copy_(optimizer.scalars(), non_blocking=True)
+
+
+class StepGraphs:
+    """Takes the optimizer steps of a pack, and replays those whose shapes have occurred often enough.
+
+    Args:
+        gradients: accumulates the gradients of a step and returns its loss terms.
+        step: changes the parameters and returns the gradients' norms, (P,).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        gradients: Callable[[StepBatches | FixedBatches], Losses],
+        step: Callable[[], Tensor],
+    ):
+        self._engine, self._gradients, self._step = engine, gradients, step
+        assert engine.graphs is not None
+        self._new_graph = engine.graphs()
+        self._graphs: dict[Any, _Graph] = {}  # the one replayed last comes last
+        self._uses: Counter[Any] = Counter()
+        self._begun = False
+
+    @property
+    def active(self) -> bool:
+        return self._engine.steps_problem is None
+
+    def forget(self) -> None:
+        """Drop all graphs, because the parameters have moved."""
+        self._graphs.clear()
+        self._uses.clear()
+
+    def take(self, batches: StepBatches) -> tuple[Losses, Tensor]:
+        """Take a step; return its loss terms and norms, which the next one may overwrite."""
+        # at first it is not known which adaptations are uniform, and the loop watches where gradients arrive
+        if not self._begun or not batches.rounded or any(trainer.step == 0 for trainer in batches.trainers):
+            self._begun = True
+            return self._gradients(batches), self._step()
+        fixed = FixedBatches(batches)
+        shapes = fixed.shapes
+        if shapes is None or not self.active:
+            return self._eager(fixed)
+        if (graph := self._graphs.pop(shapes, None)) is not None:
+            self._graphs[shapes] = graph
+            return self._replayed(graph, fixed)
+        self._uses[shapes] += 1
+        if self._uses[shapes] < RECORDED_AT_USE:
+            return self._eager(fixed)
+        taken = self._eager(fixed)
+        if self.active:
+            while len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._record(shapes, fixed)
+        return taken
+
+    def _eager(self, batches: FixedBatches) -> tuple[Losses, Tensor]:
+        """Take a step; if memory is missing that graphs hold, drop them and try again."""
+        try:
+            losses = self._gradients(batches)
+        except RuntimeError as error:
+            if failure_kind(error) != "out_of_memory" or not self._graphs:
+                raise
+            self._give_up(error)
+            _set_gradients(batches.trainers, None)
+            losses = self._gradients(batches)
+        return losses, self._step()
+
+    def _record(self, shapes: Any, batches: FixedBatches) -> None:
+        """Record the step that was just taken, without taking it again."""
+        optimizers = _optimizers(batches.trainers)
+        gradients, before = _gradients(batches.trainers), _copied(optimizers)
+        graph = _Graph(self._new_graph(), batches, {optimizer: optimizer.scalars().clone() for optimizer in optimizers})
+
+        def recorded() -> tuple[Losses, Tensor, list[Tensor | None]]:
+            _set_gradients(batches.trainers, None)
+            losses = self._gradients(batches)
+            norms = self._step()
+            return losses, norms, _gradients(batches.trainers)
+
+        try:
+            for optimizer, scalars in graph.scalars.items():
+                optimizer.fixed_scalars = scalars
+            graph.losses, graph.norms, graph.gradients = graph.kernels.capture(recorded)
+            self._graphs[shapes] = graph
+        except RuntimeError as error:
+            if failure_kind(error) == "device_lost":
+                raise
+            self._give_up(error)
+        finally:
+            for optimizer in optimizers:
+                optimizer.fixed_scalars = None
+        _restore(optimizers, before)
+        _set_gradients(batches.trainers, gradients)
+
+    def _replayed(self, graph: _Graph, batches: FixedBatches) -> tuple[Losses, Tensor]:
+        graph.fill(batches)
+        if not graph.checked:
+            return self._compared(graph, batches)
+        graph.kernels.replay()
+        _set_gradients(batches.trainers, graph.gradients)
+        for trainer in batches.trainers:
+            trainer.graph_steps = (trainer.graph_steps or 0) + 1
+        return graph.losses, graph.norms
+
+    def _compared(self, graph: _Graph, batches: FixedBatches) -> tuple[Losses, Tensor]:
+        """Take a step without the graph, and compare it with a replay from the same state."""
+        optimizers = _optimizers(batches.trainers)
+        before = _copied(optimizers)
+        graph.kernels.replay()
+        _set_gradients(batches.trainers, graph.gradients)
+        replayed = _outcome(batches.trainers, graph.losses, graph.norms, optimizers, before)
+        _restore(optimizers, before)
+        _set_gradients(batches.trainers, None)
+        losses, norms = self._eager(batches)
+        expected = _outcome(batches.trainers, losses, norms, optimizers, before)
+        off, most = _distance(replayed, expected), tolerance(batches)
+        log.debug("a replayed step is off by %.2g, at most %.2g is expected", off, most)
+        if off <= most:
+            graph.checked = True
+        elif self.active and all(bool(tensor.isfinite().all()) for tensor in expected):
+            self._give_up(f"a replayed step is off by {off:.2g}; expected at most {most:.2g}")
+        return losses, norms
+
+    def _give_up(self, problem: RuntimeError | str) -> None:
+        if isinstance(problem, RuntimeError):
+            text = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+            free_frames(problem)
+        else:
+            text = problem
+        self._engine.steps_problem = text
+        log.warning("steps are no longer replayed as CUDA graphs: %s", text)
+        self._graphs.clear()
+
+
+def tolerance(batches: FixedBatches) -> float:
+    """Return the relative error of a gradient whose roundings in the backbone's type are independent."""
+    backbone = batches.backbone
+    return torch.finfo(backbone.model.dtype).eps / 2 * math.sqrt(ROUNDINGS * backbone.blocks)
+
+
+def _optimizers(trainers: Sequence[Trainer]) -> list[AdamW]:
+    return list(dict.fromkeys(trainer.optimizer[0] for trainer in trainers))
+
+
+def _copied(optimizers: Sequence[AdamW]) -> list[Tensor]:
+    return [tensor.detach().clone() for optimizer in optimizers for tensor in optimizer.tensors()]
+
+
+@torch.no_grad()
+def _restore(optimizers: Sequence[AdamW], copies: Sequence[Tensor]) -> None:
+    tensors = [tensor for optimizer in optimizers for tensor in optimizer.tensors()]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        tensor.copy_(copy)
+
+
+def _gradients(trainers: Sequence[Trainer]) -> list[Tensor | None]:
+    return [parameter.grad for trainer in trainers for parameter in trainer.parameters.values()]
+
+
+def _set_gradients(trainers: Sequence[Trainer], gradients: Sequence[Tensor | None] | None) -> None:
+    parameters = [parameter for trainer in trainers for parameter in trainer.parameters.values()]
+    for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
+        parameter.grad = gradient
+
+
+@torch.no_grad()
+def _outcome(
+    trainers: Sequence[Trainer], losses: Losses, norms: Tensor, optimizers: Sequence[AdamW], before: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return a copy of the losses, of the norms, and of each trainer's gradient; and how far the parameters moved.
+
+    Not where to: AdamW divides each entry by its own size, so the least rounding turns those that are almost zero.
+    """
+    terms = torch.stack([term.float() for own in losses for term in own.values()])
+    gradients = [
+        torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]) for trainer in trainers
+    ]
+    moved = [(o.tensors()[0] - then).norm(dim=1) for o, then in zip(optimizers, before[::3], strict=True)]
+    return [terms, norms.clone(), *gradients, *moved]
+
+
+def _distance(outcome: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest relative distance of two outcomes; that of losses below 1, which may vanish, is absolute."""
+    least = [1.0, *[1e-30] * (len(expected) - 1)]
+    parts = [(a - b).norm() / b.norm().clamp_min(m) for a, b, m in zip(outcome, expected, least, strict=True)]
+    return float(torch.stack(parts).max())
