@@ -433,8 +433,9 @@ def test_a_recorded_step_neither_waits_nor_copies(family, tmp_path, monkeypatch)
     monkeypatch.setattr(step_graphs, "RECORDED_AT_USE", 1)
     with workshop(load_tiny(family), tmp_path) as here:
         used = Graphs(lambda: Counting(here.record))
-        monkeypatch.setattr("latent_sweep.backbones.batches.pays_in_a_step", lambda *_: False)
-        here.step("o_lora", 2, graphs=used, micro_batch_size=3)
+        with monkeypatch.context() as patch:  # leaves before what the imitated GPU has patched
+            patch.setattr("latent_sweep.backbones.batches.pays_in_a_step", lambda *_: False)
+            here.step("o_lora", 2, graphs=used, micro_batch_size=3)
         (graph,) = used
         assert graph.asked.launches.total() > 200
         counts = graph.asked.counts()
