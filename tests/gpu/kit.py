@@ -28,6 +28,7 @@ import torch
 from bench.steps import bare_step_seconds
 from bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from gpu.every_method import compared
+from gpu.graphs import graphs
 from gpu.profiles import profiled
 from gpu.real import comparison
 from gpu.tokens import measured
@@ -344,6 +345,7 @@ PARTS: Mapping[str, tuple[Callable[[Setup], Figures], int]] = {
     "machine": (machine, 60),
     "numerics": (numerics, 120),
     "step": (step, 150),
+    "graphs": (graphs, 150),
     "large": (large, 200),
     "memory": (memory, 120),
     "tokens": (tokens, 150),
