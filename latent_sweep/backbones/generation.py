@@ -110,11 +110,7 @@ def generate(
     seen = 0
     backbone.before_answering()
     with torch.inference_mode(), bank.active(adaptation):
-        decoder: _EncoderDecoder | _CausalDecoder
-        if backbone.traits.encoder_decoder:
-            decoder = _EncoderDecoder(backbone, prompts, max_new_tokens)
-        else:
-            decoder = _CausalDecoder(backbone, prompts, max_new_tokens, shared)
+        decoder = _decoder(backbone, prompts, max_new_tokens, shared)
         written = torch.empty(len(prompts), max_new_tokens, dtype=torch.long, device=backbone.device)
         for step in range(max_new_tokens):
             if step:
@@ -229,6 +225,14 @@ class _StaticLayer(DynamicLayer):
     def _expose(self) -> None:
         self.keys = self._all_keys.narrow(-2, 0, self._filled)
         self.values = self._all_values.narrow(-2, 0, self._filled)
+
+
+def _decoder(
+    backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int
+) -> _EncoderDecoder | _CausalDecoder:
+    if backbone.traits.encoder_decoder:
+        return _EncoderDecoder(backbone, prompts, longest)
+    return _CausalDecoder(backbone, prompts, longest, shared)
 
 
 class _CausalDecoder:

@@ -61,14 +61,14 @@ class Comparison:
         return logits.argmax(-1)
 
     def differing(self, answers: Sequence[Sequence[int]]) -> list[int]:
-        """Return the rows whose answers differ before any near tie."""
-        differing = []
+        """Return the rows whose answers first differ where there is no near tie; all have the same first token."""
         ties = [dict(zip(rows, own.tolist(), strict=True)) for rows, own in self._ties]
+        differing = []
         for row, (own, other) in enumerate(zip(self._answers, answers, strict=True)):
-            if own != list(other):
-                alike = sum(1 for _ in _common(own, other))
-                if not any(of_step.get(row, False) for of_step in ties[: alike + 1]):
-                    differing.append(row)
+            alike = sum(1 for _ in _common(own, other))
+            ends = alike == len(own) == len(other)
+            if not ends and not (0 < alike <= len(ties) and ties[alike - 1].get(row)):
+                differing.append(row)
         return differing
 
 
