@@ -5,17 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.imitated_gpu import imitated_gpu
 from helpers.imitated_graph import ImitatedGraph
-from helpers.tiny import load_tiny, random_rows
+from helpers.tiny import bank_of, load_tiny, random_rows
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.adapters.factors import truncated_svd
 from latent_sweep.adapters.latent import LatentSpace
 from latent_sweep.adapters.lora import DeltaSum, DenseDelta, LoraDeltas, new_pair, outputs_of
-from latent_sweep.backbones import token_graphs
+from latent_sweep.backbones import loading, token_graphs
 from latent_sweep.backbones.generation import generate
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
 from latent_sweep.backbones.graphs import cuda_pool
+from latent_sweep.backbones.recorded_token import RecordedToken
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.token_graphs import Comparison, TokenGraphs
 from latent_sweep.execution.engines import engine_of
@@ -166,6 +168,27 @@ def test_the_memory_is_that_of_the_largest_batch(setting):
     assert len(pools.made) == made == 3, "the larger memory dropped the first graph"
     graphs.release()
     assert not graphs._memory.nbytes
+
+
+def test_on_a_gpu_the_host_waits_only_for_answers(monkeypatch):
+    def fetch(token, rows, start, end):
+        values = token._written[:rows, start:end].tolist()  # there is no pinned memory
+        return lambda: values
+
+    monkeypatch.setattr(RecordedToken, "_fetch", fetch)
+    monkeypatch.setattr(loading, "fuse_norms", lambda model: None)  # the imitation's cannot be recorded
+    with imitated_gpu() as record:
+        backbone = loading.load_backbone(BackboneSettings(name="tiny-llama", dtype="float32"))
+        bank = bank_of(backbone)
+        graphs = TokenGraphs(dataclasses.replace(backbone, answer_end=-1), Pools())
+        generate(graphs._backbone, bank, PROMPTS, Adaptation(), 14, graphs=graphs)
+        before = record.copy()
+        answers = generate(graphs._backbone, bank, PROMPTS, Adaptation(), 14, graphs=graphs)
+        seen = record - before
+    assert {len(answer) for answer in answers} == {14}
+    assert seen.syncs.total() == 4, "after 1 + 4, 9, 13 and 14 tokens"
+    assert not (seen.to_device or seen.mixings or seen.unfit_masks)
+    assert graphs.off is None
 
 
 # --- falling back ----------------------------------------------------------------------------------------------------
