@@ -83,6 +83,24 @@ class Family:
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 
+FUSIBLE: Mapping[str, str] = {
+    "t5": "T5LayerNorm",
+    "mt5": "MT5LayerNorm",
+    "umt5": "UMT5LayerNorm",
+    "llama": "LlamaRMSNorm",
+    "mistral": "MistralRMSNorm",
+    "qwen2": "Qwen2RMSNorm",
+    "qwen3": "Qwen3RMSNorm",
+    "phi3": "Phi3RMSNorm",
+    "granite": "GraniteRMSNorm",
+    "smollm3": "SmolLM3RMSNorm",
+}
+"""Norms, by `model_type`, that compute `weight * (x / rms(x))` with the inner result rounded to the type of `x`.
+
+A GPU does so in one kernel. Gemma's multiply by `1 + weight` and OLMo-2's round after the multiplication, so they are
+not listed.
+"""
+
 NAMES: Mapping[str, str] = {
     "width": "hidden_size",
     "inner": "intermediate_size",

@@ -8,22 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-FUSIBLE = {
-    "t5": "T5LayerNorm",
-    "mt5": "MT5LayerNorm",
-    "umt5": "UMT5LayerNorm",
-    "llama": "LlamaRMSNorm",
-    "mistral": "MistralRMSNorm",
-    "qwen2": "Qwen2RMSNorm",
-    "qwen3": "Qwen3RMSNorm",
-    "phi3": "Phi3RMSNorm",
-    "granite": "GraniteRMSNorm",
-    "smollm3": "SmolLM3RMSNorm",
-}
-"""Norms, by `model_type`, that compute `weight * (x / rms(x))` with the inner result rounded to the type of `x`.
-
-Gemma's multiply by `1 + weight` and OLMo-2's round after the multiplication, so they are not listed.
-"""
+from latent_sweep.backbones.families import FUSIBLE
 
 
 def fuse_norms(model: Any) -> None:

@@ -20,22 +20,23 @@ r rank, V vocabulary, P trainable parameters, M adapted projections of o x n.
     graphs       with `run.graphs: auto`, keys and values of all padded rows and places, and latent adapters once more
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
-A Llama block keeps, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
-attention and its k wide keys and values, 4 H for its normaliser, 3 b f in the MLP. A frozen projection keeps nothing;
-an adapter keeps b r per projection, and LoRA its input, b h. A T5 block differs in its norms, (4 + b) h in bfloat16,
-its MLP, b f, or 6 b f where a GELU gates it, and in its decoder, where every block keeps keys and values of all prompt
-tokens; all blocks share a mask, b B H S^2 with the position bias in it, or have one each. LoRA also keeps b P, its
-matrices in bfloat16; latent adapters b r o for each projection, the product of its left factor and R, and in bfloat16
-the left factors in float32. T5's own dropout keeps noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each
-a byte on a GPU and b on a CPU, where attention with dropout is not fused and keeps 8 B H S^2. On a CPU attention is
-trained in float32, so that it keeps 4 instead of b. The backward pass of an MLP adds as many numbers as it keeps (T5:
-twice as many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the
+A Llama block keeps, in bytes per token: 4 (h + 1) for each of two norms, or b h + 4 on a GPU, where they are fused,
+b (2 a + 2 k) for queries and output of the attention and its k wide keys and values, 4 H for its normaliser, 3 b f in
+the MLP. A frozen projection keeps nothing; an adapter keeps b r per projection, and LoRA its input, b h. A T5 block
+differs in its norms, (4 + b) h in bfloat16 if they are not fused, its MLP, b f, or 6 b f where a GELU gates it, and in
+its decoder, where every block keeps keys and values of all prompt tokens; all blocks share a mask, b B H S^2 with the
+position bias in it, or have one each. LoRA also keeps b P, its matrices in bfloat16; latent adapters b r o for each
+projection, the product of its left factor and R, and in bfloat16 the left factors in float32. T5's own dropout keeps
+noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a byte on a GPU and b on a CPU, where attention
+with dropout is not fused and keeps 8 B H S^2. On a CPU attention is trained in float32, so that it keeps 4 instead of
+b. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as many). With gradient checkpointing only
+each block's input is kept, b h, and one block at a time has all of the
 above.
 
 Prompts and targets are assumed to be at their limits. Not included: the device's context and the allocator's unused
 memory (see `RESERVE`, and `Memory.overhead` for a CPU), allocations between steps or tasks (a gate, the SVD, loading),
 and LwF's teacher. Blocks of other families differ only in their norms, each of which keeps 4 (k + 1) for the k numbers
-that it reads; families without a table are not predicted.
+that it reads, or b k + 4 if `FUSIBLE` lists it and a GPU computes; families without a table are not predicted.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from latent_sweep.adapters.inputs import input_of
-from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
+from latent_sweep.backbones.families import FUSIBLE, Family, Sizes, Stack, sizes, tensor_sizes
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
 from latent_sweep.data.probe_tokens import CHUNK, PROMPT
@@ -248,6 +249,8 @@ class Shape:
     """Number of weight tensors by size, in numbers."""
     targets: Mapping[str, tuple[int, int]]
     """Adapted projections, (out, in)."""
+    fusible: bool
+    """Whether a GPU computes its norms in one kernel."""
 
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
@@ -284,6 +287,7 @@ def shape_of(settings: BackboneSettings) -> Shape | None:
         sizes=of_config,
         parameters=tensor_sizes(family, described.config, of_config.tied or settings.name == EMBEDDED),
         targets=described.adapted(settings),
+        fusible=described.family in FUSIBLE,
     )
 
 
@@ -360,17 +364,19 @@ class _Stack(NamedTuple):
     """The mask of all blocks together."""
 
 
-def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, per_batch: int = 0, shared: int = 0) -> _Stack:
+def _stack(
+    shape: Shape, fused: bool, blocks: int, tokens: int, per_token: int, per_batch: int = 0, shared: int = 0
+) -> _Stack:
     """Return a stack whose blocks keep these bytes, without the MLP."""
     b, h = shape.bytes, shape["width"]
     mlp = b * shape["inner"] * shape.sizes.kept
-    in_norm = 4 * 4 * h - mlp  # in float32, after the MLP's activations are freed
+    in_norm = 0 if fused else 4 * 4 * h - mlp  # in float32, after the MLP's activations are freed
     return _Stack(
         blocks=blocks,
         kept=tokens * (per_token + mlp) + per_batch,
         working=tokens * (max(b * shape.mlp_inputs, in_norm) + 2 * b * h),
         input=tokens * b * h,
-        norm=tokens * _norm(shape),
+        norm=tokens * _norm(shape, fused),
         shared=shared,
     )
 
@@ -384,12 +390,14 @@ def _stacks(
         noise: bytes of one number of the backbone's dropout noise; 0 without dropout.
         on_cpu: attention is computed in float32, and keeps its probabilities with dropout.
     """
-    a, heads, norm, width = shape["queries"], shape["heads"], _norm(shape), shape["width"]
+    fused = shape.fusible and not on_cpu
+    a, heads, norm, width = shape["queries"], shape["heads"], _norm(shape, fused), shape["width"]
     of_attention = 4 if on_cpu else shape.bytes
     attention = of_attention * 2 * (a + shape["keys"]) + 4 * heads + adapters.inputs + adapters.inner
     if not shape.family.encoder_decoder:
         (stack,) = shape.family.stacks
-        return [_stack(shape, shape["blocks"], rows * (prompt + target), _norms(shape, stack) + attention)]
+        kept = _norms(shape, stack, fused) + attention
+        return [_stack(shape, fused, shape["blocks"], rows * (prompt + target), kept)]
     read, mask = rows * prompt, of_attention * rows * heads
     mask_of_encoder, mask_across = mask * prompt**2, mask * prompt * target
     of_mlp, drawn = noise * shape["inner"], 2 * 4 * rows * heads if noise and on_cpu else 0
@@ -401,22 +409,25 @@ def _stacks(
     encoder = 2 * norm + attention + 2 * noise * width + of_mlp
     decoder = 3 * norm + 2 * attention + 3 * noise * width + of_mlp
     return [
-        _stack(shape, shape["blocks"], read, encoder, of_encoder, mask_of_encoder),
-        _stack(shape, shape["decoder_blocks"], rows * target, decoder, across, mask_across),
+        _stack(shape, fused, shape["blocks"], read, encoder, of_encoder, mask_of_encoder),
+        _stack(shape, fused, shape["decoder_blocks"], rows * target, decoder, across, mask_across),
     ]
 
 
-def _norm(shape: Shape) -> int:
-    """Bytes per token of a norm: its float32 input and inverse root; T5 also keeps the input in its type."""
+def _norm(shape: Shape, fused: bool, wide: str = "width", roots: int = 1) -> int:
+    """Bytes per token of a norm: its input, fused in its own type, else in float32, and its inverse roots.
+
+    T5's also keeps the input in its type, if it is not fused.
+    """
     also = shape.bytes if shape.family.keeps_input and shape.bytes < 4 else 0
-    return (4 + also) * shape["width"] + 4
+    return (shape.bytes if fused else 4 + also) * shape[wide] + 4 * roots
 
 
-def _norms(shape: Shape, stack: Stack) -> int:
+def _norms(shape: Shape, stack: Stack, fused: bool) -> int:
     """Bytes per token of all norms of a causal block; norms per head keep an inverse root for each head."""
     of_heads = {"query_heads": ("queries", "heads"), "key_heads": ("keys", "kv_heads")}
     pairs = (of_heads.get(norm, (norm, "")) for norm in stack.norms)
-    return sum(4 * shape[wide] + 4 * (shape[roots] if roots else 1) for wide, roots in pairs)
+    return sum(_norm(shape, fused, wide, shape[roots] if roots else 1) for wide, roots in pairs)
 
 
 def _step(

@@ -288,6 +288,63 @@ def test_the_memory_of_a_step(name, method, dtype, checkpointing, tmp_path):
     assert predicted_steps(trial) == pytest.approx(measured_steps(trial, tmp_path), rel=0.1)
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Attention in the backbone's type, and norms that keep what `_fused_rms_norm` does: input and inverse roots."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from latent_sweep.backbones import layouts, norms
+
+    class FusedNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, shape, weight, eps):
+            with _disable_current_modes():
+                roots = torch.rsqrt(x.float().square().mean(-1) + eps)
+                y = weight * (x.float() * roots.unsqueeze(-1)).to(x.dtype)
+            ctx.save_for_backward(x, weight, roots.clone())
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight, roots = ctx.saved_tensors
+            with _disable_current_modes():
+                roots, upstream = roots.unsqueeze(-1), gradient.float() * weight
+                unit = x.float() * roots
+                mine = (roots * (upstream - unit * (unit * upstream).mean(-1, keepdim=True))).to(x.dtype)
+            return mine.clone(), None, None, None
+
+    @cache
+    def fused(name, dtype, targets=None):
+        backbone = load_backbone(BackboneSettings(name=name, dtype=dtype, device="cpu", targets=targets))
+        norms.fuse_norms(backbone.model)
+        return backbone
+
+    monkeypatch.setattr(norms, "rms_norm", FusedNorm.apply)
+    monkeypatch.setattr(layouts, "_attention_dtype", lambda query: query.dtype)
+    monkeypatch.setitem(globals(), "backbone_of", fused)
+
+
+@pytest.mark.parametrize(("name", "method"), [("small-llama", "latent_lora"), ("small-t5", "seq_lora")])
+def test_norms_in_one_kernel_keep_less(name, method, as_on_a_gpu, tmp_path):
+    trial, kept = trial_of(name, "bfloat16", method), {}
+    measured_steps(trial, tmp_path, kept=kept, steps=1)
+    there, here = predict(trial, run_of()), predict(trial, RunSettings())
+    assert there.activations == pytest.approx(sum(kept.values()), rel=0.03)
+    assert there.activations < 0.9 * here.activations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("method", ["latent_lora", "seq_lora"])
+@pytest.mark.parametrize("name", ["small-llama", "small-t5", "small-qwen3", "small-olmo2", "small-umt5"])
+def test_the_memory_of_a_step_on_a_gpu(name, method, checkpointing, as_on_a_gpu, tmp_path):
+    trial = trial_of(name, "bfloat16", method, trial__training__gradient_checkpointing=checkpointing)
+    memory = predict(trial, run_of())
+    predicted = memory.learning - memory.weights - memory.factors - memory.history
+    assert 0.95 * measured_steps(trial, tmp_path) < predicted < 1.2 * measured_steps(trial, tmp_path / "again")
+
+
 OTHERS = [name for name in SHAPES if name.startswith("small-") and name not in ("small-llama", "small-t5")]
 
 
