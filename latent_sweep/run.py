@@ -6,7 +6,9 @@ Train and score what is missing, upload it to MLflow, and print the results. The
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
+import gc
 import io
 import os
 import re
@@ -161,6 +163,7 @@ def print_any_text() -> None:
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command and return its exit code; print errors to standard error, without secrets."""
     log_without_secrets()
+    atexit.register(gc.freeze)  # Python's last garbage collection would take a second with all libraries loaded
     with _terminated_by_sigterm():
         try:
             code = command(options)

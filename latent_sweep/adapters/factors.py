@@ -11,12 +11,11 @@ one file per rank.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +24,10 @@ from filelock import FileLock
 from safetensors import safe_open
 from torch import Tensor
 
+from latent_sweep.adapters.factor_files import IDENTITY, Algorithm, cached_factors, factors_name
 from latent_sweep.errors import ConfigError
-from latent_sweep.storage import versions
-from latent_sweep.storage.checksummed import has_valid_checksum, verified, write_checksummed
+from latent_sweep.storage.checksummed import write_checksummed
 from latent_sweep.storage.files import committing
-
-log = logging.getLogger(__name__)
 
 GRAM_COLUMNS = 2048
 """Largest short side of a weight that is factored by its Gram matrix's eigenvectors: exact down to `RESOLVED`, and 2 to
@@ -43,11 +40,6 @@ SPARE_COLUMNS = 96
 MOST_ITERATIONS = 200
 TOLERANCE = 1e-6
 """Maximum residual of a singular triplet relative to its singular value, in float64."""
-
-_IDENTITY = "identity"
-"""Entry of a factor file with the name it was written under, which reveals copied or renamed files."""
-
-Algorithm = Literal["exact", "randomized"]
 
 
 class Projection(Protocol):
@@ -191,7 +183,7 @@ def load_factors(
         with committing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(str(folder / f"{stem}.lock")))
-        path = _cached(folder, stem, rank)
+        path = cached_factors(folder, stem, rank)
         if path is None:
             path = folder / f"{stem}-r{compute_rank}.safetensors"
             _compute(projections, compute_rank, path, algorithm)
@@ -201,52 +193,8 @@ def load_factors(
         }
 
 
-def stored_singular_values(
-    names: Sequence[str], weights_digest: str, rank: int, folder: Path, algorithm: Algorithm = "exact"
-) -> npt.NDArray[np.float32] | None:
-    """Return cached singular values of the named projections, (names, rank); None if there are none."""
-    for path in _files_covering(folder, factors_name(weights_digest, algorithm), rank):
-        if has_valid_checksum(path) and _has_own_name(path):
-            with safe_open(path, framework="np") as file:
-                if {f"{name}.S" for name in names} <= set(file.keys()):
-                    return np.stack([file.get_tensor(f"{name}.S")[:rank] for name in names])
-    return None
-
-
-def kept_factors(weights_digest: str, rank: int, folder: Path) -> list[Path]:
-    """Return the smallest cached file of each algorithm that covers this rank, for transfer to another machine."""
-    paths = (_cached(folder, factors_name(weights_digest, algorithm), rank) for algorithm in get_args(Algorithm))
-    return [path for path in paths if path is not None]
-
-
-def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
-    """Return the name of a factor file without its rank."""
-    version = f"{versions.FACTORS}.{versions.RANDOMIZED}" if algorithm == "randomized" else f"{versions.FACTORS}"
-    return f"{weights_digest}-{algorithm}-v{version}"
-
-
-def _cached(folder: Path, stem: str, rank: int) -> Path | None:
-    return next((path for path in _files_covering(folder, stem, rank) if verified(path) and _has_own_name(path)), None)
-
-
-def _files_covering(folder: Path, stem: str, rank: int) -> list[Path]:
-    """Return the cached files that cover a rank, smallest first; randomized factors cover only their own rank."""
-    paths = {path.stem.rpartition("-r")[2]: path for path in folder.glob(f"{stem}-r*.safetensors")}
-    ranks = {int(text): path for text, path in paths.items() if text.isdecimal()}
-    exact = "-randomized-" not in stem
-    return [ranks[cached] for cached in sorted(ranks) if cached == rank or (cached > rank and exact)]
-
-
-def _has_own_name(path: Path) -> bool:
-    with safe_open(path, framework="np") as file:
-        identity = bytes(file.get_tensor(_IDENTITY)).decode() if _IDENTITY in file.keys() else "no name"  # noqa: SIM118
-    if identity != path.stem:
-        log.warning("%s holds the factors of another file (%s); recomputing them", path, identity)
-    return identity == path.stem
-
-
 def _compute(projections: Mapping[str, Projection], rank: int, path: Path, algorithm: Algorithm) -> None:
-    parts: dict[str, npt.NDArray[Any]] = {_IDENTITY: np.frombuffer(path.stem.encode(), np.uint8)}
+    parts: dict[str, npt.NDArray[Any]] = {IDENTITY: np.frombuffer(path.stem.encode(), np.uint8)}
     with single_thread():
         for name, projection in projections.items():
             factors = truncated_svd(projection.weight, rank, algorithm)

@@ -11,7 +11,7 @@ from typing import Any
 
 from latent_sweep.backbones.files import checkpoint_file
 from latent_sweep.backbones.packaged import TOKENIZER_FILE
-from latent_sweep.backbones.registry import BackboneSettings, describe, registered_backbone
+from latent_sweep.backbones.registry import PACKAGES, BackboneSettings, describe, registered_backbone
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 
 TOKENIZER_FILES = (
@@ -62,6 +62,8 @@ def _tokenizer_faults(settings: BackboneSettings) -> Iterator[str]:
     spec = registered_backbone(settings.name)
     setting, name = "backbone.tokenizer", settings.tokenizer
     if name is None:
+        if settings.name in PACKAGES:
+            return
         setting, name = "backbone.name", settings.name if spec is None else spec.source
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from latent_sweep.adapters.factors import kept_factors
+from latent_sweep.adapters.factor_files import kept_factors
 from latent_sweep.data.caches import file_digest
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.deploy.card import model_card

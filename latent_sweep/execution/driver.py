@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from latent_sweep.errors import ConfigError, MissingData, Paused, fault_report
-from latent_sweep.execution.ray_nodes import check_cluster_answers
+from latent_sweep.execution.ending import with_page_imports, write_model, write_page
+from latent_sweep.execution.ray_nodes import await_shutdown, check_cluster_answers
 from latent_sweep.execution.retries import incomplete
 from latent_sweep.execution.search import PackList, PackSource, SearchedPacks, check_classes
 from latent_sweep.memo import memo_scope
@@ -208,7 +209,7 @@ def _drive(plan: Plan, folder: SweepFolder, source: PackSource, options: RunOpti
     trackers = trackers_for(folder.tracking, own, sweep.run.allow_insecure)
     # without a shared folder, drivers of shards cannot take turns at every sync
     turns = shard is not None and storage.is_remote
-    with options.display.screen(folder) as screen:
+    with options.display.screen(folder) as screen, await_shutdown():
         threads = SyncThreads(trackers, screen.write)
         if not turns:
             threads.start()
@@ -218,9 +219,9 @@ def _drive(plan: Plan, folder: SweepFolder, source: PackSource, options: RunOpti
             folder = SweepFolder(storage, sweep.name)
             paused = paused and bool(_unfinished(source.trials, folder) or not source.is_exhausted)
             if sweep.run.page and not paused and (work or not (folder.path / PAGE_FILE).exists()):
-                _write_page(folder, screen.write)
+                write_page(folder, screen.write)
             if sweep.run.log_model == "best" and sweep.tuning_of is None and not _unfinished(plan.trials, folder):
-                _write_model(folder, screen.write)
+                write_model(folder, screen.write)
         finally:
             free_reserve(folder.path)
             if turns:
@@ -249,7 +250,8 @@ def _run_packs(plan: Plan, folder: SweepFolder, source: PackSource, options: Run
 
     run, fail_fast, limit = plan.sweep.run, options.fail_fast, options.limit
     others = watching(folder.storage, folder.path) if not options.local else nullcontext()
-    with Following(SweepFolder(folder.storage, folder.name), screen, options.on_event), others:
+    on_event = with_page_imports(plan, options.on_event) if run.page and not options.local else options.on_event
+    with Following(SweepFolder(folder.storage, folder.name), screen, on_event), others:
         try:
             if options.local:
                 say_driving(folder, "loading PyTorch")
@@ -264,30 +266,6 @@ def _run_packs(plan: Plan, folder: SweepFolder, source: PackSource, options: Run
         except Paused:
             return False
     return True
-
-
-def _write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
-    """Write the HTML report; an error is only logged."""
-    from latent_sweep.report.tables import PAGE_FILE
-
-    try:
-        from latent_sweep.report.page import render_page  # imports matplotlib, which may be missing
-
-        folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
-    except Exception as error:
-        log.debug("no page", exc_info=True)
-        log_line(f"no page was written: {error}; `latent-sweep report --format html {folder.path}` tries again")
-
-
-def _write_model(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
-    """Write the best trial's model for the tracker to upload; an error is only logged."""
-    try:
-        from latent_sweep.tracking.mlflow_model import log_best  # imports torch
-
-        log_best(folder)
-    except Exception as error:
-        log.debug("no model", exc_info=True)
-        log_line(f"no model was logged: {error}; `latent-sweep export {folder.path} --to mlflow` tries again")
 
 
 _EXTRAS = {name: f"'latent-sweep[{name}]'" for name in ("tensorboard", "wandb")}

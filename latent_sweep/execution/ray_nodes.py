@@ -10,8 +10,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from latent_sweep.errors import ConfigError, Terminated
@@ -65,10 +67,13 @@ def prepare_import() -> None:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
-def connect() -> bool:
+def connect(needed_next: str | None = None) -> bool:
     """Join the cluster at RAY_ADDRESS (a job inherits it), or start one; return whether one was started.
 
     A cluster started here listens on the loopback interface only and requires a random token.
+
+    Args:
+        needed_next: a module to import in the background, as Ray mostly waits for its processes while it starts.
 
     Raises:
         ConfigError: the cluster cannot be joined.
@@ -89,7 +94,7 @@ def connect() -> bool:
                 "machine. Import ray after the run, connect to a cluster with ray.init() before it, or run with local"
             )
         try:
-            with _keep_sigterm_handler():
+            with _importing(needed_next), _keep_sigterm_handler():
                 ray.init(
                     address="local" if start else None,
                     include_dashboard=False if start else None,
@@ -119,6 +124,24 @@ def _keep_sigterm_handler() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _importing(module: str | None) -> Iterator[None]:
+    """Import a module in the background of the block; its errors are left to the import statement that follows."""
+
+    def load() -> None:
+        with suppress(Exception):
+            import_module(str(module))
+
+    thread = threading.Thread(target=load, name="imports", daemon=True)
+    if module is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        if module is not None:
+            thread.join()
 
 
 def alive_nodes(without: Collection[str] = ()) -> list[Node]:
@@ -172,3 +195,29 @@ def disconnect() -> None:
     import ray
 
     ray.shutdown()
+
+
+_shutdown: Future[None] | None = None
+
+
+def begin_shutdown() -> None:
+    """Start to end this process's cluster in the background: Ray waits for its processes for more than a second.
+
+    Call it within `await_shutdown`.
+    """
+    global _shutdown
+    thread = ThreadPoolExecutor(1, "shutdown")
+    _shutdown = thread.submit(disconnect)
+    thread.shutdown(wait=False)
+
+
+@contextmanager
+def await_shutdown() -> Iterator[None]:
+    """Wait at the end of the block for a shutdown that has begun in it, and raise its error."""
+    global _shutdown
+    try:
+        yield
+    finally:
+        begun, _shutdown = _shutdown, None
+        if begun is not None:
+            begun.result()

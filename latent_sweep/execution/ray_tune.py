@@ -20,7 +20,7 @@ from typing import Any
 
 from latent_sweep.errors import ConfigError, LatentSweepError, Paused, StorageError
 from latent_sweep.execution import ray_private
-from latent_sweep.execution.ray_nodes import check_every_node_sees, connect
+from latent_sweep.execution.ray_nodes import begin_shutdown, check_every_node_sees, connect, disconnect
 from latent_sweep.execution.ray_workers import AskedToStop
 from latent_sweep.execution.retries import (
     LossKind,
@@ -77,7 +77,8 @@ def run_on_ray(
 ) -> None:
     """Run packs on the cluster that this process belongs to, or on one started for the duration of the call.
 
-    A failed pack records the failure in its trials' journals; the others go on.
+    A failed pack records the failure in its trials' journals; the others go on. Once all have ended, a cluster started
+    here is shut down in the background, see `await_shutdown`.
 
     Args:
         shard: name of the part of the sweep that these packs are.
@@ -88,12 +89,11 @@ def run_on_ray(
     """
     limit = limit or TimeLimit()
     say_driving(sweep, "starting Ray")
-    started_cluster = connect()
-    import ray
+    started_cluster = connect("ray.tune")
     from ray import tune
     from ray.tune.stopper import CombinedStopper
 
-    storage, exits = sweep.storage, ExitStack()
+    storage, exits, all_ended = sweep.storage, ExitStack(), False
     try:
         _check_fits(run.resources, started_cluster)
         say_driving(sweep, "asking every node whether it sees the storage")
@@ -167,10 +167,13 @@ def run_on_ray(
         is_left = limit.deadline is not None and any(unfinished(pack, sweep) for pack in by_id.values())
         if limit.is_over or is_left:
             raise Paused
+        all_ended = True
     finally:
         exits.close()
-        if started_cluster:
-            ray.shutdown()
+        if started_cluster and all_ended:
+            begin_shutdown()
+        elif started_cluster:  # its workers must not write any more
+            disconnect()
 
 
 def _stream(source: PackSource, by_id: dict[str, Pack], sweep: SweepFolder, limit: TimeLimit) -> Any:

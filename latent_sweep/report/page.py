@@ -9,6 +9,8 @@ from importlib import resources
 from typing import Any
 
 from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from latent_sweep.labels import format_value
@@ -132,13 +134,23 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
 
 def _image(picture: Picture) -> Markup:
     """Return an image element with its data inside, large enough for its smallest letters to be readable."""
-    content = io.BytesIO()
-    picture.figure.savefig(content, format="svg", metadata={"Date": None})
-    data = base64.b64encode(content.getvalue()).decode()
+    data = base64.b64encode(_svg(picture.figure)).decode()
     sizes = [float(text.get_fontsize()) for text in picture.figure.findobj(Text) if text.get_text().strip()]
     scale = max(1.0, _SMALLEST_LETTERS / min(sizes, default=_SMALLEST_LETTERS))
     width = round(96 * picture.figure.get_figwidth() * scale)
     return Markup('<img src="data:image/svg+xml;base64,{}" width="{}" alt="{}">').format(data, width, picture.title)
+
+
+def _svg(figure: Figure) -> bytes:
+    """Return what `savefig` would write, without the trial drawing that it makes after the layout."""
+    content, dpi = io.BytesIO(), figure.dpi
+    canvas = FigureCanvasSVG(figure)
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.execute(figure)  # at the canvas's dpi
+        figure.set_layout_engine("none")
+        figure.dpi = dpi
+    canvas.print_svg(content, metadata={"Date": None})
+    return content.getvalue()
 
 
 _SMALLEST_LETTERS = 7.0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,6 @@ from latent_sweep.results.routing import backbone_digests
 from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, finished_trials, first_of_each, reason
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Array = npt.NDArray[np.float64]
 
@@ -178,13 +175,7 @@ def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Int
     settings = _method_settings(trial)
     if "sum" not in method_class(settings.name)(settings).combinations or len(trial.tasks) < 2:
         return None  # only the newest snapshot answers, or it contains the earlier ones
-    tensors = []
-    for lineage in (stage.lineage for stage in trial.stages):
-        fault = snapshots.fault(lineage)
-        snapshot = snapshots.get(lineage) if fault is None else None
-        if snapshot is None:
-            raise StorageError(f"snapshot {lineage} {fault or 'is missing'}")
-        tensors.append(snapshot.tensors)
+    tensors = [snapshots.arrays(stage.lineage) for stage in trial.stages]
     if all(set(names) == {"R"} for names in tensors):
         return _of_latent(trial, _stacked(tensors, "R"), forgetting)
     if not all({"A", "B"} <= set(names) for names in tensors):
@@ -195,8 +186,8 @@ def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Int
     return Interference(trial, measure, overlaps(W), overlap_shares(W), chance, None, None, forgetting)
 
 
-def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:
-    return np.stack([snapshot[name].double().numpy() for snapshot in tensors])
+def _stacked(tensors: Sequence[Mapping[str, Array]], name: str) -> Array:
+    return np.stack([snapshot[name] for snapshot in tensors])
 
 
 def _method_settings(trial: TrialResults) -> Any:
@@ -205,7 +196,7 @@ def _method_settings(trial: TrialResults) -> Any:
 
 
 def _of_latent(trial: TrialResults, R: Array, forgetting: Mapping[str, float]) -> Interference:
-    from latent_sweep.adapters.factors import stored_singular_values  # imports torch
+    from latent_sweep.adapters.factor_files import stored_singular_values
 
     settings = _method_settings(trial)
     backbone = BackboneSettings.model_validate(trial.folder.settings["backbone"])

@@ -23,6 +23,8 @@ from latent_sweep.storage.files import FileState, committing, state_of
 from latent_sweep.storage.storage import Storage, json_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -107,6 +109,23 @@ class SnapshotStorage:
         if not all(map(self._storage.share, files)):
             return "is missing"
         return None if self._facts(lineage, files[0].read_bytes()) is not None else "does not match its digest"
+
+    def arrays(self, lineage: str) -> dict[str, npt.NDArray[np.float64]]:
+        """Return the tensors of a snapshot in float64, without importing torch if NumPy has their types.
+
+        Raises StorageError if it is missing or corrupt; the files are left as they are.
+        """
+        from safetensors import numpy
+
+        if (fault := self.fault(lineage)) is not None:
+            raise StorageError(f"snapshot {lineage} {fault}")
+        content = self.path(lineage).read_bytes()
+        try:
+            return {name: array.astype("float64") for name, array in numpy.load(content).items()}
+        except KeyError:  # bfloat16
+            from safetensors import torch
+
+            return {name: tensor.double().numpy() for name, tensor in torch.load(content).items()}
 
     def _read(self, lineage: str) -> Snapshot | None:
         from safetensors.torch import load

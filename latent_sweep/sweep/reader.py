@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -15,7 +14,7 @@ from latent_sweep.backbones.registry import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.data.chat import Chat
 from latent_sweep.data.prompts import FRAMES, PromptParts
-from latent_sweep.data.text_tokens import tokenize, unknown_id
+from latent_sweep.data.text_tokens import special_tokens, tokenize
 from latent_sweep.metrics.answers import cut_answer, normalize_answer
 from latent_sweep.settings import content_hash
 
@@ -138,11 +137,13 @@ class Alphabet:
     @cached_property
     def unknown_id(self) -> int | None:
         """The token of unknown characters; None if the tokenizer knows every byte."""
-        return unknown_id(self.reader.backend_tokenizer)
+        return special_tokens(self.reader).unknown
 
     @cached_property
     def _by_word(self) -> bool:
-        return json.loads(self.reader.backend_tokenizer.to_str())["model"]["type"] in ("WordLevel", "WordPiece")
+        from tokenizers.models import WordLevel, WordPiece
+
+        return isinstance(self.reader.backend_tokenizer.model, (WordLevel, WordPiece))
 
     def knows(self, character: str) -> bool:
         if character not in self._known:

@@ -19,7 +19,8 @@ from sklearn.decomposition import TruncatedSVD
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from latent_sweep.adapters import factors
-from latent_sweep.adapters.factors import factors_name, load_factors, stored_singular_values, truncated_svd
+from latent_sweep.adapters.factor_files import factors_name, stored_singular_values
+from latent_sweep.adapters.factors import load_factors, truncated_svd
 from latent_sweep.backbones.checkpoint import CheckpointProjection, checkpoint_weights
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import BackboneSettings
@@ -408,13 +409,13 @@ def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
 def test_singular_values_are_read_from_a_larger_rank_and_nothing_is_changed(targets, tmp_path):
     load_factors(targets, "digest", 16, tmp_path)
     names = sorted(targets, reverse=True)
-    actual = factors.stored_singular_values(names, "digest", 8, tmp_path)
+    actual = stored_singular_values(names, "digest", 8, tmp_path)
     expected = [np.linalg.svd(targets[name].weight.detach().numpy(), compute_uv=False)[:8] for name in names]
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
-    assert factors.stored_singular_values(names, "other", 8, tmp_path) is None
-    assert factors.stored_singular_values(names, "digest", 17, tmp_path) is None
-    assert factors.stored_singular_values([*names, "another"], "digest", 8, tmp_path) is None
+    assert stored_singular_values(names, "other", 8, tmp_path) is None
+    assert stored_singular_values(names, "digest", 17, tmp_path) is None
+    assert stored_singular_values([*names, "another"], "digest", 8, tmp_path) is None
     (path,) = tmp_path.glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-8])
-    assert factors.stored_singular_values(names, "digest", 8, tmp_path) is None
+    assert stored_singular_values(names, "digest", 8, tmp_path) is None
     assert path.exists()

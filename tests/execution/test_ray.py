@@ -40,7 +40,7 @@ from latent_sweep.run import main
 
 started_here = ray_tune.connect()
 import ray
-ray_tune.connect, ray.shutdown = (lambda: started_here), (lambda: None)
+ray_tune.connect, ray.shutdown = (lambda needed_next: started_here), (lambda: None)
 for path in sys.argv[1:]:
     code = main([path])
     print("MLflow was imported" if "mlflow" in sys.modules else "without MLflow")

@@ -20,7 +20,7 @@ from helpers.fields import trial_of
 from helpers.sweeps import write_benchmark
 from pydantic import Field
 
-from latent_sweep.adapters.factors import factors_name
+from latent_sweep.adapters.factor_files import factors_name
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import BackboneSettings

@@ -1,0 +1,66 @@
+"""The cached files of truncated SVD factors: their names, and what is read of them without torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+from latent_sweep.storage import versions
+from latent_sweep.storage.checksummed import has_valid_checksum, verified
+
+log = logging.getLogger(__name__)
+
+IDENTITY = "identity"
+"""Entry of a factor file with the name it was written under, which reveals copied or renamed files."""
+
+Algorithm = Literal["exact", "randomized"]
+
+
+def stored_singular_values(
+    names: Sequence[str], weights_digest: str, rank: int, folder: Path, algorithm: Algorithm = "exact"
+) -> npt.NDArray[np.float32] | None:
+    """Return cached singular values of the named projections, (names, rank); None if there are none."""
+    for path in _files_covering(folder, factors_name(weights_digest, algorithm), rank):
+        if has_valid_checksum(path) and _has_own_name(path):
+            with safe_open(path, framework="np") as file:
+                if {f"{name}.S" for name in names} <= set(file.keys()):
+                    return np.stack([file.get_tensor(f"{name}.S")[:rank] for name in names])
+    return None
+
+
+def kept_factors(weights_digest: str, rank: int, folder: Path) -> list[Path]:
+    """Return the smallest cached file of each algorithm that covers this rank, for transfer to another machine."""
+    paths = (cached_factors(folder, factors_name(weights_digest, algorithm), rank) for algorithm in get_args(Algorithm))
+    return [path for path in paths if path is not None]
+
+
+def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
+    """Return the name of a factor file without its rank."""
+    version = f"{versions.FACTORS}.{versions.RANDOMIZED}" if algorithm == "randomized" else f"{versions.FACTORS}"
+    return f"{weights_digest}-{algorithm}-v{version}"
+
+
+def cached_factors(folder: Path, stem: str, rank: int) -> Path | None:
+    return next((path for path in _files_covering(folder, stem, rank) if verified(path) and _has_own_name(path)), None)
+
+
+def _files_covering(folder: Path, stem: str, rank: int) -> list[Path]:
+    """Return the cached files that cover a rank, smallest first; randomized factors cover only their own rank."""
+    paths = {path.stem.rpartition("-r")[2]: path for path in folder.glob(f"{stem}-r*.safetensors")}
+    ranks = {int(text): path for text, path in paths.items() if text.isdecimal()}
+    exact = "-randomized-" not in stem
+    return [ranks[cached] for cached in sorted(ranks) if cached == rank or (cached > rank and exact)]
+
+
+def _has_own_name(path: Path) -> bool:
+    with safe_open(path, framework="np") as file:
+        identity = bytes(file.get_tensor(IDENTITY)).decode() if IDENTITY in file.keys() else "no name"  # noqa: SIM118
+    if identity != path.stem:
+        log.warning("%s holds the factors of another file (%s); recomputing them", path, identity)
+    return identity == path.stem
