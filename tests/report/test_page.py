@@ -9,13 +9,14 @@ from html.parser import HTMLParser
 from itertools import count, repeat
 from urllib.parse import unquote
 
+import matplotlib
 import pytest
 from helpers.messages import mentions
 from helpers.sweep_folders import TASKS, finished_sweep, run_to_end, stop, write_sweep
 
 from latent_sweep.cli.main import main
 from latent_sweep.report import export, report
-from latent_sweep.report.page import _extreme_trial, _facts, all_pictures, render_page
+from latent_sweep.report.page import _extreme_trial, _facts, _svg, all_pictures, render_page
 from latent_sweep.report.pictures import sweep_pictures
 from latent_sweep.report.tables import HELD_OUT, STOPPED, together
 from latent_sweep.results import summaries
@@ -72,6 +73,15 @@ def test_a_page_is_self_contained(sweep):
     text = html.unescape(text)
     assert "method.ortho_lambda: 0.0, 0.1; seed: 0, 1" in text and "method.name latent_lora" in text
     assert "12 learned, 0 shared" in text
+
+
+def test_pictures_are_drawn_as_matplotlib_saves_them(sweep):
+    (summary,) = summaries.summarize_all([sweep])
+    with matplotlib.rc_context({"svg.hashsalt": "fixed"}):  # makes the ids reproducible
+        for ours, saved in zip(*(sweep_pictures(summary)[0] for _ in range(2)), strict=True):
+            content = io.BytesIO()
+            saved.figure.savefig(content, format="svg", metadata={"Date": None})
+            assert _svg(ours.figure) == content.getvalue()
 
 
 def test_names_are_escaped(tmp_path):

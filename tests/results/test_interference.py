@@ -1,6 +1,8 @@
 """Overlap of snapshots: formulas checked against other computations, and a small sweep."""
 
 import shutil
+import subprocess
+import sys
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.messages import mentions
+from helpers.patience import PATIENCE
 from helpers.sweeps import sweep_folder, tiny, write
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
@@ -154,6 +157,17 @@ def test_pictures_of_a_sweep(folder):
         f"λ = {text}\nFM soft {100 * expected[weight, 'soft']:.2f} %\nFM sum {100 * expected[weight, 'sum']:.2f} %"
         for text, weight in (("0", 0.0), ("1e-05", 1e-5))
     ]
+
+
+def test_drawing_needs_no_torch(folder):
+    code = (
+        "import sys; from latent_sweep.report.page import interference_pictures; "
+        "from latent_sweep.storage.folders import open_sweep; "
+        "assert len(interference_pictures(open_sweep(sys.argv[1]))[0]) == 3 and 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, sweep_folder(folder).path]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pairs_overlap_in_their_down_projections(folder):

@@ -90,6 +90,27 @@ def test_one_look_tells_of_all_snapshots_what_asking_for_each_does(store):
     assert store.lineages() == {name for name in names if name in store} == {"whole", "other"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_read_as_arrays(store, dtype):
+    values = torch.tensor([[1.5, -2.0], [3e-5, 1 / 3]], dtype=dtype)
+    store.append(Snapshot("abc", {"R": values, "bases": torch.arange(4)}, {}))
+    arrays = store.arrays("abc")
+    assert {name: array.dtype for name, array in arrays.items()} == {"R": "float64", "bases": "float64"}
+    assert arrays["R"].tolist() == values.tolist()
+    assert arrays["bases"].tolist() == [0, 1, 2, 3]
+
+
+def test_arrays_of_a_missing_or_corrupt_snapshot_are_refused(store):
+    with pytest.raises(StorageError, match="abc"):
+        store.arrays("abc")
+    store.append(snapshot())
+    path = store.path("abc")
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    with pytest.raises(StorageError, match="abc"):
+        store.arrays("abc")
+    assert path.is_file()
+
+
 def test_equal_snapshots_have_equal_bytes(store, tmp_path):
     """Whatever the order of the names in memory."""
     store.append(snapshot())
