@@ -541,6 +541,11 @@ def test_speed_is_measured():
     assert {finding.mark for finding in findings} == {"ok"}
 
 
+@pytest.mark.parametrize(("count", "mark"), [(0, "warning"), (rates.MOST_LAUNCHES, "ok"), (5122, "warning")])
+def test_launches_of_unfused_norms_are_a_warning(count, mark):
+    assert rates._launches(count, "8 rows").mark == mark
+
+
 # --- the sweep -------------------------------------------------------------------------------------------------------
 
 
