@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.buckets import WholeFiles
+from helpers.imitated_gpu import imitated_gpu
 from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
@@ -41,6 +42,7 @@ from latent_sweep.training import evaluation
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 ALL_METHODS = methods.method_checks
+OTHER_METHODS = [name for name in METHODS if name not in ("latent_lora", "zero_shot")]
 
 
 @pytest.fixture(autouse=True)
@@ -526,6 +528,18 @@ def test_products_in_several_parts_are_not(device_of):
 def test_inputs_with_fewer_bits_than_bfloat16_are_a_fault(device_of):
     device_of(torch.bfloat16, lambda x: x.to(torch.float8_e4m3fn).to(x.dtype))
     assert marks_of("seq_lora", "tiny-flan-t5") == ["ok", "fault"]
+
+
+@pytest.mark.parametrize("name", ["latent_lora", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHER_METHODS)])
+def test_gradients_on_an_imitated_gpu(name):
+    """Attention in bfloat16 and other norms are as near float64 as the CPU; no operator reads both memories."""
+    family = numerics.FAMILIES[0]
+    exact = numerics.reference(name, family)
+    on_cpu = numerics.gradient(name, numerics.backbone(family, "bfloat16", "cpu"), exact)
+    with imitated_gpu() as record:
+        there = numerics.gradient(name, numerics.backbone.__wrapped__(family, "bfloat16", "cuda"), exact)
+    assert not record.mixings and record.launches.total() > 200
+    assert (there - exact.gradient).norm() <= numerics.FARTHER * (on_cpu - exact.gradient).norm()
 
 
 def test_nan_gradients_are_a_fault(monkeypatch):
