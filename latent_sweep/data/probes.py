@@ -3,7 +3,7 @@
 Shipped under CC0, written for this package:
 
 plain_english      prose of 1,961 words: stories, recipes, news, letters, explanations (`plain_english.txt`)
-plain_arithmetic   100 sums of two numbers from 1 to 10, four choices each
+plain_arithmetic   100 sums of two numbers from 1 to 10 after two solved ones, four choices each
 agreement          120 sentences whose verb agrees with a noun further back, two choices each
 """
 
@@ -206,11 +206,15 @@ def _question(line: str, place: str) -> Question:
 # --- built-in questions ----------------------------------------------------------------------------------------------
 
 
+_SOLVED = "2 + 11 = 13\n12 + 5 = 17\n"
+"""Without an example a small backbone is hardly better than chance, and has nothing to lose."""
+
+
 def _plain_arithmetic() -> Iterator[Question]:
     for a, b in itertools.product(range(1, 11), repeat=2):
         total, place = a + b, (a + b) % 4
         others = [f" {n}" for n in (total + 1, total - 1, total + 2)]
-        yield Question(f"{a} plus {b} equals", (*others[:place], f" {total}", *others[place:]), place)
+        yield Question(f"{_SOLVED}{a} + {b} =", (*others[:place], f" {total}", *others[place:]), place)
 
 
 _HEADS = ("key", "letter", "door", "picture", "report", "child", "road", "window", "answer", "horse")

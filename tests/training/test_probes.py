@@ -279,7 +279,7 @@ def test_bad_questions_are_refused(line, tmp_path):
 def test_built_in_questions_have_one_right_choice():
     arithmetic, agreement = read_probes(ProbeSettings(choices=["plain_arithmetic", "agreement"]))
     for question in arithmetic.questions:
-        a, _, b, _ = question.context.split()
+        a, _, b, _ = question.context.split("\n")[-1].split()
         assert [int(choice) == int(a) + int(b) for choice in question.choices].index(True) == question.answer
         assert len(set(question.choices)) == 4
     counts = np.bincount([question.answer for question in agreement.questions])
