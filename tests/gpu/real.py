@@ -43,7 +43,7 @@ def comparison(folder: Path, device: str, tiny: bool, seconds: float) -> Iterato
         changes += ["trial.benchmark.tasks=[task363,task1510]", "trial.benchmark.train_per_task=6"]
         changes += ["trial.benchmark.test_per_task=2", "trial.training.epochs=1", "search.seed=[0,1]"]
         changes += ["search.trial=[{method: {name: latent_lora}}, {method: {name: seq_lora}}]"]
-    shards = 2 if tiny else max(1, min(8, (os.cpu_count() or 1) // 2))
+    shards = 2 if tiny else max(1, (os.cpu_count() or 1) - 2)
     began = time.monotonic()
     ended = _in_parallel(changes, shards, folder, f"{seconds:.0f}s")
     yield f"{shards} processes", time.monotonic() - began, "s", f"exit codes {' '.join(map(str, ended))}"
