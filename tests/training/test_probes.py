@@ -26,9 +26,12 @@ from latent_sweep.results.rescore import rescore
 from latent_sweep.results.summaries import summarize
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import open_sweep
-from latent_sweep.sweep.config import load_sweep
+from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.forecast import estimate
+from latent_sweep.sweep.memory import PROBE_LOGITS, predict
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.planning import plan_sweep
+from latent_sweep.sweep.schema import RunSettings
 
 TEXT = "The ferry was late again. Nobody on the pier seemed to mind, for the sun was out.\n" * 7
 QUESTIONS = [
@@ -241,6 +244,19 @@ def test_a_group_of_workers_with_a_sharded_backbone_finds_the_same(ran, tmp_path
     with group_of(2, tmp_path) as ask:
         ask(sweep=content, engine=ZERO_3, folder=str(tmp_path / "zero"))
     assert_as_alone(ran, tmp_path / "zero", 1)
+
+
+def test_plans_count_the_logits_of_a_pass_over_a_text():
+    content = tiny(search={}, trial__method=None, trial__backbone={"name": "smollm2-135m", "dtype": "bfloat16"})
+    content["trial"]["evaluation"] = {"batch_size": 30}
+    content["trial"]["benchmark"] |= {"max_source_length": 32, "max_target_length": 2}
+    (trial,) = expand(parse_sweep(content, "test"))
+    bare, with_probes = (RunSettings.model_validate({"probes": probes}) for probes in ({}, {"text": ["plain_english"]}))
+    before, after = predict(trial, bare), predict(trial, with_probes)
+    assert PROBE_LOGITS == likelihood.LOGITS
+    rows = PROBE_LOGITS // (49152 * (CHUNK - PROMPT))
+    assert after.cache + after.reading >= 2 * 49152 * (CHUNK - PROMPT) * rows > before.cache + before.reading
+    assert after.learning == before.learning
 
 
 FAULTS = {
