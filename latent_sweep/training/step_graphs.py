@@ -200,9 +200,11 @@ class StepGraphs:
 
 
 def tolerance(batches: FixedBatches) -> float:
-    """Return the relative error of a gradient whose roundings in the backbone's type are independent."""
+    """Return the relative error of a gradient whose roundings are independent: in the backbone's type, and in sums."""
     backbone = batches.backbone
-    return torch.finfo(backbone.model.dtype).eps / 2 * math.sqrt(ROUNDINGS * backbone.blocks)
+    longest = max(target.in_features for target in backbone.targets.values())
+    rounding = torch.finfo(backbone.model.dtype).eps + math.sqrt(longest) * torch.finfo(torch.float32).eps
+    return rounding / 2 * math.sqrt(ROUNDINGS * backbone.blocks)
 
 
 def _optimizers(trainers: Sequence[Trainer]) -> list[AdamW]:

@@ -22,8 +22,9 @@ from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training import step_graphs
-from latent_sweep.training.engine import Engine
+from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.loop import train_pack
+from latent_sweep.training.pack import run_pack
 from latent_sweep.training.step_graphs import obstacle
 from latent_sweep.training.trainer import Trainer
 
@@ -443,38 +444,33 @@ def test_a_recorded_step_neither_waits_nor_copies(family, tmp_path, monkeypatch)
         assert not any(counts.values()), graph.asked
 
 
-@pytest.mark.usefixtures("plain_norms")
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_sweep_says_how_its_steps_were_taken(device, runs, monkeypatch):
-    used = Graphs()
+@pytest.mark.usefixtures("plain_norms")
+@pytest.mark.parametrize("case", ["cpu", "cuda", "refused"])
+def test_a_sweep_says_how_its_steps_were_taken(case, runs):
+    refused = RuntimeError("not permitted")
+    used, gpu = Graphs(), contextlib.nullcontext() if case == "cpu" else imitated_gpu()
+    if case == "refused":
+        used.make = lambda: Failing(refused)
     content = changes("seq_lora", "tiny-t5")
     content["trial__benchmark"] |= {"tasks": ["mood", "past"], "test_per_task": 1}
-    content["trial__training"] |= {"epochs": 6 if device == "cuda" else 1}
+    content["trial__training"] |= {"epochs": 6}
     (pack,) = runs.packs(**content)
-    if device == "cpu":
-        run(pack, runs, used)
-    else:
-        with imitated_gpu():
-            run(pack, runs, used)
+    forget_backbone()
+    with gpu:
+        run_pack(pack, runs.sweep, lambda event: None, engine=Engine(graphs=used))
+    forget_backbone()
     stages = [event for event in runs.sweep.journal(pack.trials[0].trial_id).read() if event.name == "stage"]
     steps = [stage.metrics.get("graph_steps") for stage in stages]
-    if device == "cpu":
-        assert steps == [None] * len(stages)
-        assert not any("steps" in stage.learned_with for stage in stages)
+    how = [stage.learned_with.get("steps") for stage in stages]
+    ended = [stage.graphs_ended is not None and "not permitted" in stage.graphs_ended for stage in stages]
+    if case == "cpu":
+        assert (steps, how, ended) == ([None] * 2, [None] * 2, [False] * 2)
+    elif case == "cuda":
+        assert min(steps) >= 1
+        assert (how, ended) == (["graphs, rounded lengths"] * 2, [False] * 2)
     else:
-        assert sum(steps) == used.steps > 0
-        assert {stage.learned_with["steps"] for stage in stages} == {"graphs, rounded lengths"}
-    assert all(stage.graphs_ended is None for stage in stages)
-
-
-def run(pack, runs, used):
-    from latent_sweep.training.engine import forget_backbone
-    from latent_sweep.training.pack import run_pack
-
-    forget_backbone()
-    run_pack(pack, runs.sweep, lambda event: None, engine=Engine(graphs=used))
-    forget_backbone()
+        assert (steps, how, ended) == ([0, None], ["graphs, rounded lengths", "eager"], [True] * 2)
 
 
 # --- the imitation itself --------------------------------------------------------------------------------------------
