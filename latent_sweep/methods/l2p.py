@@ -76,7 +76,7 @@ class L2p(Method):
 
     @classmethod
     def training_defaults(cls, settings: L2pSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        return {"learning_rate": 0.003} if backbone == EMBEDDED else {}
+        return {"learning_rate": 0.03} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:
         return 0
