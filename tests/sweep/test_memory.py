@@ -334,6 +334,13 @@ def test_norms_in_one_kernel_keep_less(name, method, as_on_a_gpu, tmp_path):
     assert there.activations < 0.9 * here.activations
 
 
+def test_a_step_that_was_measured_on_a_gpu():
+    """GiB allocated at most on an H200, with torch 2.11."""
+    method = {"name": "latent_lora", "rank": 32}
+    trial = trial_of("random:llama-2-13b", "bfloat16", method, 488, 24, trial__training__batch_size=8)
+    assert predict(trial, run_of()).learning / GIB == pytest.approx(46.95, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("method", ["latent_lora", "seq_lora"])
