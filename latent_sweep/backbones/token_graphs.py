@@ -122,7 +122,7 @@ class TokenGraphs:
         except Exception as error:
             if failure_kind(error) == "device_lost":
                 raise
-            self._switch_off(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            self.switch_off(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             return None
         if kind in self._compared:
             return answers
@@ -132,9 +132,10 @@ class TokenGraphs:
     def check(self, comparison: Comparison, answers: Sequence[Sequence[int]]) -> None:
         """Switch the graphs off if answers without them differ."""
         if differing := comparison.differing(answers):
-            self._switch_off(f"{len(differing)} of {len(answers)} answers differ")
+            self.switch_off(f"{len(differing)} of {len(answers)} answers differ")
 
-    def _switch_off(self, reason: str) -> None:
+    def switch_off(self, reason: str) -> None:
+        """Free all memory, and decode without graphs from now on."""
         self.off = reason
         self.release()
         log.warning("decoding goes on without graphs: %s", reason)

@@ -156,7 +156,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return max(self.learning, self.measuring, self.answering)
+        """Without decoding graphs, which are dropped if they do not fit."""
+        return max(self.learning, self.measuring, self.answering - self.graphs)
 
 
 def predict(trial: Trial, run: RunSettings, runs: int = 1) -> Memory | None:

@@ -343,7 +343,7 @@ def _memory_warning(memory: Memory, run: RunSettings) -> str:
         return ""
     least = room[small[0]]
     remedies = ["training.micro_batch_size, training.gradient_checkpointing"] * (memory.learning + RESERVE > least)
-    remedies += ["evaluation.batch_size"] * (memory.answering + RESERVE > least)
+    remedies += ["evaluation.batch_size"] * (memory.answering - memory.graphs + RESERVE > least)
     fits = "".join(f"; it fits {gb} GB" for gb in room if gb not in small)
     which = " or ".join(f"{gb} GB" for gb in small)
     return (

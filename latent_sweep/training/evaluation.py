@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from latent_sweep.routing.combination import Array
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import read_checksummed_json, write_checksummed_json
+from latent_sweep.storage.failures import failure_kind, free_frames, free_memory
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.time_limit import TimeLimit
@@ -150,6 +152,7 @@ def answer(
     @torch.no_grad()  # not inference mode: a method may keep tensors and train with them later
     def results(batch: AnswerBatch) -> Results:
         if batch.targets:
+            engine.release_graphs()
             own: list[Likelihood] = []
             for weights, rows in batch.parts(max(batch.passes, passes(backbone, batch.targets))):
                 adaptation = adapters.of(batch, weights, snapshot)
@@ -158,22 +161,31 @@ def answer(
         ids: list[list[int]] = []
         for weights, rows in batch.parts():
             adaptation = adapters.of(batch, weights, snapshot)
-            ids += generate(
-                backbone,
-                bank,
-                batch.prompts[rows],
-                adaptation,
-                batch.max_new_tokens,
-                batch.stop,
-                batch.shared,
-                graphs=engine.token_graphs,
-            )
+            ids += _generated(engine, bank, batch, rows, adaptation)
         return [answer_text(backbone, answer_ids, batch.stop) for answer_ids in ids]
 
     rank = engine.group.rank
     own = batches[rank : rank + 1] if engine.answers_apart else batches
     by_worker = engine.group.collect([results(batch) for batch in own])
     return [results for of_worker in by_worker for results in of_worker][: len(batches)]
+
+
+def _generated(
+    engine: Engine, bank: AdapterBank, batch: AnswerBatch, rows: slice, adaptation: Adaptation
+) -> list[list[int]]:
+    """Generate answers with graphs, if the engine has some; without, if only the memory that they hold is missing."""
+    limits = batch.max_new_tokens, batch.stop, batch.shared
+    call = partial(generate, engine.backbone, bank, batch.prompts[rows], adaptation, *limits)
+    graphs = engine.token_graphs
+    try:
+        return call(graphs=graphs)
+    except Exception as error:
+        if graphs is None or graphs.off or failure_kind(error) != "out_of_memory":
+            raise
+        free_frames(error)
+    graphs.switch_off("memory ran out while prompts were read")
+    free_memory()
+    return call()
 
 
 class AnswerEnd(NamedTuple):

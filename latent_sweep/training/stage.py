@@ -126,6 +126,7 @@ def score_missing(run: ActiveRun, position: int, learned: Learned, emit: Emit) -
     for active in run.trials:
         if len(active.files.rows) <= position < active.files.wanted:
             scoring = _score(active, run, position, emit)
+            run.context.engine.release_graphs()
             give_back_memory()
             summary = learned.get(run.lineages[position])
             record_stage(active.files, active.trial, run.snapshots[position], summary, scoring, run.context)

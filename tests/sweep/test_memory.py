@@ -583,7 +583,7 @@ def test_the_memory_of_decoding_graphs(name, prompt, target):
     resources = {"gpus": 1}
     off, on = (predict(trial, RunSettings(resources=resources, graphs=graphs)) for graphs in ("off", "auto"))
     assert on.graphs == graphs._memory.nbytes + on.factors
-    assert (off.graphs, off.answering) == (0, on.answering - on.graphs)
+    assert (off.graphs, off.answering, off.peak) == (0, on.answering - on.graphs, on.peak)
     for other in (RunSettings(graphs="auto"), RunSettings(graphs="auto", resources={"gpus": 1, "workers": 2})):
         assert predict(trial, other).graphs == 0
 

@@ -185,6 +185,27 @@ def test_graphs_answer_alike_are_cached_apart_and_freed_for_training(backbone, h
     assert not engine.token_graphs._memory.nbytes
 
 
+def test_graphs_give_way_to_prompts_that_need_their_memory(
+    backbone, history, rows, evaluator, monkeypatch, caplog, generated
+):
+    engine = Engine(backbone=backbone, graphs=lambda: ImitatedGraph)
+    recorded, weights, counting = replace(evaluator(), engine=engine), np.ones((COUNT, 3)), evaluation.generate
+
+    def full(*arguments, graphs=None):
+        if graphs is not None and graphs._memory.nbytes:  # the second batch
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return counting(*arguments, graphs=graphs)
+
+    monkeypatch.setattr(evaluation, "generate", full)
+    expected = evaluator(cache=None).score(history, weights, rows, "accuracy")
+    generated.clear()
+    assert answers(recorded.score(history, weights, rows, "accuracy")) == answers(expected)
+    assert generated == [3, 3, 1]
+    assert engine.token_graphs.off
+    assert not engine.token_graphs._memory.nbytes
+    assert len(caplog.records) == 1
+
+
 def paths_taken(monkeypatch, method):
     """Return by prompt whether its batch has a merged adapter, and how many shared tokens are read once."""
     taken, counts = {}, []
