@@ -317,7 +317,7 @@ class RunSettings(Settings):
     forward_transfer: bool = False
     """Also answer every task just before it is learned, and by the untouched backbone, for the measure FWT. `true`
     completes finished trials, too."""
-    graphs: Literal["off", "auto"] = "off"
+    graphs: Literal["off", "auto"] = "auto"
     """`auto` records a GPU's work once as CUDA graphs and replays it, as launching each kernel from Python takes longer
     than most kernels: optimizer steps for each shape of a batch, and decoded tokens with a key-value cache of fixed
     size. Each use is first compared with plain torch; what differs, does not fit into memory or cannot be recorded

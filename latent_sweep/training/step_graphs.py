@@ -2,14 +2,15 @@
 
 A step is recorded for the shapes of its batches: kernels and addresses, without Python. So batches are rounded to few
 shapes, and what differs between steps lies in memory that is filled before each replay: the batches, what divides
-their losses, and the scalars of AdamW. The first replay of each graph is compared with the same step without it. If
-they differ, or a step cannot be recorded, no further step is replayed.
+their losses, and the scalars of AdamW. Where the GPU sets the pace, nothing is recorded. The first replay of each graph
+is compared with the same step without it. If they differ, or a step cannot be recorded, no further step is replayed.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ Losses = list[dict[str, Tensor]]
 RECORDED_AT_USE = 3
 """Shapes that occur less often are not worth a recording, which takes as long as a few steps."""
 MOST_GRAPHS = 16
+HOST_SHARE = 0.9
+"""Of a step's time that the host takes to launch it. Below it the GPU sets the pace, and a graph would hold the memory
+of the step's activations for nothing: up to a thousand launches wait in the GPU's queue."""
 ROUNDINGS = 20
 """Roundings in sequence per block, forward and back, by which `tolerance` estimates the error of a gradient."""
 
@@ -86,6 +90,7 @@ class StepGraphs:
         self._new_graph = engine.graphs()
         self._graphs: dict[Any, _Graph] = {}  # the one replayed last comes last
         self._uses: Counter[Any] = Counter()
+        self._unprofitable: set[Any] = set()
         self._begun = False
 
     @property
@@ -110,10 +115,14 @@ class StepGraphs:
         if (graph := self._graphs.pop(shapes, None)) is not None:
             self._graphs[shapes] = graph
             return self._replayed(graph, fixed)
-        self._uses[shapes] += 1
-        if self._uses[shapes] < RECORDED_AT_USE:
+        if shapes in self._unprofitable:
             return self._eager(fixed)
+        self._uses[shapes] += 1
+        if self._uses[shapes] == RECORDED_AT_USE - 1:
+            return self._timed(shapes, fixed)
         taken = self._eager(fixed)
+        if self._uses[shapes] < RECORDED_AT_USE:
+            return taken
         if self.active:
             while len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
@@ -131,6 +140,18 @@ class StepGraphs:
             _set_gradients(batches.trainers, None)
             losses = self._gradients(batches)
         return losses, self._step()
+
+    def _timed(self, shapes: Any, batches: FixedBatches) -> tuple[Losses, Tensor]:
+        """Take a step, and find out whether the host takes longer to launch it than the GPU to compute it."""
+        device = self._engine.backbone.device
+        _synchronize(device)
+        began = time.perf_counter()
+        taken = self._eager(batches)
+        launched = time.perf_counter()
+        _synchronize(device)
+        if launched - began < HOST_SHARE * (time.perf_counter() - began):
+            self._unprofitable.add(shapes)
+        return taken
 
     def _record(self, shapes: Any, batches: FixedBatches) -> None:
         """Record the step that was just taken, without taking it again."""
@@ -205,6 +226,11 @@ def tolerance(batches: FixedBatches) -> float:
     longest = max(target.in_features for target in backbone.targets.values())
     rounding = torch.finfo(backbone.model.dtype).eps + math.sqrt(longest) * torch.finfo(torch.float32).eps
     return rounding / 2 * math.sqrt(ROUNDINGS * backbone.blocks)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _optimizers(trainers: Sequence[Trainer]) -> list[AdamW]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import types
 
 import pytest
@@ -173,6 +174,19 @@ def test_other_methods_are_not_recorded_and_not_rounded(trainers, train, backbon
 @pytest.mark.parametrize("backbone", ["tiny-llama"], indirect=True)
 def test_settings_of_a_step_are_those_of_each_replay(trainers, train, train_eagerly, settings):
     assert compare(trainers, train, train_eagerly, "seq_lora", 2, **settings).steps >= 2
+
+
+@pytest.mark.parametrize(("waited", "recorded"), [(1.0, True), (1.2, False)])
+@pytest.mark.parametrize("backbone", ["tiny-llama"], indirect=True)
+def test_a_step_that_the_gpu_limits_is_not_recorded(trainers, train, monkeypatch, waited, recorded):
+    """The host launches a step in a second, and the GPU computes it until `waited`."""
+    clock = itertools.cycle([0.0, 1.0, waited])
+    monkeypatch.setattr(step_graphs, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    used = Graphs()
+    (outcome,) = train(trainers("seq_lora"), used)
+    assert bool(used) == recorded
+    assert bool(outcome.graph_steps) == recorded
+    assert used.problem is None
 
 
 @pytest.mark.slow
