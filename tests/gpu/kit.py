@@ -35,17 +35,10 @@ from gpu.tokens import measured
 from torch import Tensor
 
 from latent_sweep.adapters import factors
-from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones.architectures import portable_random_model
-from latent_sweep.backbones.batches import forward
 from latent_sweep.backbones.generation import generate
-from latent_sweep.backbones.loading import Backbone, assemble
-from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.backbones.registry import BYTE_IDS, BackboneSettings
-from latent_sweep.methods import method_class
-from latent_sweep.methods.protocol import MethodContext, TaskData
-from latent_sweep.settings import as_written
+from latent_sweep.doctor.numerics import FAMILIES, gradient_distances
+from latent_sweep.methods import METHODS
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import GIB, predict
 
@@ -142,68 +135,13 @@ def machine(setup: Setup) -> Figures:
     yield "launch", 1e6 * setup.seconds(lambda: [one.add_(1) for _ in range(count)]) / count, "us", "3 to 5"
 
 
-CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
-    "llama": dict(num_attention_heads=8, num_key_value_heads=4, vocab_size=300, initializer_range=0.05, **BYTE_IDS),
-    "t5": dict(num_heads=8, vocab_size=300, **BYTE_IDS),
-}
-
-
-def _small(family: str, setup: Setup) -> dict[str, Any]:
-    wide, layers = (64, 2) if setup.tiny else (512, 4)
-    if family == "t5":
-        return dict(CONFIGURATIONS[family], d_model=wide, d_kv=wide // 8, d_ff=4 * wide, num_layers=layers)
-    inner = dict(hidden_size=wide, intermediate_size=3 * wide, num_hidden_layers=layers)
-    return dict(CONFIGURATIONS[family], **inner)
-
-
-def _gradient(backbone: Backbone, method: str, folder: Path) -> Tensor:
-    """Return the gradient of a method's parameters, in float64 on the host."""
-    kind = method_class(method)
-    bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
-    options = {"rank": 8} if method == "latent_lora" else {}
-    settings = kind.resolve(
-        as_written(kind.settings_class)(name=method, **options), f"tiny-{backbone.family}", "superni"
-    )
-    context = MethodContext(backbone, bank, folder, 8)
-    rows, source = rows_of(8, 40, 6), torch.Generator().manual_seed(1)
-    data = TaskData("numerics", 0, 1, rows, lambda purpose: torch.Generator().manual_seed(2))
-    learner = kind(settings, context).begin_task(data, [])
-    with torch.no_grad():
-        for parameter in learner.parameters().values():
-            parameter.add_((0.05 * torch.randn(parameter.shape, generator=source)).to(parameter))
-    outputs = forward(backbone, bank, rows, learner.adaptation(rows), sum(len(row["target_ids"]) for row in rows))
-    with bank.active(learner.adaptation(rows)):
-        outputs.task_loss().backward()
-    bank.remove()
-    return torch.cat([p.grad.double().cpu().flatten() for p in learner.parameters().values()])
-
-
 def numerics(setup: Setup) -> Figures:
     """Gradients against float64 on the CPU: the device's must be no further from it than the CPU's of the same type."""
-    factors.truncated_svd = quick_factors
-    for family in CONFIGURATIONS:
-        config, gradients = _small(family, setup), {}
-        base = portable_random_model(family, config, torch.bfloat16, "cpu").state_dict()  # numbers that all types hold
-        for device, dtype in [("cpu", torch.float64), *((d, t) for d in ("cpu", setup.device) for t in TYPES)]:
-            model = portable_random_model(family, config, torch.float32, "cpu").to(dtype)
-            model.load_state_dict(base)
-            name = "bfloat16" if dtype == torch.bfloat16 else "float32"
-            settings = BackboneSettings(name=f"tiny-{family}", dtype=name, device=device)
-            backbone = assemble(settings, model.to(device), None)
-            fuse_norms(backbone.model)  # wherever it computes: the same formula
-            for method in ("latent_lora", "seq_lora"):
-                folder = setup.folder / f"{family}-{device}-{dtype}"
-                gradients[device, dtype, method] = _gradient(backbone, method, folder)
-        for dtype in TYPES:
-            for method in ("latent_lora", "seq_lora"):
-                exact = gradients["cpu", torch.float64, method]
-                both = [gradients[device, dtype, method] for device in (setup.device, "cpu")]
-                off = [float((gradient - exact).norm() / exact.norm()) for gradient in both]
-                what = f"{family} {method} {str(dtype).removeprefix('torch.')}: off float64"
-                yield what, off[0], "", f"at most 1.5 x the CPU's {off[1]:.2g}"
-
-
-TYPES = (torch.float32, torch.bfloat16)
+    for family in FAMILIES:
+        for method in METHODS if not setup.tiny else ("latent_lora", "seq_lora"):
+            for distance in gradient_distances(method, family, setup.device):
+                what = f"{family} {method} {distance.dtype}: off float64"
+                yield what, distance.here, "", f"at most {distance.limit:.2g}; on the CPU {distance.on_cpu:.2g}"
 
 
 def _steps(bench: Workbench, rows: Sequence[Example]) -> Iterator[tuple[str, float]]:
