@@ -1,4 +1,4 @@
-"""The likelihood of given continuations, which nothing is generated for."""
+"""The likelihood of given continuations, without generating."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class ProbeEncoder:
     """Encodes probes with the special tokens of a benchmark's prompts, in no chat template.
 
     Args:
-        encoder_decoder: whether context and continuation are read apart.
+        encoder_decoder: whether the encoder reads the context and the decoder the continuation.
         limit: most tokens of a prompt and its target; a longer prompt loses its beginning.
 
     Attributes:
@@ -67,7 +67,7 @@ class ProbeEncoder:
         return columns
 
     def chunks(self, text: str) -> Columns:
-        """Return a text's chunks; a rest that is no longer than a prompt is left out.
+        """Return a text's chunks; a remainder no longer than a prompt is left out.
 
         Raises:
             DataError: the text has no chunk.
@@ -78,7 +78,7 @@ class ProbeEncoder:
         parts = [ids[start : start + size] for start in range(0, len(ids), max(size, 1))]
         pairs = [(part[:prompt], part[prompt:]) for part in parts if len(part) > prompt > 0]
         if not pairs:
-            raise DataError("run.probes.text: found a text of less than two tokens; expected a longer one")
+            raise DataError("run.probes.text: found a text of fewer than two tokens; expected at least two")
         return self.rows(pairs)
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

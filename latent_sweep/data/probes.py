@@ -54,7 +54,7 @@ class ProbeSettings(Settings):
     """Tasks of lm-evaluation-harness, by name or as a YAML file. Needs `pip install 'latent-sweep[lm-eval]'`. Most
     named tasks download their data."""
     every: int | None = Field(None, ge=1)
-    """Probe also after every so many tasks; None only after the last."""
+    """Probe each time this many more tasks are learned; None probes only after the last."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.choices or self.lm_eval)

@@ -1,4 +1,4 @@
-"""What a driver makes when trials have ended: the HTML report, and the best trial's model."""
+"""Files that the driver writes when trials have ended: the HTML report and the best trial's model."""
 
 from __future__ import annotations
 

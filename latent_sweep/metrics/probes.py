@@ -41,7 +41,7 @@ class ProbeResult(NamedTuple):
     measure: str
     value: float
     rows: Array | None
-    """What each row adds: `value` is their mean. None if that is not known."""
+    """Each row's contribution; `value` is their mean. None if it is not known."""
 
 
 def results_of(name: str, lines: Lines) -> list[ProbeResult]:

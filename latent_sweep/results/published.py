@@ -67,7 +67,7 @@ class MethodName(Settings):
 
 
 class Table(Settings):
-    """Scores of one backbone on one benchmark, in per cent."""
+    """Scores of one backbone on one benchmark, in percent."""
 
     name: Text
     """Name of the table, as its source has it."""
@@ -145,7 +145,7 @@ class Paper(Settings):
 
 @dataclass(frozen=True)
 class Cell:
-    """One method in one order of a table; scores in per cent by measure."""
+    """One method in one order of a table; scores in percent by measure."""
 
     method: str
     label: str

@@ -85,7 +85,7 @@ def harness_lines(prober: Prober, probe: Probe, seen: int) -> list[dict[str, Any
             metric = metric_name(task if len(own) > 1 else "", name, "" if chosen == "none" else chosen)
             lines += _metric_lines(metric, float(value), _of_documents(samples, name, chosen))
     if not lines:
-        raise DataError(f"run.probes.lm_eval: {probe.source} gave no number; expected a task with a metric")
+        raise DataError(f"run.probes.lm_eval: {probe.source} returned no number; expected a task with a metric")
     return lines
 
 

@@ -28,7 +28,7 @@ _HOW_TO_READ = (
     "the paper to text. *Released results* are result files in a repository. *Someone's copy* is another reader's "
     "transcription, which may have mistakes. No number is from memory.",
     "**AP** is the mean final score over tasks, **FM** the forgetting measure (smaller is better), **BWT** backward "
-    "transfer (larger is better), all in per cent. Papers call AP also OP, OA, AA or average accuracy.",
+    "transfer (larger is better), all in percent. Papers call AP also OP, OA, AA or average accuracy.",
     "**Orders** have the papers' numbers, with ours behind them where they differ. O-LoRA's orders 4 and 6 of Long "
     "Sequence are orders 3 and 4 here; its order 5 begins with MultiRC and is not in this package. `mean` is a paper's "
     "mean over its orders.",
