@@ -11,9 +11,7 @@ from torch.nn.functional import cross_entropy
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.batches import forward
 from latent_sweep.backbones.loading import Backbone
-
-LOGITS = 2**27
-"""Most logits of a forward pass; as in `latent_sweep.sweep.memory`. More continuations are read in several passes."""
+from latent_sweep.data.probe_tokens import MOST_LOGITS
 
 
 class Likelihood(NamedTuple):
@@ -28,7 +26,7 @@ class Likelihood(NamedTuple):
 def passes(backbone: Backbone, targets: Sequence[Sequence[int]]) -> int:
     """Return the number of forward passes for these continuations of a batch."""
     longest = max(map(len, targets))
-    rows = max(1, LOGITS // (backbone.model.get_output_embeddings().out_features * longest))
+    rows = max(1, MOST_LOGITS // (backbone.model.get_output_embeddings().out_features * longest))
     return -(-len(targets) // rows)
 
 

@@ -34,7 +34,7 @@ from latent_sweep.storage.failures import failure_kind
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 24
+MOST_TOKEN_GRAPHS = 24
 """Graphs that are kept; the one that was not used for longest is dropped."""
 
 MOST_LAYOUTS = 8
@@ -163,7 +163,7 @@ class TokenGraphs:
             if needed > len(self._memory):
                 self._drop_graphs()  # they read the memory that is replaced
                 self._memory = next(iter(tensors_of(read.own))).new_zeros(needed)
-            if len(self._graphs) >= MOST_GRAPHS:
+            if len(self._graphs) >= MOST_TOKEN_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             token = RecordedToken(self._backbone, bank, adapters, self._memory, read, wide, places, across)
             token.record(self._new_graph())

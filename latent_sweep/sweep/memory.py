@@ -51,7 +51,7 @@ from latent_sweep.adapters.inputs import input_of
 from latent_sweep.backbones.families import FUSIBLE, Family, Sizes, Stack, sizes, tensor_sizes
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
-from latent_sweep.data.probe_tokens import CHUNK, PROMPT
+from latent_sweep.data.probe_tokens import CHUNK, MOST_LOGITS, PROMPT
 from latent_sweep.sweep.plan import Pack, Trial
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 
@@ -81,8 +81,6 @@ ACCELERATORS: Mapping[str, Mapping[int, float]] = {
 }
 """Usable GiB by Ray's names of accelerators and the GB they are sold with; `A100` covers two cards."""
 
-PROBE_LOGITS = 2**27
-"""Most logits of a pass over probes; as in `latent_sweep.backbones.likelihood`."""
 
 GENERATION_ROOM = 64
 """Tokens by which the key-value cache grows, up to the longest answer; as in `latent_sweep.backbones.generation`."""
@@ -460,7 +458,7 @@ def _step(
 def _probe(trial: Trial, shape: Shape) -> int:
     """Return bytes of a pass over chunks of a text, with the logits of their targets."""
     targets = CHUNK - PROMPT
-    rows = max(1, min(trial.settings.evaluation.batch_size, PROBE_LOGITS // (shape["vocabulary"] * targets)))
+    rows = max(1, min(trial.settings.evaluation.batch_size, MOST_LOGITS // (shape["vocabulary"] * targets)))
     in_block = rows * CHUNK * shape.bytes * max(shape.mlp_inputs + 4 * shape["width"], 8 * shape["queries"])
     of_row = shape["vocabulary"] * targets
     return max(in_block, rows * of_row * shape.bytes + 3 * 4 * of_row)

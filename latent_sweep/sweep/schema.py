@@ -318,11 +318,11 @@ class RunSettings(Settings):
     """Also answer every task just before it is learned, and by the untouched backbone, for the measure FWT. `true`
     completes finished trials, too."""
     graphs: Literal["off", "auto"] = "auto"
-    """`auto` records a GPU's work once as CUDA graphs and replays it, as launching each kernel from Python takes longer
-    than most kernels: optimizer steps for each shape of a batch, and decoded tokens with a key-value cache of fixed
-    size. Each use is first compared with plain torch; what differs, does not fit into memory or cannot be recorded
-    (without a GPU, with several workers or with DeepSpeed, some methods and models) runs as with `off`.
-    Steps round lengths up to multiples of 16 and 8, so snapshots differ by rounding; a trial's journal records it."""
+    """`auto` records a GPU's work as CUDA graphs and replays it, where launching kernels takes longer than computing
+    them: optimizer steps for each shape of a batch, and decoded tokens. Each graph is first compared with plain torch.
+    What differs, does not fit into memory or cannot be recorded runs as with `off`: several workers, DeepSpeed, some
+    methods and models. Steps round lengths up to multiples of 16 and 8, so snapshots differ by rounding; a trial's
+    journal records it."""
     probes: ProbeSettings = NO_PROBES
     """Probes of general ability. New ones complete finished trials, too."""
     page: bool = True

@@ -33,7 +33,7 @@ Losses = list[dict[str, Tensor]]
 
 RECORDED_AT_USE = 3
 """Shapes that occur less often are not worth a recording, which takes as long as a few steps."""
-MOST_GRAPHS = 16
+MOST_STEP_GRAPHS = 16
 HOST_SHARE = 0.9
 """Of a step's time that the host takes to launch it. Below it the GPU sets the pace, and a graph would hold the memory
 of the step's activations for nothing: up to a thousand launches wait in the GPU's queue."""
@@ -124,7 +124,7 @@ class StepGraphs:
         if self._uses[shapes] < RECORDED_AT_USE:
             return taken
         if self.active:
-            while len(self._graphs) >= MOST_GRAPHS:
+            while len(self._graphs) >= MOST_STEP_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             self._record(shapes, fixed)
         return taken

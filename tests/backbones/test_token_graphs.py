@@ -269,7 +269,7 @@ def test_other_choices_and_one_token_decode_without_graphs(setting):
 def test_layouts_and_graphs_are_limited(setting, monkeypatch):
     backbone, bank, *_ = setting
     monkeypatch.setattr(token_graphs, "MOST_LAYOUTS", 2)
-    monkeypatch.setattr(token_graphs, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(token_graphs, "MOST_TOKEN_GRAPHS", 3)
     pools = Pools()
     graphs = TokenGraphs(backbone, pools)
     for rank in (2, 3, 4):

@@ -193,7 +193,7 @@ def test_a_step_that_the_gpu_limits_is_not_recorded(trainers, train, monkeypatch
 @pytest.mark.parametrize("backbone", ["tiny-t5"], indirect=True)
 def test_the_graph_used_longest_ago_leaves(trainers, train, train_eagerly, monkeypatch):
     unlimited = compare(trainers, train, train_eagerly, "seq_lora", 1, epochs=12)
-    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(step_graphs, "MOST_STEP_GRAPHS", 1)
     limited = compare(trainers, train, train_eagerly, "seq_lora", 1, epochs=12)
     assert len(unlimited.replays) >= 2
     assert len(limited.replays) > len(unlimited.replays), "those that left are recorded again"
