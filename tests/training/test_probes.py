@@ -28,7 +28,7 @@ from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.forecast import estimate
-from latent_sweep.sweep.memory import PROBE_LOGITS, predict
+from latent_sweep.sweep.memory import predict
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.planning import plan_sweep
 from latent_sweep.sweep.schema import RunSettings
@@ -209,7 +209,7 @@ def test_results_are_cached_and_do_not_depend_on_passes(ran, tmp_path, monkeypat
         file.unlink()
     assert run_locally(path) == 0
     assert reading == []
-    monkeypatch.setattr(likelihood, "LOGITS", 1)
+    monkeypatch.setattr(likelihood, "MOST_LOGITS", 1)
     assert run_locally(probed(tmp_path / "rows", [SEQ])) == 0
     assert set(reading) == {1}
     single = results(sweep_folder(tmp_path / "rows"))[0].metrics
@@ -253,8 +253,7 @@ def test_plans_count_the_logits_of_a_pass_over_a_text():
     (trial,) = expand(parse_sweep(content, "test"))
     bare, with_probes = (RunSettings.model_validate({"probes": probes}) for probes in ({}, {"text": ["plain_english"]}))
     before, after = predict(trial, bare), predict(trial, with_probes)
-    assert PROBE_LOGITS == likelihood.LOGITS
-    rows = PROBE_LOGITS // (49152 * (CHUNK - PROMPT))
+    rows = likelihood.MOST_LOGITS // (49152 * (CHUNK - PROMPT))
     assert after.cache + after.reading >= 2 * 49152 * (CHUNK - PROMPT) * rows > before.cache + before.reading
     assert after.learning == before.learning
 
