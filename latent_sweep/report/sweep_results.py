@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from latent_sweep.report.page import render_page
 from latent_sweep.report.report import render_all
 from latent_sweep.results.frames import SweepFrames
 from latent_sweep.results.summaries import Configuration, Statistic, Summary, summarize_all
@@ -83,6 +82,8 @@ class SweepResults(SweepFrames):
             StorageError: a journal is corrupt.
         """
         if format == "html":
+            from latent_sweep.report.page import render_page  # imports matplotlib
+
             return render_page(self._folders, over, baseline)
         return render_all(summarize_all(self._folders, over, baseline), format, None, verbose)
 

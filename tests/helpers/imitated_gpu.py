@@ -93,6 +93,7 @@ def imitated_gpu() -> Iterator[Record]:
         patch.setattr("latent_sweep.backbones.batches.pays_in_a_step", lambda *_: True)
         patch.setattr("latent_sweep.backbones.generation.pays_for_prompts", lambda *_: True)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "imitated")
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
         # what is recomputed is compared outside of the modes, where all devices are the host
