@@ -109,7 +109,7 @@ def read_trial(folder: Path) -> Trial:
 @cache
 def trials(name: str) -> list[Trial]:
     """Read every trial of a sweep from the archive that holds it."""
-    archive = name if name.startswith("fair_long") else name.removesuffix("-tuning")
+    archive = name.removesuffix("-tuning")
     with TemporaryDirectory() as folder, tarfile.open(ARCHIVES / f"{archive}.tar.xz") as file:
         file.extractall(folder)
         return [read_trial(path) for path in sorted(Path(folder, name, "trials").iterdir())]
