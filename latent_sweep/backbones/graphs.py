@@ -66,6 +66,8 @@ class CudaGraph:
         device = torch.cuda.current_device()
         try:
             torch._C._cuda_endAllocateToPool(device, self._pool)  # no public function closes it
+        except AttributeError:  # this torch has no such function; its pool stays open
+            return
         except RuntimeError:  # it is closed: memory ran out, which leaves a valid capture or none
             return
         torch._C._cuda_releasePool(device, self._pool)

@@ -593,3 +593,15 @@ def test_after_an_error_nothing_is_left_of_a_capture(valid, monkeypatch):
     assert cuda.current is cuda.main
     closed = [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
     assert cuda.closed == ([] if valid else closed)
+
+
+def test_a_torch_without_those_functions_still_names_the_error(monkeypatch):
+    cuda = FakeCuda(monkeypatch, valid=False)
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+
+    def waits():
+        raise RuntimeError("not permitted")
+
+    with pytest.raises(RuntimeError):
+        graphs.cuda_pool(warm_up=0)().capture(waits)
+    assert cuda.current is cuda.main
