@@ -5,33 +5,23 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.tiny import load_tiny, random_rows
+from helpers.answering import LONGEST, PROMPTS, RANK, answering
+from helpers.tiny import load_tiny
 from torch.overrides import TorchFunctionMode
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
-from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.factors import truncated_svd
-from latent_sweep.adapters.latent import LatentSpace
 from latent_sweep.backbones import generation
 from latent_sweep.backbones.generation import Sampler, answer_text, generate, shared_tokens
 
-RANK, LONGEST = 6, 12
 INSTRUCTION = [*range(40, 80)]
-PROMPTS = [row["prompt_ids"] for row in random_rows(10, seed=3, shortest=1, longest=14)]
 
 
 @pytest.fixture(params=["tiny-llama", "tiny-t5"], scope="module")
 def setting(request):
-    """A backbone that ends some answers early, its bank, and one adapter per prompt."""
-    backbone = load_tiny(request.param)
-    head = torch.randn(260, 32, generator=torch.Generator().manual_seed(1))
-    head[backbone.eos_id] *= 3
-    backbone.model.get_output_embeddings().weight = torch.nn.Parameter(head, requires_grad=False)
-    factors = {name: truncated_svd(target.weight, RANK) for name, target in backbone.targets.items()}
-    space = LatentSpace(factors, 1.0, "out")
-    R = 0.7 * torch.randn(len(factors), len(PROMPTS), RANK, RANK, generator=torch.Generator().manual_seed(2))
-    return backbone, AdapterBank(backbone.targets), space, R
+    return answering(request.param)
 
 
 def merged(backbone, space, R):

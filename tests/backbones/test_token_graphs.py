@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.answering import LONGEST, PROMPTS, answering
 from helpers.imitated_gpu import imitated_gpu
 from helpers.imitated_graph import ImitatedGraph
-from helpers.tiny import bank_of, load_tiny, random_rows
+from helpers.tiny import bank_of, random_rows
 
-from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.adapters.factors import truncated_svd
-from latent_sweep.adapters.latent import LatentSpace
+from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.lora import DeltaSum, DenseDelta, LoraDeltas, new_pair, outputs_of
 from latent_sweep.backbones import loading, token_graphs
 from latent_sweep.backbones.generation import generate
@@ -23,8 +22,6 @@ from latent_sweep.backbones.token_graphs import Comparison, TokenGraphs
 from latent_sweep.execution.engines import engine_of
 from latent_sweep.sweep.schema import EngineSettings
 
-RANK, LONGEST = 6, 12
-PROMPTS = [row["prompt_ids"] for row in random_rows(10, seed=3, shortest=1, longest=14)]
 LONG = [row["prompt_ids"] for row in random_rows(5, seed=5, shortest=50, longest=90)]
 
 
@@ -48,15 +45,7 @@ class Pools:
 
 @pytest.fixture(params=["tiny-llama", "tiny-t5"], scope="module")
 def setting(request):
-    """A backbone that ends some answers early, its bank, and one adapter per prompt."""
-    backbone = load_tiny(request.param)
-    head = torch.randn(260, 32, generator=torch.Generator().manual_seed(1))
-    head[backbone.eos_id] *= 3
-    backbone.model.get_output_embeddings().weight = torch.nn.Parameter(head, requires_grad=False)
-    factors = {name: truncated_svd(target.weight, RANK) for name, target in backbone.targets.items()}
-    space = LatentSpace(factors, 1.0, "out")
-    R = 0.7 * torch.randn(len(factors), len(PROMPTS), RANK, RANK, generator=torch.Generator().manual_seed(2))
-    return backbone, AdapterBank(backbone.targets, backbone.prompt_embedding), space, R
+    return answering(request.param)
 
 
 def lora(backbone, seed, rows=None):

@@ -20,7 +20,7 @@ SAME = 0.1
 _INTRODUCTION = """# What others report
 
 Numbers of {papers} papers and reruns for the benchmarks and backbones of this package, {scores} in all. Reports
-show those of them that are cells of a sweep, beside its own
+show those of them that are cells of a sweep, next to its own
 ([Results and reports](results_and_reports.md#tables)).
 """
 _HOW_TO_READ = (
