@@ -84,12 +84,15 @@ def add(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from latent_sweep.report.packages import check_can_draw
     from latent_sweep.report.plain_text import terminal_width
     from latent_sweep.report.report import render_all
     from latent_sweep.results.summaries import summarize_all
     from latent_sweep.storage.files import write_file
     from latent_sweep.storage.folders import open_sweep
 
+    if options.format == "html":
+        check_can_draw("--format html", ", or use --format markdown")
     sweeps = [open_sweep(folder) for folder in options.folders]
     output = Path(options.output) if options.output else None
     if options.format == "html":
@@ -112,8 +115,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _figures(options: argparse.Namespace) -> int:
-    from latent_sweep.report.export import export_pictures
+    from latent_sweep.report.packages import check_can_draw
     from latent_sweep.storage.folders import open_sweep
+
+    check_can_draw("figures")
+    from latent_sweep.report.export import export_pictures
 
     sweep = open_sweep(options.folder)
     folder = Path(options.output) if options.output else sweep.path / "figures"

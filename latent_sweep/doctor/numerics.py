@@ -14,24 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.doctor.findings import Check, Finding, fault, ok
-from latent_sweep.doctor.methods import TROUBLE, quiet, tiny_pack
+from latent_sweep.doctor.methods import TASKS, TROUBLE, quiet, tiny_pack
+from latent_sweep.doctor.workshop import Workshop, random_rows, workshop
 from latent_sweep.methods import METHODS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from latent_sweep.adapters.bank import AdapterBank
     from latent_sweep.backbones.loading import Backbone
     from latent_sweep.backbones.outputs import Example
-    from latent_sweep.methods.protocol import Learner, Method, TaskData
+    from latent_sweep.methods.protocol import Learner, Method
 
 FARTHER = 1.5
 ROUNDINGS = 3 * 26 * 64
@@ -116,104 +113,69 @@ def reference(name: str, family: str) -> Reference | None:
     """Compute in float64 on the CPU what other types are compared with; None if the method learns nothing."""
     from latent_sweep.methods import checked
 
-    with _bench(name, backbone(family, "float64", "cpu")) as bench:
-        if bench.position is None:
+    with workshop(_method(name, family), backbone(family, "float64", "cpu")) as shop:
+        position = _last_learned(shop.method)
+        if position is None:
             return None
         history = []
-        if bench.position and bench.method.learns_from(0, bench.n_tasks):
-            earlier = checked.new_learner(bench.method, bench.task(0), [])
+        if position and shop.method.learns_from(0, len(TASKS)):
+            earlier = checked.new_learner(shop.method, shop.task(_rows(0), 0, len(TASKS)), [])
             _move(earlier, 0)
             history = [checked.snapshot(earlier)]
-        learner = bench.learner(history)
-        return Reference(history, learner.drawn(), bench.gradient(learner))
+        learner = _moved_learner(shop, history)
+        return Reference(history, learner.drawn(), _gradients(shop, learner))
 
 
 def gradient(name: str, backbone: Backbone, exact: Reference) -> Tensor:
     """Return the gradients of all parameters and steps, in float64 on the CPU."""
-    with _bench(name, backbone) as bench:
-        learner = bench.learner(exact.history)
+    with workshop(_method(name, f"tiny-{backbone.family}"), backbone) as shop:
+        learner = _moved_learner(shop, exact.history)
         if exact.drawn:
             learner.load_drawn(exact.drawn)
-        return bench.gradient(learner)
+        return _gradients(shop, learner)
 
 
-@dataclass(frozen=True)
-class _Bench:
-    """A method with its second task, or the last from which it learns."""
+def _method(name: str, family: str) -> Method:
+    _, trial = tiny_pack(name, family, "cpu")
+    return trial.method()
 
-    method: Method
-    backbone: Backbone
-    bank: AdapterBank
-    folder: Path
-    n_tasks: int
 
-    @property
-    def position(self) -> int | None:
-        learning = [p for p in range(self.n_tasks) if self.method.learns_from(p, self.n_tasks)]
-        return learning[-1] if learning else None
+def _last_learned(method: Method) -> int | None:
+    learning = [position for position in range(len(TASKS)) if method.learns_from(position, len(TASKS))]
+    return learning[-1] if learning else None
 
-    def task(self, position: int) -> TaskData:
-        from latent_sweep.methods.protocol import TaskData
-        from latent_sweep.training.trainer import generators
 
-        return TaskData(f"task{position}", position, self.n_tasks, _rows(position), generators("doctor", position))
+def _moved_learner(shop: Workshop, history: Sequence[Mapping[str, Tensor]]) -> Learner:
+    """Return a learner of the last task, with parameters that are not at their start."""
+    from latent_sweep.methods import checked
 
-    def learner(self, history: Sequence[Mapping[str, Tensor]]) -> Learner:
-        from latent_sweep.methods import checked
+    position = _last_learned(shop.method)
+    assert position is not None
+    read = history if shop.method.reads_history(position) else []
+    learner = checked.new_learner(shop.method, shop.task(_rows(position), position, len(TASKS)), read)
+    _move(learner, position)
+    return learner
 
-        assert self.position is not None
-        read = history if self.method.reads_history(self.position) else []
-        learner = checked.new_learner(self.method, self.task(self.position), read)
-        _move(learner, self.position)
-        return learner
 
-    def gradient(self, learner: Learner) -> Tensor:
-        """Take steps that move nothing, and return their gradients."""
-        import torch
+def _gradients(shop: Workshop, learner: Learner) -> Tensor:
+    """Take steps that move nothing, and return their gradients."""
+    import torch
 
-        from latent_sweep.storage.snapshots import TaskCheckpoint
-        from latent_sweep.storage.storage import Storage
-        from latent_sweep.sweep.schema import TrainingSettings
-        from latent_sweep.training.engine import Engine
-        from latent_sweep.training.loop import train_pack
-        from latent_sweep.training.trainer import Trainer
+    seen: list[Tensor] = []
 
-        seen: list[Tensor] = []
+    def after_step(step: int) -> None:  # instead of the learner's own
+        gradients = [p.grad for p in learner.parameters().values() if p.grad is not None]
+        seen.extend(each.detach().double().cpu().flatten() for each in gradients)
 
-        def after_step(step: int) -> None:  # instead of the learner's own
-            gradients = [p.grad for p in learner.parameters().values() if p.grad is not None]
-            seen.extend(each.detach().double().cpu().flatten() for each in gradients)
-
-        learner.after_step = after_step  # type: ignore[method-assign]
-        settings = TrainingSettings.model_validate(_TRAINING)
-        checkpoint = TaskCheckpoint(Storage(self.folder), self.folder / "none.safetensors")
-        trainer = Trainer(learner, _rows(1), settings, ("doctor",), checkpoint)
-        (outcome,) = train_pack([trainer], Engine(backbone=self.backbone), self.bank)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return torch.cat(seen)
+    learner.after_step = after_step  # type: ignore[method-assign]
+    shop.train(learner, _rows(1), _TRAINING)
+    return torch.cat(seen)
 
 
 _TRAINING: Mapping[str, Any] = {
-    **{"batch_size": BATCH_SIZE, "epochs": STEPS, "max_steps": STEPS, "checkpoint_every": STEPS + 1},
+    **{"batch_size": BATCH_SIZE, "epochs": STEPS, "max_steps": STEPS},
     **{"learning_rate": 1e-12, "gradient_clip": None, "optimizer": "adamw", "loss_reduce": "token_mean"},
 }
-
-
-@contextmanager
-def _bench(name: str, backbone: Backbone) -> Iterator[_Bench]:
-    from latent_sweep.adapters.bank import AdapterBank
-    from latent_sweep.methods.protocol import MethodContext
-
-    _, trial = tiny_pack(name, f"tiny-{backbone.family}", backbone.device.type)
-    bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
-    try:
-        with TemporaryDirectory(prefix="latent-sweep-doctor-") as folder:
-            context = MethodContext(backbone, bank, Path(folder), max(1, trial.method().rank()))
-            method = type(trial.method())(trial.settings.method, context)
-            yield _Bench(method, backbone, bank, Path(folder), len(trial.tasks))
-    finally:
-        bank.remove()
 
 
 @cache
@@ -231,20 +193,6 @@ def backbone(family: str, dtype: str, device: str) -> Backbone:
         parameter.data = parameter.data.to(torch.bfloat16).to(getattr(torch, dtype))
     fuse_norms(model)
     return assemble(settings.model_copy(update={"device": device}), model.to(device), None)
-
-
-def random_rows(seed: int, count: int, prompt: tuple[int, int], target: tuple[int, int]) -> list[Example]:
-    """Return examples of random bytes, with the fewest and the most tokens of prompts and targets."""
-    import torch
-
-    source = torch.Generator().manual_seed(seed)
-
-    def ids(shortest: int, longest: int) -> list[int]:
-        length = int(torch.randint(shortest, longest + 1, (), generator=source))
-        return torch.randint(4, 259, (length,), generator=source).tolist()
-
-    prompts = [ids(*prompt) for _ in range(count)]
-    return [{"prompt_ids": prompt, "input_ids": prompt[1:], "target_ids": ids(*target)} for prompt in prompts]
 
 
 def _rows(position: int) -> list[Example]:

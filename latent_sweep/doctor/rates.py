@@ -7,19 +7,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.doctor.findings import Check, Finding, ok, warning
-from latent_sweep.doctor.numerics import random_rows
+from latent_sweep.doctor.workshop import Workshop, random_rows, workshop
 
 if TYPE_CHECKING:
-    from latent_sweep.adapters.bank import AdapterBank
-    from latent_sweep.backbones.loading import Backbone
-    from latent_sweep.methods.protocol import Method
+    from latent_sweep.backbones.outputs import Example
 
 BACKBONES = {"cuda": ("random:t5-large", "bfloat16"), "cpu": ("tiny-t5", "float32")}
 """What is measured: a backbone whose step is bound by launches, and a tiny one for the overhead on a CPU."""
@@ -54,13 +50,13 @@ def check_product(device: str) -> Iterator[Finding]:
 def check_step(device: str) -> Iterator[Finding]:
     """Measure an optimizer step of LoRA and a token of answers, both for eight rows."""
     name, dtype = BACKBONES[device]
-    with _workshop(name, dtype, device) as shop:
+    with _lora_on(name, dtype, device) as shop:
         size = f"{ROWS} rows of {PROMPT + TARGET} tokens, {name} ({dtype})"
-        seconds = statistics.median(shop.steps(STEPS)[1:])
+        seconds = statistics.median(_step_seconds(shop, STEPS)[1:])
         yield ok("step", f"{1000 * seconds:.3g} ms; {size}")
         if device == "cuda":
-            yield _launches(shop.launches(), size)
-        yield ok("token", f"{1000 * shop.token():.3g} ms for {ROWS} answers at once; {name} ({dtype})")
+            yield _launches(_count_launches(shop), size)
+        yield ok("token", f"{1000 * _token_seconds(shop):.3g} ms for {ROWS} answers at once; {name} ({dtype})")
 
 
 def _launches(count: float, size: str) -> Finding:
@@ -74,87 +70,64 @@ def _launches(count: float, size: str) -> Finding:
     return ok("launches", found, expected)
 
 
-@dataclass(frozen=True)
-class _Workshop:
-    """A backbone with an adapter to train."""
+def _rows() -> list[Example]:
+    return random_rows(0, ROWS, (PROMPT, PROMPT), (TARGET, TARGET))
 
-    backbone: Backbone
-    bank: AdapterBank
-    method: Method
-    folder: Path
 
-    def steps(self, count: int) -> list[float]:
-        """Train; return the seconds of each step but the first."""
-        from latent_sweep.methods.protocol import TaskData
-        from latent_sweep.storage.snapshots import TaskCheckpoint
-        from latent_sweep.storage.storage import Storage
-        from latent_sweep.sweep.schema import TrainingSettings
-        from latent_sweep.training.engine import Engine
-        from latent_sweep.training.loop import train_pack
-        from latent_sweep.training.trainer import Trainer, generators
+def _step_seconds(shop: Workshop, count: int) -> list[float]:
+    """Train; return the seconds of each step but the first."""
+    rows = _rows()
+    training = {"learning_rate": 1e-4, "batch_size": ROWS, "loss_reduce": "token_mean"}
+    training |= {"epochs": count, "max_steps": count}
+    moments: list[float] = []
+    learner = shop.method.begin_task(shop.task(rows), [])
+    # the loop has read the losses: the step is over
+    shop.train(learner, rows, training, lambda *step: moments.append(time.perf_counter()))
+    return [end - begin for begin, end in itertools.pairwise(moments)]
 
-        rows = random_rows(0, ROWS, (PROMPT, PROMPT), (TARGET, TARGET))
-        given: dict[str, Any] = {"learning_rate": 1e-4, "batch_size": ROWS, "loss_reduce": "token_mean"}
-        given |= {"epochs": count, "max_steps": count, "checkpoint_every": count + 1}
-        moments: list[float] = []
-        learner = self.method.begin_task(TaskData("speed", 0, 1, rows, generators("speed")), [])
-        checkpoint = TaskCheckpoint(Storage(self.folder), self.folder / "none.safetensors")
-        trainer = Trainer(
-            *(learner, rows, TrainingSettings.model_validate(given), ("speed",), checkpoint),
-            on_step=lambda *step: moments.append(time.perf_counter()),  # the loop has read the losses: the step is over
-        )
-        (outcome,) = train_pack([trainer], Engine(backbone=self.backbone), self.bank)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return [end - begin for begin, end in itertools.pairwise(moments)]
 
-    def launches(self) -> float:
-        """Return the kernel launches of a step, on a GPU: the difference between trainings of different lengths."""
-        from torch.profiler import ProfilerActivity, profile
+def _count_launches(shop: Workshop) -> float:
+    """Return the kernel launches of a step, on a GPU: the difference between trainings of different lengths."""
+    from torch.profiler import ProfilerActivity, profile
 
-        counts = []
-        for steps in (2, 4):
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                self.steps(steps)
-            starts = [event for event in seen.key_averages() if event.key.startswith(("cudaLaunch", "cuLaunch"))]
-            counts.append(sum(event.count for event in starts))
-        return (counts[1] - counts[0]) / 2
+    counts = []
+    for steps in (2, 4):
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            _step_seconds(shop, steps)
+        starts = [event for event in seen.key_averages() if event.key.startswith(("cudaLaunch", "cuLaunch"))]
+        counts.append(sum(event.count for event in starts))
+    return (counts[1] - counts[0]) / 2
 
-    def token(self) -> float:
-        """Return the seconds that one more token of all answers takes."""
-        import torch
 
-        from latent_sweep.adapters.bank import Adaptation
-        from latent_sweep.backbones.generation import generate
+def _token_seconds(shop: Workshop) -> float:
+    """Return the seconds that one more token of all answers takes."""
+    import torch
 
-        endless = replace(self.backbone, answer_end=-1)
-        prompts = [row["prompt_ids"] for row in random_rows(0, ROWS, (PROMPT, PROMPT), (TARGET, TARGET))]
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.backbones.generation import generate
 
-        def seconds(tokens: int) -> float:
-            with torch.no_grad():
-                return _seconds(lambda: generate(endless, self.bank, prompts, Adaptation(), tokens), 3)
+    endless = replace(shop.backbone, answer_end=-1)
+    prompts = [row["prompt_ids"] for row in _rows()]
 
-        return (seconds(MANY) - seconds(FEW)) / (MANY - FEW)
+    def seconds(tokens: int) -> float:
+        with torch.no_grad():
+            return _seconds(lambda: generate(endless, shop.bank, prompts, Adaptation(), tokens), 3)
+
+    return (seconds(MANY) - seconds(FEW)) / (MANY - FEW)
 
 
 @contextmanager
-def _workshop(name: str, dtype: str, device: str) -> Iterator[_Workshop]:
-    from latent_sweep.adapters.bank import AdapterBank
+def _lora_on(name: str, dtype: str, device: str) -> Iterator[Workshop]:
     from latent_sweep.backbones.loading import load_backbone
     from latent_sweep.backbones.registry import BackboneSettings
     from latent_sweep.methods import method_class
-    from latent_sweep.methods.protocol import MethodContext
     from latent_sweep.settings import as_written
 
     backbone = load_backbone(BackboneSettings.model_validate({"name": name, "dtype": dtype, "device": device}))
-    bank, kind = AdapterBank(backbone.targets, backbone.prompt_embedding), method_class("seq_lora")
-    settings = kind.resolve(as_written(kind.settings_class)(name="seq_lora"), name, "builtin")
-    try:
-        with TemporaryDirectory(prefix="latent-sweep-doctor-") as folder:
-            context = MethodContext(backbone, bank, Path(folder), settings.rank)
-            yield _Workshop(backbone, bank, kind(settings, context), Path(folder))
-    finally:
-        bank.remove()
+    kind = method_class("seq_lora")
+    method = kind(kind.resolve(as_written(kind.settings_class)(name="seq_lora"), name, "builtin"))
+    with workshop(method, backbone) as shop:
+        yield shop
 
 
 def _seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:

@@ -41,10 +41,12 @@ def with_page_imports(plan: Plan, on_event: Callable[[TrialEvent], None] | None)
 
 def write_page(folder: SweepFolder, log_line: Callable[[str], None]) -> None:
     """Write the HTML report; an error is only logged."""
+    from latent_sweep.report.packages import check_can_draw
     from latent_sweep.report.tables import PAGE_FILE
 
     try:
-        from latent_sweep.report.page import render_page  # imports matplotlib, which may be missing
+        check_can_draw(PAGE_FILE)
+        from latent_sweep.report.page import render_page  # imports matplotlib
 
         folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
     except Exception as error:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from latent_sweep.report.packages import check_can_draw
 from latent_sweep.report.report import render_all
 from latent_sweep.results.frames import SweepFrames
 from latent_sweep.results.summaries import Configuration, Statistic, Summary, summarize_all
@@ -78,10 +79,12 @@ class SweepResults(SweepFrames):
             verbose: add definitions of the columns, and settings that do not vary.
 
         Raises:
-            ConfigError: the sweep has no such axis, or not exactly one configuration fits `baseline`.
+            ConfigError: the sweep has no such axis, not exactly one configuration fits `baseline`, or `html` needs a
+                package that is not installed.
             StorageError: a journal is corrupt.
         """
         if format == "html":
+            check_can_draw("format='html'", ", or use format='markdown'")
             from latent_sweep.report.page import render_page  # imports matplotlib
 
             return render_page(self._folders, over, baseline)

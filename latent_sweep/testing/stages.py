@@ -25,15 +25,11 @@ from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import checked
-from latent_sweep.methods.protocol import Learner, MethodContext, TaskData
+from latent_sweep.methods.protocol import MethodContext, TaskData
 from latent_sweep.settings import Settings, as_written, flatten
-from latent_sweep.storage.snapshots import TaskCheckpoint
-from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import Trial
-from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.training.engine import Engine
-from latent_sweep.training.loop import train_pack
-from latent_sweep.training.trainer import Trainer, TrainingSummary, derived_seed
+from latent_sweep.training.loop import train_one
+from latent_sweep.training.trainer import derived_seed
 
 Change = tuple[str, Settings, Trial]
 """Path of a changed setting, the method's settings with the change as written, and the trial with it."""
@@ -65,29 +61,6 @@ def task_data(
     return TaskData(name, position, n_tasks, rows, generator)
 
 
-def learn(
-    learner: Learner,
-    rows: Sequence[Example],
-    backbone: Backbone,
-    bank: AdapterBank,
-    settings: TrainingSettings,
-    checkpoint: Path,
-    seed_parts: Sequence[Any] = (0, "task"),
-    **others: Any,
-) -> TrainingSummary:
-    """Train one learner alone, with `others` of `Trainer`.
-
-    Raises NonFiniteLoss, and RuntimeError if no gradient reaches the first adapted projection.
-    """
-    at = TaskCheckpoint(Storage(checkpoint.parent), checkpoint)
-    (outcome,) = train_pack(
-        [Trainer(learner, rows, settings, seed_parts, at, **others)], Engine(backbone=backbone), bank
-    )
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
 class Stages:
     """Trains single stages of trials on a backbone; earlier stages are trained once per lineage."""
 
@@ -115,7 +88,7 @@ class Stages:
         learner = checked.new_learner(method, data, history)
         checkpoint = self._folder / f"checkpoint-{next(self._number)}"
         seed_parts, held_out = (s.seed, task.name), {"validation": validation}
-        learn(learner, rows, self._backbone, self._bank, s.training, checkpoint, seed_parts, **held_out)
+        train_one(learner, rows, self._backbone, self._bank, s.training, checkpoint, seed_parts, **held_out)
         return learner.finish()
 
     def remembered(self, trial: Trial, position: int) -> Mapping[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from latent_sweep.labels import format_value, short_names
 from latent_sweep.report import report
+from latent_sweep.report.packages import can_draw
 from latent_sweep.report.tables import PAGE_FILE
 from latent_sweep.results import summaries
 from latent_sweep.results.definition import defined_events
@@ -212,9 +213,7 @@ def configuration_content(sweep: SweepFolder, configuration: summaries.Configura
 
 
 def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
-    """Return the sweep's own run, the parent of the others: tables, the figure, the best AP."""
-    from latent_sweep.report import pictures  # needs matplotlib
-
+    """Return the sweep's own run, the parent of the others: tables, the figure if it can be drawn, the best AP."""
     work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
     summary = replace(summary, driven=False)  # uploaded at the end of a run by the process that drives it
     rows = report.records(summary, all_measures=True)
@@ -228,8 +227,11 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
     for path in sorted((sweep.path / MODEL_FOLDER).rglob("*")):
         if path.is_file():
             artifacts[path.relative_to(sweep.path).as_posix()] = path
-    if (axis := pictures.curve_axis(summary)) is not None:
-        artifacts[f"{axis}_vs_AP.png"] = partial(pictures.curve_png, summary, axis)
+    if can_draw():
+        from latent_sweep.report import pictures  # imports matplotlib
+
+        if (axis := pictures.curve_axis(summary)) is not None:
+            artifacts[f"{axis}_vs_AP.png"] = partial(pictures.curve_png, summary, axis)
     return RunContent(
         kind="sweep",
         key=sweep.sweep_id,

@@ -7,6 +7,8 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,13 @@ from torch import Tensor
 from latent_sweep.adapters.bank import AdapterBank, side_by_side
 from latent_sweep.backbones.batches import label_logits
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.backbones.outputs import Outputs
+from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.backbones.transformers_compat import recompute_activations
 from latent_sweep.errors import ConfigError, Paused
 from latent_sweep.methods import checked
+from latent_sweep.methods.protocol import Learner
+from latent_sweep.storage.snapshots import TaskCheckpoint
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.gradient_hooks import observation, shape_gradients
@@ -56,6 +61,28 @@ def train_pack(
         finally:
             for trainer in trainers:  # an optimizer and its trainers refer to each other
                 vars(trainer).pop("optimizer", None)
+
+
+def train_one(
+    learner: Learner,
+    rows: Sequence[Example],
+    backbone: Backbone,
+    bank: AdapterBank,
+    settings: TrainingSettings,
+    checkpoint: Path,
+    seed_parts: Sequence[Any] = (0, "task"),
+    **others: Any,
+) -> TrainingSummary:
+    """Train one learner alone, in this process, with `others` of `Trainer`.
+
+    Raises NonFiniteLoss, and RuntimeError if no gradient reaches the first adapted projection.
+    """
+    at = TaskCheckpoint(Storage(checkpoint.parent), checkpoint)
+    trainer = Trainer(learner, rows, settings, seed_parts, at, **others)
+    (outcome,) = train_pack([trainer], Engine(backbone=backbone), bank)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, limit: TimeLimit) -> None:

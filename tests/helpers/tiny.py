@@ -7,7 +7,8 @@ from pathlib import Path
 from helpers.sweeps import tiny
 from latent_sweep import testing
 from latent_sweep.testing import FAMILIES
-from latent_sweep.testing.stages import learn, random_rows, task_data
+from latent_sweep.testing.stages import random_rows, task_data
+from latent_sweep.training.loop import train_one as learn
 
 __all__ = [
     "FAMILIES",

@@ -4,7 +4,10 @@ import csv
 import html
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from itertools import count, repeat
 from urllib.parse import unquote
@@ -12,16 +15,21 @@ from urllib.parse import unquote
 import matplotlib
 import pytest
 from helpers.messages import mentions
+from helpers.patience import PATIENCE
 from helpers.sweep_folders import TASKS, finished_sweep, run_to_end, stop, write_sweep
+from helpers.uninstalled import hiding
 
 from latent_sweep.cli.main import main
-from latent_sweep.report import export, report
+from latent_sweep.errors import ConfigError
+from latent_sweep.report import export, packages, report
 from latent_sweep.report.page import _extreme_trial, _facts, _svg, all_pictures, render_page
 from latent_sweep.report.pictures import sweep_pictures
+from latent_sweep.report.sweep_results import SweepResults
 from latent_sweep.report.tables import HELD_OUT, STOPPED, together
 from latent_sweep.results import summaries
 from latent_sweep.storage.checksummed import checksummed_json, read_checksummed_json, write_checksummed_json
 from latent_sweep.storage.folders import open_sweep
+from latent_sweep.tracking import contents
 
 
 @pytest.fixture
@@ -73,6 +81,34 @@ def test_a_page_is_self_contained(sweep):
     text = html.unescape(text)
     assert "method.ortho_lambda: 0.0, 0.1; seed: 0, 1" in text and "method.name latent_lora" in text
     assert "12 learned, 0 shared" in text
+
+
+def test_without_the_packages_that_draw_a_page_is_refused_at_once(sweep, tmp_path):
+    """In a process in which matplotlib is not installed."""
+    path = [str(hiding(tmp_path / "hiding", ["matplotlib"])), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "latent_sweep.cli.main", "report", "--format", "html", str(sweep.path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, timeout=PATIENCE, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and {"matplotlib", "markdown"} <= set(re.findall(r"\w+", done.stderr))
+    assert "Traceback" not in done.stderr and not (sweep.path / "report.html").exists()
+
+
+def test_without_the_packages_that_draw_only_tables_are_written(sweep, monkeypatch, capsys):
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    assert main(["figures", str(sweep.path)]) == 2 and not (sweep.path / "figures").exists()
+    with pytest.raises(ConfigError, match="jinja2"):
+        SweepResults(sweep).report("html")
+    assert SweepResults(sweep).report("markdown") and main(["report", str(sweep.path)]) == 0
+
+
+def test_without_matplotlib_a_tracker_gets_the_tables(sweep, monkeypatch):
+    summary = summaries.summarize(sweep)
+    drawn = contents.sweep_content(sweep, summary).artifacts
+    monkeypatch.setattr(contents, "can_draw", lambda: False)
+    without = contents.sweep_content(sweep, summary).artifacts
+    assert drawn.keys() - without.keys() == {"lambda_vs_AP.png"} and without.keys() < drawn.keys()
 
 
 def test_pictures_are_drawn_as_matplotlib_saves_them(sweep):
