@@ -22,8 +22,8 @@ from latent_sweep.errors import ConfigError
 class Delta(Protocol):
     """A change to one projection's output.
 
-    One that is the same for every row of any batch may set `uniform = True`: a shared prefix is then computed once.
-    With `static = False` it is not copied to the static memory that a CUDA graph reads, and decodes without one.
+    `uniform = True` declares it the same for every row of any batch: a shared prefix is then computed once. With
+    `static = False` it is not copied to the memory that a CUDA graph reads, and decodes without one.
     """
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
@@ -73,7 +73,6 @@ class Adaptation:
     """The changes that a method makes to the frozen backbone for one batch; none by default."""
 
     deltas: Sequence[Delta] = ()
-    """One per projection, or empty."""
     prompt: Tensor | None = None
     """Soft prompt, (vectors, d) for all rows or (rows, vectors, d); token id `-1 - i` is embedded as vector i."""
 

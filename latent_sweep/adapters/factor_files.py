@@ -41,7 +41,6 @@ def kept_factors(weights_digest: str, rank: int, folder: Path) -> list[Path]:
 
 
 def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
-    """Return the name of a factor file without its rank."""
     version = f"{versions.FACTORS}.{versions.RANDOMIZED}" if algorithm == "randomized" else f"{versions.FACTORS}"
     return f"{weights_digest}-{algorithm}-v{version}"
 

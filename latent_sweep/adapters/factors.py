@@ -60,11 +60,9 @@ class Factors:
     """The truncated SVD of one weight W (out x in): `W ~ U diag(S) V^T`, in float32."""
 
     U: Tensor
-    """Left singular vectors, (out, rank)."""
     S: Tensor
     """Singular values, (rank,), descending."""
     V: Tensor
-    """Right singular vectors, (in, rank)."""
 
     def truncate(self, rank: int) -> Factors:
         return Factors(self.U[:, :rank], self.S[:rank], self.V[:, :rank])

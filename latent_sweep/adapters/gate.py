@@ -31,11 +31,8 @@ class Gate:
     """
 
     G1: Tensor
-    """(w, d)."""
     G2: Tensor
-    """(d, w)."""
     key: Tensor
-    """(d,)."""
     form: Form = "two_silu"
     """`two_silu` is released for T5, `one_silu` with a linear first layer for Llama."""
 
@@ -58,8 +55,8 @@ def layers(p0_Bd: Tensor, G1: Tensor, G2: Tensor, form: Form) -> tuple[Tensor, T
 class Pooled:
     """Pools prompts to p0, (B, d) float32: the mean of their tokens' embeddings.
 
-    With `padded`, sums are divided by the length of the longest prompt of a batch, as in code that pools padded
-    batches. Sums and lengths are cached: otherwise every step would copy rows to the GPU, and the host would wait.
+    With `padded`, sums are divided by the length of the longest prompt of a batch. Sums and lengths are cached, so
+    that a step copies no rows to the GPU.
     """
 
     def __init__(self, table: Tensor, padded: bool = False):
@@ -68,7 +65,6 @@ class Pooled:
         self._lengths: dict[int, Tensor] = {}
 
     def __call__(self, prompts: Sequence[Sequence[int]], together: int = PADDED_TOGETHER) -> Tensor:
-        """Pool prompts, `together` of them in a batch."""
         lengths = [len(prompt) for prompt in prompts]
         if self._padded:
             batches = [lengths[i : i + together] for i in range(0, len(lengths), together)]

@@ -89,7 +89,6 @@ class InputBlock:
     """Indices of these projections among the adapted ones."""
     dimensions: slice
     of_decoder: bool
-    """Whether its tokens are those of T5's decoder."""
 
     @property
     def length(self) -> int:
@@ -131,12 +130,11 @@ def adding_second_moments(
     source: Tensor | None = None,
     decoder: Tensor | None = None,
 ) -> Iterator[None]:
-    """Add `sum_tokens h h^T` of every input block to `sums`, by name, during forward passes in this context.
+    """Add `sum_tokens h h^T` of every input block to `sums`, by name, in float64, during forward passes.
 
-    Sums are float64 on every device, because small differences in energy decide a memory's number of columns. `source`
-    and `decoder` count (sequences, tokens) the tokens that each token represents, on the prompt's side and in T5's
-    decoder; None counts every token once, padding included. ConfigError if it is unknown which tokens are padding, or
-    if projections of one block read different tensors.
+    `source` and `decoder` count (sequences, tokens) the tokens that each token represents, on the prompt's side and
+    in T5's decoder; None counts every token once, padding included. ConfigError if it is unknown which tokens are
+    padding, or if projections of one block read different tensors.
     """
     named = list(projections.items())
 

@@ -31,5 +31,4 @@ def reads_encoder(name: str) -> bool:
 
 
 def reads_decoder(name: str) -> bool:
-    """Whether a projection's tokens are those of T5's decoder."""
     return "decoder" in name.split(".") and not reads_encoder(name)

@@ -82,7 +82,6 @@ class LatentSpace:
         return LatentDeltas(self, R, self.scale, dropout)
 
     def new_adapter(self, std: float, generator: torch.Generator) -> Tensor:
-        """Draw R_Mrr from N(0, std^2), float32 (A7)."""
         shape = (len(self.lefts), self.rank, self.rank)
         return (torch.randn(shape, generator=generator) * std).to(self.singular_values.device)
 

@@ -24,12 +24,10 @@ LoraPair = tuple[Tensor, Tensor]
 
 
 def outputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
-    """Return the output widths m of the adapted projections."""
     return [module.out_features for module in targets.values()]
 
 
 def inputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
-    """Return the input widths of the adapted projections; n is the largest."""
     return [module.in_features for module in targets.values()]
 
 

@@ -47,7 +47,6 @@ class Trimmed:
 
     @cached_property
     def _smallest(self) -> float:
-        """The smallest magnitude that stays."""
         sizes = self.update().abs().flatten()
         dropped = len(sizes) - max(1, int(self.density * len(sizes)))
         return float(sizes.kthvalue(dropped + 1).values)

@@ -27,7 +27,6 @@ class Block:
 
     projections: Tensor
     rows: Tensor
-    """Rows of B, those of the first projection first."""
 
     def sides(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of B (projections, rows, r), and A (projections, r, n)."""
@@ -91,7 +90,6 @@ def absolute(number: int, product: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stacked(B: Tensor, outputs: Sequence[int]) -> Tensor:
-    """Return B_Or as (M, m of the largest, r), padded with zeros."""
     if len(set(outputs)) == 1:
         return B.view(len(outputs), -1, B.shape[1])
     return torch.stack([pad(own, (0, 0, 0, max(outputs) - len(own))) for own in B.split(list(outputs))])

@@ -56,13 +56,11 @@ class StaticDeltas:
         self.deltas: Sequence[Delta] = _moved(list(deltas), copies)
 
     def fill(self, deltas: Sequence[Delta]) -> None:
-        """Copy the tensors of other deltas of the same layout."""
         if self._copies:
             torch._foreach_copy_(self._copies, list(_tensors(deltas)))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of deltas once, in a fixed order."""
     found: dict[int, Tensor] = {}
     _collect(value, found)
     yield from found.values()

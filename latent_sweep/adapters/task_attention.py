@@ -20,13 +20,10 @@ class Query:
     """`q(x) = LayerNorm(SiLU(up down e(x)))`, with e(x) from `MaxPooled`."""
 
     down: Tensor
-    """(w, d)."""
     up: Tensor
-    """(d, w)."""
     weight: Tensor
     """(d,), of the normalization."""
     bias: Tensor
-    """(d,)."""
 
     def __call__(self, pooled_Bd: Tensor) -> Tensor:
         return layer_norm(silu(pooled_Bd @ self.down.T @ self.up.T), self.weight.shape, self.weight, self.bias)
@@ -49,10 +46,7 @@ def log_attention(query_Bd: Tensor, keys_Td: Tensor) -> Tensor:
 
 
 class MaxPooled:
-    """Pools prompts to (B, d) in float32: each dimension's largest value in the embeddings of a prompt's tokens.
-
-    Pooled prompts are cached: otherwise every step would copy examples to the GPU, and the host would wait.
-    """
+    """Pools prompts to (B, d) in float32, the maximum of their tokens' embeddings by dimension, and caches them."""
 
     def __init__(self, table: Tensor):
         self._table = table

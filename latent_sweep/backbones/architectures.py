@@ -22,7 +22,6 @@ WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 
 
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
-    """Return the device for `backbone.device`. Raises ConfigError if a GPU was requested and there is none."""
     if settings.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -107,7 +106,6 @@ def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
 
 
 def empty_model(folder: Path) -> Any:
-    """Create the model of a checkpoint folder with parameters on the meta device and real buffers."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
         model = model_class(config)(config)

@@ -41,7 +41,6 @@ class Batch:
     keep: Tensor
     """(targets,) indices of the tokens that predict them, in the flattened batch."""
     counts: Sequence[int]
-    """Number of input sequences per run."""
     multiplicity: Indices
     """(sequences, tokens) number of examples that each token belongs to: 0 is padding; of an encoder's input."""
     target_multiplicity: Indices | None = None
@@ -111,7 +110,6 @@ def _shared_layout(runs: Sequence[Sequence[Example]], backbone: Backbone) -> Sha
 
 
 def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Count the tokens of the common prefix of all prompts, excluding the last token of the shortest."""
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -245,7 +243,6 @@ def _rectangle(
 
 
 def _shifted_after_padding(rows: Sequence[Example], backbone: Backbone) -> Tensor:
-    """Return a decoder's input, (B, longest target), with whole targets and their EOS."""
     longest, start = max(len(row["target_ids"]) for row in rows), backbone.model.config.decoder_start_token_id
     ids, _ = _rectangle([[start, *row["target_ids"]][:longest] for row in rows], backbone.pad_id)
     return to_device(ids, backbone.device)
@@ -260,14 +257,12 @@ def _masked_by_a_minimum(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def pad_prompts(
     prompts: Sequence[Sequence[int]], backbone: Backbone, padding: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask, (B, longest), padded on the left, or on the right for an encoder."""
     padding = backbone.pad_id if padding is None else padding
     ids, real = _rectangle(prompts, padding, in_front=not backbone.traits.encoder_decoder)
     return to_device(ids, backbone.device), to_device(real.astype(np.int64), backbone.device)
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Return each token's position in its own row, not counting left padding."""
     return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
@@ -277,10 +272,7 @@ def position_argument(backbone: Backbone, positions: Tensor) -> dict[str, Tensor
 
 
 def last_positions(ids: Tensor, count: int) -> Tensor:
-    """Return the indices of the last `count` columns, for `logits_to_keep`.
-
-    A number would make transformers slice the hidden states, and the head copy its weight for every row.
-    """
+    """Return the indices of the last `count` columns, for `logits_to_keep`: a number makes the head copy its weight."""
     return torch.arange(ids.shape[1] - count, ids.shape[1], device=ids.device)
 
 

@@ -36,7 +36,6 @@ class CheckpointProjection:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, (out, in), in the type and on the device of the loaded backbone."""
         return read_weight(self.file, self.name).to(self.device, self.dtype)
 
 
@@ -56,7 +55,6 @@ class CheckpointWeights:
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """(vocabulary, d), mapped from its file."""
         return read_weight(self.embedding_file, self.embedding_name).to(self.dtype)
 
 
@@ -105,7 +103,6 @@ def _from_cache(source: str, revision: str | None) -> BackboneSpec | None:
 
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> str:
-    """Return a content hash of weights in this order, including shapes and types."""
     digest = hashlib.sha256()
     for weight in weights:
         digest.update(f"{tuple(weight.shape)}{weight.dtype}".encode())

@@ -42,7 +42,6 @@ class Stack:
 
     prefix: str
     count: str
-    """Name of the size that is the number of blocks."""
     projections: tuple[Projection, ...]
     norms: tuple[str, ...]
     """Sizes of a block's norms; `query_heads` and `key_heads` share one head's weight."""
@@ -70,9 +69,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of configuration settings."""
     buckets_in: Literal["", "first", "every"] = ""
-    """Blocks of a stack that have a table of relative positions."""
     embedding: str = "model.embed_tokens.weight"
-    """Name of the input embedding table in a checkpoint."""
     keeps_input: bool = False
     """Whether norms also keep their input for the backward pass in its own type."""
 
@@ -131,7 +128,6 @@ def _gated(bias: str | bool = False) -> tuple[Projection, ...]:
 _TWO = ("width", "width")
 _FOUR = (*_TWO, *_TWO)
 _BY_HEAD = ("query_heads", "key_heads")
-"""Norms of a block, by size."""
 
 
 def _decoder(*projections: Projection, norms: tuple[str, ...] = _TWO) -> tuple[Stack, ...]:
@@ -379,7 +375,6 @@ def select(
 
 
 def default_targets(family: Family, linears: Shapes) -> tuple[str, ...]:
-    """Return the names of query and value in a model; empty if they are not separate projections."""
     candidates = [family.query_and_value] if family.stacks else OTHER_QUERIES_AND_VALUES
     for names in candidates:
         if all(any(_is_named(path, name) for path in linears) for name in names):
@@ -388,7 +383,6 @@ def default_targets(family: Family, linears: Shapes) -> tuple[str, ...]:
 
 
 def fused_projection(family: Family, linears: Shapes) -> str:
-    """Return the name of the fused query, key and value projection; empty if there is none."""
     candidates = [family.fused] if family.fused else OTHER_FUSED
     return next((name for name in candidates if any(_is_named(path, name) for path in linears)), "")
 

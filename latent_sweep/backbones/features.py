@@ -26,7 +26,6 @@ from latent_sweep.storage.checksummed import verified, write_checksummed
 Features = npt.NDArray[np.float32]
 
 ROWS = 16
-"""Prompts of equal length read in one pass."""
 
 
 @torch.inference_mode()
@@ -38,7 +37,6 @@ def mean_embeddings(backbone: Backbone, rows: Sequence[Sequence[int]]) -> Featur
 
 
 def mean_states(backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int) -> Features:
-    """Return the mean of each row's hidden states after a block, (rows, d); see `mean_states_at`."""
     return mean_states_at(backbone, bank, rows, [layer])[0]
 
 
@@ -94,7 +92,6 @@ def _without_new_hooks(reader: torch.nn.Module) -> Iterator[None]:
 
 
 def _by_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Group row indices by length, at most `ROWS` per group."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     grouped = (list(group) for _, group in itertools.groupby(order, key=lambda i: len(rows[i])))
     return [group[start : start + ROWS] for group in grouped for start in range(0, len(group), ROWS)]

@@ -29,7 +29,6 @@ def hide_progress_bars() -> None:
 
 
 def packaged_folder(name: str, dtype: str) -> Path:
-    """Return the folder of a packaged backbone as safetensors of this type, converting it on first use."""
     return _made_once(f"{name}-{package_version(name)}-{dtype}", convert, name, dtype)
 
 
@@ -123,7 +122,6 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
 
 
 def checkpoint_file(source: str, name: str, revision: str | None) -> Path | None:
-    """Return a file of a local folder or of the hub's cache; None if it is missing."""
     if Path(source).is_dir():
         path: Any = Path(source) / name
     else:

@@ -94,7 +94,6 @@ def _unreadable(path: Path) -> str | None:
 
 
 def _vocabulary_faults(settings: BackboneSettings) -> Iterator[str]:
-    """Find a tokenizer with ids beyond the model's embeddings; unused added tokens do not count."""
     if registered_backbone(settings.name) is not None and settings.tokenizer is None:
         return
     spec = describe(settings)

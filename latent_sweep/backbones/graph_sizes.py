@@ -10,7 +10,6 @@ def padded_rows(rows: int) -> int:
 
 
 def padded_places(tokens: int) -> int:
-    """Return the places of a key-value cache for this many tokens, a multiple of `FEWEST_PLACES`."""
     return _padded(tokens, FEWEST_PLACES)
 
 

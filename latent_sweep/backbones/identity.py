@@ -20,7 +20,6 @@ from latent_sweep.memo import memoized
 from latent_sweep.storage import versions
 
 SAMPLE_BYTES = 1 << 16
-"""Bytes of each sample of a large checkpoint file."""
 
 
 def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
@@ -69,7 +68,6 @@ def _sources(settings: BackboneSettings) -> list[tuple[str, str, str | None, str
 
 
 def _source(name: str) -> str | None:
-    """Return the hub's name of a backbone or tokenizer; None if it is not from the hub."""
     spec = registered_backbone(name)
     if name in PACKAGES or (spec is not None and spec.source == "config") or Path(name).is_dir():
         return None

@@ -70,13 +70,11 @@ class Padded:
         self._bias: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def unused(self) -> Padded:
-        """Return the same layout without what a pass has computed in it."""
         return Padded(self._shared_bias)
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        """Attend; tensors are (rows, H, tokens, D)."""
         bias = options.pop("position_bias", None)
         if bias is None:
             return _sdpa(module, query, key, value, None, is_causal=True, **options)
@@ -85,7 +83,6 @@ class Padded:
         )
 
     def _with(self, bias: Tensor, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Tensor:
-        """Combine a position bias, (1, H, queries, keys), with a mask (true: attend), once if layers share the bias."""
         key = bias.data_ptr(), dtype  # recomputation has the same data in another object
         if key in self._bias:
             return self._bias[key][1]
@@ -131,7 +128,6 @@ class Shared:
 
     @property
     def positions(self) -> Indices:
-        """Position of every token in its own row, (P, T)."""
         return self._by_token(np.arange(self.shared), self.shared + self._steps)
 
     @property
@@ -174,7 +170,6 @@ class Shared:
 
     @cached_property
     def padding(self) -> Tensor | None:
-        """Padding among the (P * T) tokens; None if there is none."""
         padding = np.flatnonzero(self.multiplicity == 0)
         return self._on_device(padding) if len(padding) else None
 
@@ -189,7 +184,6 @@ class Shared:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        """Attend; tensors are (P, H, T, D)."""
         width = query.shape[-1]
 
         def heads(x: Tensor) -> Tensor:

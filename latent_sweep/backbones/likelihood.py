@@ -24,7 +24,6 @@ class Likelihood(NamedTuple):
 
 
 def passes(backbone: Backbone, targets: Sequence[Sequence[int]]) -> int:
-    """Return the number of forward passes for these continuations of a batch."""
     longest = max(map(len, targets))
     rows = max(1, MOST_LOGITS // (backbone.model.get_output_embeddings().out_features * longest))
     return -(-len(targets) // rows)

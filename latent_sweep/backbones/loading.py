@@ -52,7 +52,6 @@ class Backbone:
 
     family: str
     model: Any
-    """The transformers model; parameters frozen, dropout off."""
     tokenizer: Any
     targets: Mapping[str, torch.nn.Linear]
     """Adapted projections by module name, in the order of `target_shapes`."""
@@ -76,7 +75,6 @@ class Backbone:
 
     @cached_property
     def window(self) -> float:
-        """Tokens that the layer with the shortest range attends to; infinite in most models."""
         config = self.model.config.get_text_config()
         local = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
         return (local and getattr(config, "sliding_window", None)) or math.inf
@@ -88,7 +86,6 @@ class Backbone:
 
     @cached_property
     def blocks(self) -> int:
-        """Number of blocks, of encoder and decoder together."""
         config = self.model.config.get_text_config()
         return int(config.num_hidden_layers + (getattr(config, "num_decoder_layers", None) or 0))
 
@@ -104,7 +101,6 @@ class Backbone:
 
     @cached_property
     def accepts(self) -> frozenset[str]:
-        """Parameter names of the model's forward pass."""
         return frozenset(inspect.signature(self.model.forward).parameters)
 
     @property
@@ -123,7 +119,6 @@ class Backbone:
 
     @property
     def prompt_embedding(self) -> torch.nn.Module:
-        """The module that embeds prompts: of an encoder-decoder the encoder's, which shares the table."""
         reader = self.model.get_encoder() if self.traits.encoder_decoder else self.model
         return reader.get_input_embeddings()
 

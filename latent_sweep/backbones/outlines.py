@@ -27,9 +27,7 @@ class Outline:
     """What adapters and methods need to know about a model before it is loaded."""
 
     linears: Shapes
-    """Linear projections by module name, all but the output head."""
     embedding: str
-    """Name of the input embedding table in a checkpoint."""
 
 
 def outline(model_type: str, config: Mapping[str, Any]) -> Outline:
@@ -111,7 +109,6 @@ def model_class(config: Any) -> Any:
 
 
 def linears_of(model: Any) -> dict[str, tuple[int, int]]:
-    """Return names and shapes (out, in) of a model's linear projections but the output head, in order."""
     import torch
 
     head = model.get_output_embeddings()

@@ -23,13 +23,11 @@ class Outputs:
     logits: Tensor
     """(targets, vocabulary), for all target tokens, example after example."""
     labels: Tensor
-    """(targets,) token ids."""
     denominator: float | Tensor
     """Divides the summed cross-entropy; the same for all micro-batches of a step, so that their losses add up. A tensor
     where the step may be recorded (see `Learner.capturable`)."""
     cross_entropy: CrossEntropy | None = field(default=None, repr=False)
     index: int = 0
-    """Index of this learner among them."""
     whole: int | None = None
     """Number of examples of the step's whole batch; None if this is all of it."""
 
@@ -60,7 +58,6 @@ class Outputs:
         return len(self.rows) if self.whole is None else self.whole
 
     def by_row(self, of_targets: Tensor) -> Sequence[Tensor]:
-        """Split a tensor over target tokens by example."""
         return of_targets.split([len(row["target_ids"]) for row in self.rows])
 
     def task_loss(self) -> Tensor:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS = "model.safetensors"
-"""The weights of a checkpoint that is not sharded."""
 TOKENIZER_FILE = "tokenizer.json"
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -55,7 +54,6 @@ def package_version(name: str) -> str:
 
 
 def package_folder(name: str) -> Path:
-    """Return the folder of a backbone's package, which must be installed."""
     # importing the package could need its dependencies
     spec = importlib.util.find_spec(PACKAGES[name].replace("-", "_"))
     assert spec is not None and spec.origin is not None

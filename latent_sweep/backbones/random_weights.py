@@ -39,7 +39,6 @@ def normal_values(first: int, like: Tensor) -> Tensor:
 
 
 def _logical_shift(z: Tensor, shift: int) -> Tensor:
-    """Shift right, filling with zeros, as for unsigned numbers."""
     return (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 

@@ -37,11 +37,9 @@ class ReadPrompts:
     positions: Tensor | None = None
     """Position of each row's first new token, (rows, 1); None for an encoder-decoder."""
     across: Cache | None = None
-    """Keys and values of the encoder's output."""
 
 
 def _put(static: Tensor, values: Tensor) -> None:
-    """Copy rows into static memory with at least as many; the surplus ones repeat the first."""
     static[: len(values)] = values
     static[len(values) :] = values[:1]
 
@@ -105,9 +103,7 @@ class RecordedToken:
         self._ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._place = torch.zeros(1, dtype=torch.long, device=device)
-        """The place of the token that is read."""
         self._count = torch.zeros_like(self._place)
-        """Tokens chosen."""
         self._written = torch.zeros(rows, places, dtype=torch.long, device=device)
         self._lowest = torch.finfo(memory.dtype).min
         if across:
@@ -125,7 +121,6 @@ class RecordedToken:
         self._graph = graph
 
     def begin(self, read: ReadPrompts, first: Tensor) -> None:
-        """Copy the state of a batch whose prompts have been read."""
         filled = read.own.get_seq_length()
         self._memory.zero_()  # so that nothing of an earlier batch is read, not even as zero times infinity
         for static, values in zip(self._own, tensors_of(read.own), strict=True):

@@ -77,7 +77,6 @@ class BackboneSpec:
     """A backbone without its weights: its source, and the configuration that determines its shapes."""
 
     family: str
-    """Its `model_type`."""
     source: str
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -160,7 +159,6 @@ BYTE_IDS = dict(**_IDS, decoder_start_token_id=0)
 
 
 def registered_backbone(name: str) -> BackboneSpec | None:
-    """Return the backbone registered under this name, with or without `random:`, or None."""
     spec = REGISTRY.get(name.removeprefix(RANDOM))
     if spec is None or not name.startswith(RANDOM):
         return spec

@@ -38,6 +38,5 @@ def pays_for_prompts(backbone: Backbone, tokens: int, begin: int, rows: int) -> 
 
 
 def _seconds(backbone: Backbone, tokens: int, launches: int, ways: int = 1) -> float:
-    """Estimate the seconds of a pass with this many launches per block; `ways` is 2 with a backward pass."""
     computing = ways * max(tokens, FEWEST_TOKENS) * backbone.multiplied / MULTIPLICATIONS_PER_SECOND
     return max(computing, launches * backbone.blocks * SECONDS_PER_LAUNCH)

@@ -38,7 +38,6 @@ MOST_TOKEN_GRAPHS = 24
 """Graphs that are kept; the one that was not used for longest is dropped."""
 
 MOST_LAYOUTS = 8
-"""Layouts of adapters that have graphs; rows with their own combinations may have as many as there are tasks."""
 
 ROUNDINGS = 4
 """Two logits that differ by at most this many roundings of the largest one are a near tie."""
@@ -50,7 +49,6 @@ class Comparison:
     def __init__(self, answers: list[list[int]], dtype: torch.dtype):
         self._answers, self._tolerance = answers, ROUNDINGS * torch.finfo(dtype).eps
         self.rows = list(range(len(answers)))
-        """Rows that are still in the batch."""
         self._ties: list[tuple[list[int], Tensor]] = []
 
     def choose(self, logits: Tensor, answers: Tensor) -> Tensor:
@@ -93,7 +91,6 @@ class TokenGraphs:
         self._new_graph = new_pool()
 
     def release(self) -> None:
-        """Free all memory; later batches record new graphs."""
         self._adapters.clear()
         self._drop_graphs()
 
@@ -135,7 +132,6 @@ class TokenGraphs:
             self.switch_off(f"{len(differing)} of {len(answers)} answers differ")
 
     def switch_off(self, reason: str) -> None:
-        """Free all memory, and decode without graphs from now on."""
         self.off = reason
         self.release()
         log.warning("decoding goes on without graphs: %s", reason)
@@ -172,6 +168,5 @@ class TokenGraphs:
 
 
 def _repeated(rows: int, wide: int, device: torch.device) -> Tensor:
-    """Return indices of rows, (wide,); the surplus ones repeat the first."""
     indices = torch.arange(wide, device=device)
     return torch.where(indices < rows, indices, 0)

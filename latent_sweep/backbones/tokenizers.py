@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Return a content hash of a tokenizer and its special tokens."""
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.all_special_ids]
     return content_hash([tokenizer.backend_tokenizer.to_str(), special])
 

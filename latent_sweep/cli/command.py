@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 from latent_sweep.run import Parser as Parser
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""argparse's collection of subcommands."""
 
 SWEEP_HELP = (
     "the sweep's folder or URI, e.g. runs/lambda; a bare name is searched in LATENT_SWEEP_STORAGE, else in runs"

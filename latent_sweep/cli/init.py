@@ -10,7 +10,6 @@ from latent_sweep.cli.command import Commands, add_command
 from latent_sweep.security import printable
 
 TEMPLATE_OPTIONS = ("backbone", "benchmark", "own")
-"""Options that ask for a template instead of a sweep file of the package."""
 
 
 def add(commands: Commands) -> None:
@@ -86,7 +85,6 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _list(packaged: Mapping[str, Path]) -> list[str]:
-    """List the sweep files and the templates, with one line each."""
     from latent_sweep.sweep.templates import PURPOSES, first_comment
 
     width = max(map(len, [*packaged, *PURPOSES]))

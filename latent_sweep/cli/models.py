@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 BEST = "best"
 KINDS = ("peft", "merged", "model", "mlflow")
-"""Formats of `--to`."""
 
 
 def add(commands: Commands) -> None:

@@ -241,7 +241,6 @@ def _deletion_lines(going: Deletion) -> list[str]:
 
 
 def _confirmed(name: str) -> bool:
-    """Ask for the sweep's name; without a terminal the answer is no."""
     if not sys.stdin.isatty():
         print("no terminal to ask for confirmation; --yes deletes without asking")
         return False

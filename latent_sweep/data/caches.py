@@ -81,7 +81,6 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Keep other processes from building the same folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_suffix(".lock")):
         yield

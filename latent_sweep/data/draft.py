@@ -65,7 +65,6 @@ class _Draft:
 
     name: str
     location: dict[str, Any]
-    """Its `source`, or the `folder` with `train` and `test`."""
     instruction: str = ""
     remarks: list[str] = field(default_factory=list)
 

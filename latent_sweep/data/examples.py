@@ -27,7 +27,6 @@ class Example:
     references: tuple[str, ...]
     """Accepted answers, at least one. Scoring with `single_first` reads the first."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Columns of its record with text that nothing reads."""
 
     @property
     def target(self) -> str:
@@ -91,7 +90,6 @@ ID_COLUMN = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
 
 
 def _unread(record: Mapping[str, Any], read: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the columns with text, or containers of text, that are neither read nor ids."""
     texts = (name for name, value in record.items() if value and isinstance(value, (str, list, dict)))
     return _without_ids(tuple(name for name in texts if name not in read))
 
@@ -102,7 +100,6 @@ def _without_ids(columns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_encodable(text: str) -> bool:
-    """Return whether UTF-8 can encode a text: it holds no lone surrogate."""
     return text.isascii() or _SURROGATE.search(text) is None
 
 

@@ -115,7 +115,6 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _entry(annotation: Any, part: int | str) -> Any:
-    """Return the type of a list's or mapping's entries; None if it is ambiguous or there are none."""
     alternatives = [each for each in _alternatives(annotation) if each is not NoneType]
     if len(alternatives) != 1:
         return None
@@ -177,7 +176,6 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Quote a value as YAML writes it."""
     words = {None: "null (no value)", True: "true", False: "false"}
     if isinstance(value, date):
         return str(value)
@@ -269,7 +267,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _written(value: Any) -> str:
-    """Write a plain value as YAML, without secrets."""
     return redact(str(value).lower() if isinstance(value, bool) else str(value))[:80]
 
 

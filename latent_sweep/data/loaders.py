@@ -367,7 +367,6 @@ def _check_source(where: str, digest: str, planned: str | None) -> None:
 
 
 def _selection(total: int, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool) -> slice:
-    """Return the positions in the fixed permutation of `total` examples that a split takes."""
     if split == "test":
         return slice(0, min(total, settings.test_per_task or total))
     taken = min(total, settings.train_per_task or total)

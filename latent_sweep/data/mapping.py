@@ -157,7 +157,6 @@ class RecordReader:
 
     @property
     def by_columns(self) -> bool:
-        """Whether examples are recognized by the names of their columns."""
         return self.source.input is None
 
     def with_class_names(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:

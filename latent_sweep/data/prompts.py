@@ -58,7 +58,6 @@ LOST: dict[Truncation, str] = {
     "keep_ends": "the middle of their input",
     "official": "their end, the cue first",
 }
-"""What an over-long prompt loses."""
 
 
 class PromptParts(NamedTuple):
@@ -116,7 +115,6 @@ def bare_prompt(spec: BenchmarkSpec, text: str) -> PromptParts:
 
 
 def cue_of(spec: BenchmarkSpec, task: TaskSpec | None = None) -> str:
-    """Return the task's own cue, or the benchmark's, or `CUE`; of a template, the text after the input."""
     if (template := template_of(spec, task)) is not None:
         return fill(template, {})[1] if task is None else prompt_parts(spec, task, "").cue
     own = spec.cue if task is None or task.cue is None else task.cue
@@ -130,7 +128,6 @@ def template_of(spec: BenchmarkSpec, task: TaskSpec | None = None) -> str | None
 
 
 def format_names(spec: BenchmarkSpec, tasks: Iterable[TaskSpec]) -> str:
-    """Return the prompt formats and templates of tasks, as inline code."""
     formats = (template_of(spec, task) for task in tasks)
     return ", ".join(dict.fromkeys(f"`{spec.prompt if each is None else json.dumps(each)}`" for each in formats))
 
@@ -160,7 +157,6 @@ def encode_prompt(
     bos: Literal["auto", "off"] = "auto",
     chat: Chat | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt, at most `max_source_length`; see `encode_parts`."""
     head, kept, cue = encode_parts(parts, tokenizer, family, max_source_length, truncation, bos, chat)
     return head + kept + cue
 

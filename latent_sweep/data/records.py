@@ -62,7 +62,6 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Records:
 
 
 def files_state(paths: Collection[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and modification time of every data file, to detect rewrites."""
     try:
         files = [file for path in paths for file in _data_files(path)]
         return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
@@ -88,7 +87,6 @@ def _digest(path: Path) -> str:
 
 
 def _data_files(path: Path) -> list[Path]:
-    """List a file itself, or those of a saved data set: filtering one leaves caches in its folder."""
     if not path.is_dir():
         return [path]
     try:
@@ -245,7 +243,6 @@ def _arrow(file: Path, columns: Collection[str] | None) -> tuple[Any, Iterator[A
 
 
 def _selected(names: Collection[str], columns: Collection[str] | None) -> list[str]:
-    """Return the columns to read: all if one is missing, so that the error can list them."""
     return [n for n in names if n in columns] if columns is not None and set(columns) <= set(names) else list(names)
 
 
@@ -274,7 +271,6 @@ def _shortest_floats(batch: Any) -> Any:
 
 
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Return the class names that `datasets` keeps in the metadata of its files."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features", {})

@@ -36,7 +36,6 @@ class TokenizedExamples:
             yield from batch.to_pylist()
 
     def largest(self) -> int:
-        """Return the largest token id in prompts and targets; -1 if there are none."""
         import pyarrow.compute
 
         columns = (self._table.column(name) for name in ("prompt_ids", "target_ids"))
@@ -44,13 +43,11 @@ class TokenizedExamples:
         return max((token for token in largest if token is not None), default=-1)
 
     def longest_prompt(self) -> int:
-        """Return the length of the longest prompt in tokens; 0 if there are none."""
         import pyarrow.compute
 
         return pyarrow.compute.max(pyarrow.compute.list_value_length(self._table.column("prompt_ids"))).as_py() or 0
 
     def empty(self, column: str) -> int | None:
-        """Return the index of the first example without a token in this column, or None."""
         import pyarrow.compute
 
         lengths = pyarrow.compute.list_value_length(self._table.column(column))

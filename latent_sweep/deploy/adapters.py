@@ -29,7 +29,6 @@ class Adapter:
     """The tasks that it has learned."""
     update: LowRankPairs | DenseUpdates
     carried_on: bool = False
-    """Whether its method trains a single adapter through all tasks."""
 
     @property
     def learned(self) -> str:
@@ -51,7 +50,6 @@ class Adapter:
         return len(self.pairs.A[0])
 
     def updates(self) -> Iterator[Tensor]:
-        """Compute dW of each projection in turn, float32."""
         if not isinstance(self.update, LowRankPairs):
             yield from self.update.updates()
             return

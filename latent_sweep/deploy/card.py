@@ -20,7 +20,6 @@ LICENSES: Mapping[str, str] = {
     "llama-2-13b": "llama2",
     "llama-3-8b": "llama3",
 }
-"""Licenses of the registered backbones' published weights, as the hub names them."""
 
 DEPARTURES: Mapping[str, str] = {
     EMBEDDED: ", quantized to Q4_1 by its package and converted back: not the published weights",
@@ -38,7 +37,6 @@ ANSWERING: Mapping[Combination, str] = {
 
 
 def base_model(settings: BackboneSettings) -> str:
-    """Return the source of the backbone's weights: a hub name, a folder, or a name of the registry."""
     spec = registered_backbone(settings.name)
     if spec is None or spec.source == "config" or settings.name in PACKAGES:
         return settings.name
@@ -46,7 +44,6 @@ def base_model(settings: BackboneSettings) -> str:
 
 
 def front_matter(content: ModelContent, library: str) -> str:
-    """Return the YAML front matter that a hub reads."""
     settings = content.trial.settings.backbone
     return (
         f"---\nbase_model: {base_model(settings)}\nlicense: {LICENSES.get(settings.name, 'unknown')}\n"
@@ -95,12 +92,10 @@ def provenance(content: ModelContent, context: Context) -> list[str]:
 
 
 def card(*paragraphs: str) -> bytes:
-    """Join the paragraphs of a card, without empty ones."""
     return ("\n\n".join(filter(None, paragraphs)) + "\n").encode()
 
 
 def model_card(content: ModelContent, context: Context) -> bytes:
-    """Return the card of a model folder."""
     # a plugin may keep anything
     keeps_rows = content.trial.method().keeps_rows or content.outside_module is not None
     rows = "The task data that its method keeps is in its snapshots." if keeps_rows else "It contains no task data."

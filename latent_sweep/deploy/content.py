@@ -50,9 +50,7 @@ class Origin:
     name: str
     """The trial's varied settings, or its id."""
     scores: Mapping[str, float]
-    """By task, after the sweep's last task; fractions."""
     measures: Mapping[str, float]
-    """AP, FM and BWT; fractions."""
 
 
 @dataclass(frozen=True, eq=False)

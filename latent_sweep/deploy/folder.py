@@ -103,12 +103,10 @@ def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
 
 
 def is_model(folder: str | Path) -> bool:
-    """Return whether a folder contains a model, as opposed to a sweep."""
     return (local_path(folder) / MODEL_FILE).is_file()
 
 
 def _described(content: ModelContent) -> dict[str, Any]:
-    """Convert a model to JSON, without paths of this machine except the backbone's."""
     trial = content.trial
     settings = trial.settings.model_dump(mode="json")
     settings["benchmark"] |= {"data_dir": None, "name": trial.spec.name}
@@ -138,7 +136,6 @@ def _described(content: ModelContent) -> dict[str, Any]:
 
 
 def _without_source(task: TaskSpec) -> dict[str, Any]:
-    """Convert a task to JSON without the location of its data, which is not read again."""
     return task.model_dump(mode="json") | {"source": None}
 
 
@@ -176,7 +173,6 @@ def _record_path(path: Path, task: str, kind: str) -> Path:
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """Read `model.json` and check every file against its digest."""
     file = path / MODEL_FILE
     if not file.is_file():
         raise StorageError(

@@ -131,7 +131,6 @@ class ContinualModel:
 
     @property
     def trial(self) -> Trial:
-        """The trial it comes from, with all learned tasks."""
         return self.content.trial
 
     @property
@@ -221,7 +220,6 @@ class ContinualModel:
         return Answer(answer, routed.spec.name, mixed, novelty, known)
 
     def _end(self, position: int | None) -> AnswerEnd | None:
-        """Return where a task's answers end; None is the benchmark's end."""
         if position is None:
             return None
         task = self.content.learned[position].spec

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from latent_sweep.deploy.model import ContinualModel
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Valid values of vLLM's --max-lora-rank."""
 
 LOST = {
     "soft": "In latent_sweep all adapters answer every text, weighted by the router's posterior. Adapters loaded one "
@@ -38,7 +37,6 @@ LOST = {
     "sum": "All adapters answer together: this one is their sum, of their summed rank, and loses nothing.",
     "last": "The newest snapshot answers every text: this is it, and nothing is lost.",
 }
-"""What an export to adapter folders loses, by combination."""
 
 
 def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:

@@ -33,7 +33,6 @@ from latent_sweep.training.worker_group import WorkerGroup
 log = logging.getLogger(__name__)
 
 OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-"""Settings that follow from `training:`."""
 
 ALLOWED = ("zero_optimization", "communication_data_type", "comms_logger", "memory_breakdown", "wall_clock_breakdown")
 """Settings that `run.engine.config` may hold."""

@@ -50,7 +50,6 @@ class RunOptions:
     """How to run a sweep; none of this changes a result."""
 
     local: bool = False
-    """Run in this process, without Ray."""
     fail_fast: bool = False
     """End the sweep when a trial has failed."""
     only_failed: bool = False
@@ -62,7 +61,6 @@ class RunOptions:
     on_event: Callable[[TrialEvent], None] | None = None
     """Receives each new event of a trial, from another thread."""
     limit: TimeLimit = field(default_factory=TimeLimit)
-    """When to end."""
     shard: Shard | None = None
     """Run only this part of the sweep, next to the drivers of other parts."""
     embedded: bool = False
@@ -245,7 +243,6 @@ def _drive(plan: Plan, folder: SweepFolder, source: PackSource, options: RunOpti
 
 
 def _run_packs(plan: Plan, folder: SweepFolder, source: PackSource, options: RunOptions, screen: Screen) -> bool:
-    """Run packs; return False if the time was up before all have ended."""
     from latent_sweep.monitor.progress import say_driving
 
     run, fail_fast, limit = plan.sweep.run, options.fail_fast, options.limit
@@ -290,7 +287,6 @@ def check_installed(sweep: Sweep, local: bool) -> None:
 
 
 def check_engine(settings: EngineSettings) -> None:
-    """Raise ConfigError if `run.engine.config` is not valid, before anything starts."""
     if settings.config:  # importing DeepSpeed takes seconds
         from latent_sweep.execution.deepspeed import deepspeed_config
 

@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Restore the random generators: the process may belong to another program."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):

@@ -115,7 +115,6 @@ def connect(needed_next: str | None = None) -> bool:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler that Ray replaces while it starts; Ray's raises SystemExit."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -311,7 +311,6 @@ def _pull_trials(pack: Pack, sweep: SweepFolder) -> None:
 
 
 def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list[Pack]:
-    """Time packs and split them into parts of the fastest size, or smaller ones to use all of the cluster."""
     import ray
 
     from latent_sweep.training.packing import best_size, split
@@ -328,7 +327,6 @@ def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list
 
 
 def _slots(resources: ResourceSettings) -> int:
-    """Return how many workers the cluster can run at a time."""
     import ray
 
     cluster = ray.cluster_resources()

@@ -44,13 +44,11 @@ class AskedToStop:
         self._looked, self._actor = float("-inf"), None
 
     def ask(self) -> None:
-        """Ask them; called by the driver, whose end also ends the actor."""
         import ray
 
         self._actor = ray.remote(_Sign).options(name=self._name, num_cpus=0).remote()
 
     def __call__(self) -> bool:
-        """Look, at most every `LOOK_SECONDS`."""
         import ray
 
         if self._actor is None and time.monotonic() - self._looked > LOOK_SECONDS:

@@ -48,7 +48,6 @@ class Attempt:
     """Decision to try a trial again."""
 
     halved: frozenset[Phase] = frozenset()
-    """Phases that ran out of memory and process half the rows at a time."""
     because: str | None = None
     """What ended the previous attempt; None for the first."""
 
@@ -120,8 +119,6 @@ def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], se
 
 
 def _with_half_the_micro_batch(run: Run, workers: int) -> Run:
-    """Halve the rows per forward pass; the optimizer steps, and with them the identity, stay the same."""
-
     def changed(trial: Trial) -> Trial:
         training = trial.settings.training
         rows = training.rows_in_a_pass(workers)

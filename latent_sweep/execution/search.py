@@ -37,18 +37,14 @@ class PackSource(Protocol):
     """Gives packs to run, one by one."""
 
     n_tasks: int
-    """Most tasks of a pack."""
 
     @property
-    def trials(self) -> Sequence[Trial]:
-        """All trials, also complete ones."""
+    def trials(self) -> Sequence[Trial]: ...
 
     @property
-    def is_exhausted(self) -> bool:
-        """Whether no pack will follow."""
+    def is_exhausted(self) -> bool: ...
 
-    def next_pack(self) -> Pack | None:
-        """Return a pack; None if there is none at present."""
+    def next_pack(self) -> Pack | None: ...
 
     def complete(self, pack: Pack) -> None:
         """Take note that a pack has ended, however it ended."""
@@ -77,17 +73,14 @@ class _Point:
     values: Point
     trials: Sequence[Trial]
     running: set[tuple[str, ...]] = field(default_factory=set)
-    """Keys of its packs that have not ended."""
     choices: list[str] = field(default_factory=list)
     """Ids by which the searcher awaits its score."""
 
 
 class SearchedPacks:
-    """A source of packs whose points a searcher chooses.
+    """A source of packs whose points a searcher chooses; the sweep's `folder` records them.
 
     Args:
-        folder: of the sweep, which records the points.
-        n_tasks: most tasks of a trial.
         record: receives all trials chosen so far, before the newest of them run.
     """
 
@@ -180,7 +173,6 @@ class SearchedPacks:
         point.choices = []
 
     def _score(self, point: _Point) -> float | None:
-        """Return the mean over the point's trials; None if one failed or was stopped early."""
         journals = [self._folder.journal(trial.trial_id).read() for trial in point.trials]
         if any(status(events) != "finished" for events in journals):
             return None

@@ -11,7 +11,6 @@ from latent_sweep.errors import ConfigError
 
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 ANSWER_SECONDS = 30.0
-"""How long Slurm's controller may take to answer."""
 
 
 def time_budget(text: str) -> float | None:

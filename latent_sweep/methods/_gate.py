@@ -1,7 +1,4 @@
-"""GainLoRA's gate in training: its settings, its start, and how it stays closed for earlier prompts.
-
-The formulas are in `latent_sweep.adapters.gate`; README.md names the commits that the presets reproduce.
-"""
+"""GainLoRA's gate in training; its formulas are in `latent_sweep.adapters.gate`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.gate import Gate, KeyDesign
 
 PARTS = ("G1", "G2", "key")
-"""A gate's parameters; each has a memory of its inputs."""
 
 
 class GateSettings(Settings):

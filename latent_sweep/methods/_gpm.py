@@ -1,7 +1,4 @@
-"""What InfLoRA and GainLoRA share: the gradient projection memory's settings, and the memory of a backbone's inputs.
-
-The formulas are in `latent_sweep.adapters.gpm`.
-"""
+"""What InfLoRA and GainLoRA share: the memory of a backbone's inputs; see `latent_sweep.adapters.gpm`."""
 
 from __future__ import annotations
 
@@ -84,7 +81,6 @@ def gpm_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def statistics_batches(gpm: GpmSettings, task: TaskData) -> list[list[int]]:
-    """Return the row indices of each batch that a task's statistics are read from."""
     from latent_sweep.backbones.batch_order import epoch_batches
 
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in task.rows]

@@ -76,7 +76,6 @@ def kept_indices(
 def surprises(
     rows: Sequence[Example], adaptation: Callable[[Sequence[Example]], Adaptation], context: MethodContext, at_once: int
 ) -> list[float]:
-    """Return each row's mean negative log-likelihood of a target token, reading `at_once` rows in a pass."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -100,7 +99,6 @@ def kept_rows(
     context: MethodContext,
     adaptation: Callable[[Sequence[Example]], Adaptation],
 ) -> dict[str, Tensor]:
-    """Return the tensors of a snapshot that keep rows of this task, which `adaptation` has learned."""
     surprise: Sequence[float] = ()
     if settings.choose == "surprise":
         at_once = context.rows_in_a_pass(task.rows_at_once or len(task.rows))
@@ -110,7 +108,6 @@ def kept_rows(
 
 
 def stored(rows: Sequence[Example]) -> dict[str, Tensor]:
-    """Return rows as tensors: all token ids one after another, and the lengths (rows, 3) of each row's `PARTS`."""
     import torch
 
     tokens = [token for row in rows for part in PARTS for token in row[part]]
@@ -130,5 +127,4 @@ def loaded(snapshot: Mapping[str, Tensor]) -> list[Example]:
 
 
 def of_earlier_tasks(history: Snapshots) -> list[list[Example]]:
-    """Return the kept rows of each earlier task."""
     return [loaded(snapshot) for snapshot in history]

@@ -3,12 +3,7 @@
 From the second task on, the magnitude of each output is summed over the tokens of a step's examples. Of A, the output
 is A h, with r entries; of B, that of the whole adapted projection, W h and all deltas, with m entries. In each
 projection, rows whose magnitude is below the quantile `migu` of the projection's own magnitudes get no gradient.
-Normalizing the magnitudes (the paper's L1 norm) would not change which rows these are.
-
-The outputs are those of the released code's first version (wenyudu/MIGU, 666b594: A and B of a new pair behind O-LoRA).
-In the newest version (3f3b9f0) only full fine-tuning runs: its LoRA script imports a function that is gone. Its
-comparison, `>=` the quantile, and its threshold of 0.7 are taken. Departures: padding does not count, so that a batch's
-longest example has no influence, and A h is measured before dropout.
+docs/methods.md names the released versions and the departures from them.
 """
 
 from __future__ import annotations
@@ -55,14 +50,12 @@ class RowMask:
         self._of_projection = of_B.split(list(outputs))
 
     def observe(self, index: int, h: Tensor, output: Tensor, counts: Tensor) -> None:
-        """Add magnitudes of a pass, as an `Observer`."""
         weights = counts.flatten().float()
         inner = h @ self._learner.A[index, :, : h.shape[-1]].detach().to(h.dtype).T
         self._of_A[index] += weights @ inner.flatten(0, 1).abs().float()
         self._of_projection[index].add_(weights @ output.flatten(0, 1).abs().float())
 
     def apply(self, step: GradientStep) -> None:
-        """Zero the gradients of the other rows, and begin a new step."""
         import torch
 
         step.add_up([self._sums])
@@ -77,10 +70,7 @@ class RowMask:
         self._sums.zero_()
 
     def _kept(self, magnitudes: Tensor) -> Tensor:
-        """Return 1 for each of a projection's magnitudes, (projections, rows), that reaches the quantile, else 0.
-
-        The quantile is interpolated linearly, as `torch.quantile` does with more passes.
-        """
+        """Return 1 for each of a projection's magnitudes, (projections, rows), that reaches the quantile, else 0."""
         last = magnitudes.shape[1] - 1
         below = int(self._threshold * last)
         ordered, share = magnitudes.sort(dim=1).values, self._threshold * last - below

@@ -41,15 +41,11 @@ class RowFormat:
     name: Sequence[int]
     """The task's name, which asks the model for an example."""
     head: Sequence[int]
-    """The prompt before the input."""
     cue: Sequence[int]
-    """The prompt after the input."""
     labels: Sequence[Sequence[int]]
     """All targets, without EOS; empty if targets are free text."""
     separator: int
-    """Separates input and target in a written example."""
     eos: int
-    """Ends targets and written examples."""
 
     @classmethod
     def of(cls, task: TaskData, backbone: Backbone) -> RowFormat:
@@ -71,15 +67,11 @@ class RowFormat:
         return {**ids, "format.labels": padded(self.labels)}
 
     def write(self, row: Example, longest: int) -> list[int]:
-        """Write an example in at most `longest` tokens, cutting its input if necessary."""
         end = [self.separator, *row["target_ids"]]
         return [*row["input_ids"][: max(0, longest - len(end))], *end]
 
     def read(self, written: Sequence[int]) -> Example | None:
-        """Return a written example, given without EOS; None unless it is well-formed.
-
-        It must have an input and one separator, and its target must be a label or, without labels, any text.
-        """
+        """Return a written example, given without EOS; None unless it is well-formed."""
         if written.count(self.separator) != 1:
             return None
         cut = written.index(self.separator)
@@ -105,7 +97,6 @@ def separator(backbone: Backbone) -> int:
 
 
 def _surroundings(task: TaskData) -> tuple[list[int], list[int]]:
-    """Return the most frequent prompt before and after the input; truncated examples may lack their cue."""
     check_inputs(task)
     counts = Counter(parts for row in task.rows if (parts := _around_input(row)) is not None)
     [((head, cue), _)] = counts.most_common(1)

@@ -1,17 +1,14 @@
 """What TaSL and KIFLoRA share: the importance of a LoRA pair's units to a task, and the fusion with the previous pair.
 
-After every optimizer step but a task's first, both measure the sensitivity I of each weight from the weight and its
-clipped gradient, and smooth it and its spread:
+After every optimizer step but a task's first, the sensitivity I of each weight and its spread are smoothed:
 
     I_bar <- b1 I_bar + (1 - b1) I        U <- b2 U + (1 - b2) |I - I_bar|        score = I_bar U
 
 (from AdaLoRA; TaSL, arXiv 2408.09857, and its code). The gradient is the step's, the weight already updated, as
-released. Weights' scores are aggregated to skill units. At the task's end each unit becomes a mean of its values before
-and after the task, weighted by its importance to the past and to the task.
+released. With `training.select: best_validation` the pair of the best epoch is fused, but scores cover all steps.
 
 Units form a tensor (F, M, K). F = 2: the first half describes A, the second B; F = 1: both share it. M adapted
-projections; K = r, or 1 if a unit is a whole matrix. With `training.select: best_validation` the pair of the best epoch
-is fused, but scores cover all steps, as released.
+projections; K = r, or 1 if a unit is a whole matrix.
 """
 
 from __future__ import annotations
@@ -43,8 +40,7 @@ class SkillSettings(LoraSettings):
 class SkillLearner(LoraLearner):
     """Trains one pair, measures the importance of its weights, and fuses it with that of the snapshot `previous`.
 
-    Its snapshot also holds the accumulated `scores` (F, M, K), scaled to [0, 1]. `inputs` are the projections' input
-    widths; None if all are as wide as A.
+    Its snapshot also holds the accumulated `scores` (F, M, K), scaled to [0, 1].
     """
 
     settings: SkillSettings
@@ -69,7 +65,6 @@ class SkillLearner(LoraLearner):
     # --- defined by a method ---
 
     def sensitivity(self, product: Tensor) -> Tensor:
-        """Return I of every weight, given weight times gradient."""
         raise NotImplementedError
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:

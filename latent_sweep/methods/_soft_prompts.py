@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def vocabulary_vectors(backbone: Backbone, count: int, generator: torch.Generator) -> Tensor:
-    """Return the embeddings of tokens drawn with replacement from the whole vocabulary, (count, d) in float32.
-
-    They are scaled like the model's embeddings (Gemma-3).
-    """
+    """Return scaled embeddings of tokens drawn with replacement from the whole vocabulary, (count, d) in float32."""
     table = backbone.embedding_table
     drawn = torch.randint(len(table), (count,), generator=generator)
     return backbone.embedding_scale * table[drawn.to(table.device)].detach().float()

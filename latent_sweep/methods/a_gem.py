@@ -10,13 +10,7 @@ earlier task. If a product g . G_k is negative,
 
     g <- g + G' v    where v minimizes 1/2 v' G G' v + (G g)' v subject to v >= margin.
 
-All parameters together form one vector. The gradient is complete: micro-batches and workers are summed, and it has not
-been clipped. AdamW then divides it by a running size of each entry, so that its step may still raise the loss; the
-papers use plain gradient descent.
-
-EasyCL's `gem` (github.com/ECNU-ICALK/EasyCL) mixes kept examples into the batches and takes a few L-BFGS steps on a
-penalty, so that it adds at most 0.5 g_ref; TRACE's `GEM` projects each matrix alone, onto gradients of the last step of
-every earlier task. `preset: official` trains the pair as SeqLoRA's scripts do.
+All parameters form one vector; the gradient is complete and not clipped. docs/methods.md compares implementations.
 """
 
 from __future__ import annotations
@@ -82,7 +76,6 @@ class AGem(LoraMethod):
         return sum(min(s.reference_rows, pool) for pool in pools)
 
     def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
-        """Count the gradients of a step's references: with `each_task` as many as earlier tasks."""
         references = n_tasks - 1 if self.settings.constraints == "each_task" else min(1, n_tasks - 1)
         return 4 * self.parameter_count(shapes, 0) * references
 
@@ -165,7 +158,6 @@ class AGemLearner(KeepingLearner):
 
 
 def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
-    """Return the inner product of two gradients, in float64."""
     import torch
 
     return torch.stack([(one[name] * other[name]).sum(dtype=torch.float64) for name in one]).sum()

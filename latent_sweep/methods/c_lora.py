@@ -2,13 +2,8 @@
 
     CE + lambda_1 / 2 sum over projections of (||A V||_F^2 + ||B^T U||_F^2)
 
-V (n, k) and U (m, k) have random orthonormal columns and are never trained. An update with A V = 0 changes nothing for
-inputs in the span of V; with B^T U = 0 it adds nothing in the span of U. As in the released code the norms are halved,
-and a new task trains a new pair next to the earlier ones, which the code has merged into the model.
-
-Departures: the released code draws new matrices for every training; here `subspace_seed` says which are used. It also
-accepts a k above a projection's width, where it shrinks the whole factor; here that is refused, and the default leaves
-half of the narrowest projection free.
+V (n, k) and U (m, k) have random orthonormal columns and are never trained. docs/methods.md names the departures from
+the released code, which also accepts a k above a projection's width.
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ if TYPE_CHECKING:
 
 
 MOST = 128
-"""Dimensions of the subspaces under `k: auto` of wide projections."""
 
 
 class CLoraSettings(TaskAdapterSettings):
@@ -57,7 +51,6 @@ class CLora(TaskAdapterMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the released wrapper and its README; no training script was released."""
         return Scripts({"k": 512}, {})
 
     @classmethod
@@ -76,11 +69,9 @@ class CLora(TaskAdapterMethod):
         return [f"method.k: found {k}; {name} is {m} x {n}, so at most {min(m, n)} is possible"]
 
     def dimensions(self, narrowest: int) -> int:
-        """Return k for adapted projections whose smallest width is `narrowest`."""
         return max(1, min(MOST, narrowest // 2)) if self.settings.k == "auto" else self.settings.k
 
     def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
-        """Count U and V, padded to the widest projection."""
         m, n = (max(widths) for widths in zip(*shapes.values(), strict=True))
         k = self.dimensions(min(map(min, shapes.values())))
         return 4 * k * len(shapes) * (m + n) if self.settings.lambda_1 else 0

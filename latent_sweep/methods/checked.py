@@ -21,7 +21,6 @@ def defined_in(kind: type, member: str) -> type:
 
 
 def earlier_rows(method: Method, n_tasks: int) -> EarlierRows:
-    """Return which rows of other tasks its learners read in a stream of this length."""
     if any(set(method.learns_from(position, n_tasks)) - {position} for position in range(n_tasks)):
         return "all"
     rows = method.earlier_rows()

@@ -2,9 +2,8 @@
 
     CE + lambda_1 sum over projections of ||(sum_{i<t} dW_i) * dW_t||_F^2        dW_i = s B_i A_i
 
-Only the sum of the earlier updates is read, one m x n matrix per projection however many tasks there were, and a large
-entry of it holds the same entry of the new update near zero. No code was released; written from the published formula,
-which leaves open whether the scale s is in the updates. Here it is.
+Only the sum of the earlier updates is read. No code was released; the published formula leaves open whether s is in the
+updates. Here it is.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Ella(TaskAdapterMethod):
         return without(super().stage_identity(position), *(() if position else ("lambda_1",)))
 
     def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
-        """Count the aggregate and the largest block of a product, with its gradient."""
         whole = sum(m for m, _ in shapes.values()) * max(n for _, n in shapes.values())
         return 4 * (whole + 3 * min(PRODUCT_BLOCK, whole)) if self.settings.lambda_1 else 0
 

@@ -4,8 +4,7 @@
 
 F is the diagonal of the empirical Fisher information at theta*, the pair that an earlier task left: the mean over
 training examples of the squared gradient of each example's own loss with gold targets, not the squared gradient of a
-batch. A and B are determined only up to an r x r matrix between them, so a distance per entry only approximates a
-distance between functions. No code was released for LoRA; `preset: official` trains the pair as SeqLoRA.
+batch.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class Ewc(LoraMethod):
         return EwcLearner(pair, self.outputs, self.settings, anchors, task, self.context)
 
     def _anchors(self, history: Snapshots) -> list[tuple[LoraPair, LoraPair]]:
-        """Return each (F, theta*) that holds the new pair."""
         device = self.context.backbone.device
         own = ((snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history)
         if self.settings.fisher == "separate" or not history:
@@ -171,7 +169,7 @@ def diagonal_fisher(
 def _summed_squares(
     pair: LoraPair, outputs: Sequence[int], scale: float, batch: Sequence[Example], context: MethodContext
 ) -> LoraPair:
-    """Sum the squared gradients of a batch's rows, in a function of its own so that the pass is freed."""
+    """Sum the squared gradients of a batch's rows; a function, so that the pass is freed."""
     import torch
     from torch.nn.functional import cross_entropy
 

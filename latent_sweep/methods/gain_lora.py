@@ -2,12 +2,8 @@
 
 A task's gate reads the prompt's mean embedding once and weights its pair in all projections. It starts as a copy of the
 previous gate with a new key orthogonal to what the key reads of earlier prompts; its updates are projected so that it
-stays closed for them.
-
-Departures from the released code, by default: the mean is over a prompt's own tokens, not those of the padded batch,
-and rows are not rescaled after the projection, which would open the gates again. Departures under every preset: a new
-key has the mean length of a random one (released: the length of its own draw, and on Llama 64/sqrt(3) from the second
-task on); the second moment of p1 is the mean over rows (released: a smaller last batch has another weight).
+stays closed for them. Under every preset, the second moment of p1 is the mean over rows, where a smaller last batch has
+another weight in the released code; docs/methods.md and docs/released_protocols.md name the other departures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """IncLoRA: a new LoRA pair for every task; the earlier pairs are frozen, and all of them are summed.
 
-`train_active: current` with `router.combine: oracle` makes it per-task fine-tuning, the reference without forgetting.
-The preset `epi` is "Rehearsal-free Continual Language Learning via Efficient Parameter Isolation" (Wang et al., ACL
-2023): private parameters per task, selected by the smallest Mahalanobis distance of a prompt's mean last hidden state.
+The preset `epi` is "Rehearsal-free Continual Language Learning via Efficient Parameter Isolation" (ACL 2023).
 """
 
 from __future__ import annotations

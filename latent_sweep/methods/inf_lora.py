@@ -1,11 +1,7 @@
 """InfLoRA: a new LoRA pair for every task, whose A is designed to avoid earlier tasks' inputs and then frozen.
 
-Only B is trained (the paper calls the designed matrix B and the trained one A). `design: svd`, from the released vision
-code, makes A of the new task's leading input directions outside the memory; `random_project`, the baseline that
-GainLoRA released for language models, projects a random A. See `latent_sweep.adapters.gpm` for DualGPM.
-
-Departures from the released code, by default: padding does not count, and v of T5's cross-attention is constrained by
-the encoder's output, which it reads, instead of the decoder's state.
+Only B is trained (the paper calls the designed matrix B and the trained one A). See `latent_sweep.adapters.gpm` for
+DualGPM, and docs/methods.md for departures from the released code.
 """
 
 from __future__ import annotations

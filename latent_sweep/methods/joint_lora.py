@@ -1,7 +1,4 @@
-"""JointLoRA: one LoRA pair trained on the examples of all tasks at once, the upper reference of continual learning.
-
-The first stage trains it and later stages train nothing. A task's weight is its number of examples.
-"""
+"""JointLoRA: one LoRA pair trained on all tasks' examples in the first stage, the upper reference."""
 
 from __future__ import annotations
 

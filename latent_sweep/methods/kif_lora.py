@@ -1,8 +1,7 @@
 """KIFLoRA, knowledge identification and fusion (arXiv 2408.05200v4): one LoRA pair, fused rank by rank.
 
 A skill unit is one rank-one slice of a projection's delta: row k of A with column k of B. This is the LoRA variant
-that the authors released with TaSL's code; unlike the later Recurrent-KIF it keeps no examples of earlier tasks.
-Departure: the released code keeps the checkpoint with the best validation loss; here `training.select` decides.
+released with TaSL's code; unlike the later Recurrent-KIF it keeps no examples of earlier tasks.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class KifLoraLearner(SkillLearner):
         return (product - 0.5 * product.square()).abs()
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
-        """Return the mean of the outer product of a slice's scores, which is the product of their means."""
         return (score_A.mean(2) * self.wider(score_A).unsqueeze(1) * per_projection(score_B, self.outputs)).unsqueeze(0)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:

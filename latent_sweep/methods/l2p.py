@@ -3,18 +3,13 @@
     S(x) = the N prompts whose keys k_i are nearest to the query q(x) by cosine
     L = L_task(P_S(x), x) + pull * mean over examples of sum over S(x) of (1 - cos(q(x), k_i))
 
-The query is the mean token embedding of the whole prompt in the frozen backbone: text has no [CLS] token. Pool and keys
-are carried on through all tasks, and the newest snapshot answers. After Wang et al., "Learning to prompt for continual
-learning" (CVPR 2022), whose released code (google-research/l2p) is for images only: there is no `official` preset.
-Sizes and `pull` default to the paper's. The selected prompts stand in front of the text, the nearest first.
-
+The query is the mean token embedding of the whole prompt in the frozen backbone: text has no [CLS] token. After Wang et
+al., "Learning to prompt for continual learning" (CVPR 2022), whose released code (google-research/l2p) is for images.
 With `diversify`, training selects by the smallest (1 - cos) h_i, where h_i is the share of prompt i among the
-selections of earlier tasks (the paper's section 4.2, "optionally diversifying prompt-selection"); answers do not.
+selections of earlier tasks (the paper's section 4.2); answers do not.
 
 Departures from code and paper:
-
-- Prompts start as embeddings of random tokens, as in ports to language models. Images have no vocabulary: theirs are
-  drawn uniformly from [0, 0.01), as keys are here and there.
+- Prompts start as embeddings of random tokens; those for images are drawn uniformly from [0, 0.01), as keys are here.
 - Each example has its own selection, as in the paper. The released code counts votes for one selection per batch.
 - For `diversify`, an example counts once per task, by the keys at its end. Among prompts that were never selected, the
   nearest come first.
@@ -40,7 +35,6 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.bank import Adaptation
 
 KEY_SCALE = 0.01
-"""Keys are drawn uniformly from 0 to this number."""
 
 
 class L2pSettings(MethodSettings):
@@ -125,7 +119,6 @@ class L2p(Method):
 
 
 def cosines(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the cosine of every query (rows, d) and key (M, d), (rows, M)."""
     from torch.nn.functional import normalize
 
     return normalize(queries, dim=1, eps=1e-6) @ normalize(keys, dim=1, eps=1e-6).T
@@ -141,11 +134,9 @@ def select(cosines: Tensor, number: int, shares: Tensor | None = None) -> Tensor
 
 
 class L2pLearner(Learner):
-    """Trains the selected prompts by the task's loss, and pulls their keys to the queries.
+    """Trains the selected prompts (M, length, d) by the task's loss, and pulls their keys (M, d) to the queries.
 
     Args:
-        pool: (M, length, d).
-        keys: (M, d).
         counts: how often earlier tasks selected each prompt, (M,); None without `diversify`.
     """
 

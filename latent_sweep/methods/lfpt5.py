@@ -97,7 +97,6 @@ REPLAY = (
     *("kl_weight", "accumulation", "samples_per_label", "samples_per_task"),
     *("tries", "top_k", "repetition_penalty"),
 )
-"""Settings that only replay reads."""
 
 
 class Lfpt5(Method):

@@ -50,10 +50,7 @@ class Scripts:
 
 
 def o_lora_scripts(family: str, benchmark: str) -> Scripts:
-    """Return O-LoRA's released scripts, which also run SeqLoRA and IncLoRA; the same for every benchmark.
-
-    Departures: MNLI's second epoch and, on Llama, the first task's learning rate of 1e-3 are left out.
-    """
+    """Return O-LoRA's released scripts, which also run SeqLoRA and IncLoRA; the same for every benchmark."""
     training = {"learning_rate": {"t5": 1e-3, "llama": 1e-4}[family], "batch_size": 64, "epochs": 1}
     return Scripts({"rank": 8, "alpha": 32.0, "dropout": 0.1}, training)
 
@@ -62,7 +59,6 @@ def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
     """Return the released scripts of SAPT and GainLoRA; benchmarks other than Long Sequence use SuperNI's.
 
     Their optimizer is that of transformers 4.30: by default for T5, and for Llama because DeepSpeed's file names none.
-    Departure: they keep the best checkpoint on the dev split, their test split; here `training.select` decides.
     """
     long = benchmark == "long_sequence"
     # learning rate, (epochs on Long Sequence, elsewhere), (rank on Long Sequence, elsewhere)
@@ -73,10 +69,8 @@ def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
 
 
 LATER: Literal["official-2025-11"] = "official-2025-11"
-"""The preset of GainLoRA's later release."""
 
 Presets = Literal["unified", "official", "official-2025-11"]
-"""Presets of methods that GainLoRA released twice."""
 
 
 class LoraSettings(MethodSettings):
@@ -144,7 +138,6 @@ class LoraMethod(Method):
 
     @classmethod
     def scripts(cls, settings: Any, backbone: str, benchmark: str) -> Scripts | None:
-        """Return the settings of the preset's released scripts; None under `unified`."""
         if settings.preset == "unified":
             return None
         scripts = cls.later if settings.preset == LATER else cls.official
@@ -206,30 +199,25 @@ class LoraMethod(Method):
 
     @property
     def outputs(self) -> list[int]:
-        """Return m of every adapted projection."""
         from latent_sweep.adapters.lora import outputs_of
 
         return outputs_of(self.context.backbone.targets)
 
     @property
     def inputs(self) -> list[int]:
-        """Return the input width of every adapted projection."""
         from latent_sweep.adapters.lora import inputs_of
 
         return inputs_of(self.context.backbone.targets)
 
     def fresh(self, task: TaskData) -> LoraPair:
-        """Return a new pair with random A and B = 0."""
         from latent_sweep.adapters.lora import new_pair
 
         return new_pair(self.context.backbone.targets, self.rank(), task.generator("start"))
 
     def carried(self, task: TaskData, history: Snapshots) -> LoraPair:
-        """Return the newest snapshot's pair, or a new one for the first task."""
         return self.pair(history[-1]) if history else self.fresh(task)
 
     def pair(self, snapshot: Mapping[str, Tensor]) -> LoraPair:
-        """Return a snapshot's pair, on the backbone's device."""
         device = self.context.backbone.device
         return snapshot["A"].to(device), snapshot["B"].to(device)
 
@@ -276,12 +264,10 @@ class TaskAdapterMethod(LoraMethod):
 
 
 class LoraLearner(Learner):
-    """Trains one pair (a copy), or its B alone.
+    """Trains one pair (a copy), or its B alone; A is part of the snapshot either way.
 
     Args:
-        outputs: m of every projection.
         earlier: deltas of earlier pairs that are active in training.
-        train_A: whether A is trained; it is part of the snapshot either way.
     """
 
     mask: RowMask | None = None

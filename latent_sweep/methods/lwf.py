@@ -3,8 +3,7 @@
     CE + alpha_kd tau^2 KL(p_teacher^tau || p_student^tau)
 
 The teacher, the pair that the previous task left, reads what the student reads: the new task's prompts and gold
-targets. The divergence is reduced as the cross-entropy is, by default to the mean over target tokens. No code was
-released for language models with LoRA; `preset: official` trains the pair as SeqLoRA.
+targets. The divergence is reduced as the cross-entropy is, by default to the mean over target tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Merging: a LoRA pair is learned for every task, and the updates of all tasks seen are merged into one.
 
-With `start: fresh` every task starts from the frozen backbone, independently of the others, as averaging, TIES and DARE
-assume. With `start: carried` it starts from the pair before, as MagMax does; tau_t is the difference to the
-backbone either way. After every task the updates tau_t = s B_t A_t of all projections are merged anew:
+After every task the updates tau_t = s B_t A_t of all projections are merged anew:
 
     average      dW = lambda / T sum_t tau_t
     ties         tau_t keeps its largest entries; an entry's sign is that of their sum; dW is lambda times the mean of
@@ -11,12 +9,8 @@ backbone either way. After every task the updates tau_t = s B_t A_t of all proje
     dare_ties    the same, with the sign and the mean of TIES
     magmax       dW is lambda times the entry of the largest magnitude (arXiv 2407.06322)
 
-Snapshots hold the pairs: how they are merged is a choice at inference, so trials that differ in it share their
-training. Definitions are mergekit's, with weight 1 for every task, means over tasks, and a density for each projection;
-the TIES paper trims all projections together. All but `average` answer with a dense matrix for every projection.
-
-Departures: the papers merge whole fine-tuned models once, at the end. Here LoRA updates are merged after every task, so
-one task alone is trimmed or thinned as well. The papers choose lambda on validation rows; here it is a setting.
+How they are merged is a choice at inference, so trials that differ in it share their training. docs/methods.md compares
+this with mergekit and the papers.
 """
 
 from __future__ import annotations
@@ -112,7 +106,6 @@ class MergeLora(LoraMethod):
         return MergeLoraLearner(self.carried(task, history), self.outputs, self.settings, self._seeds(task))
 
     def _seeds(self, task: TaskData) -> Tensor:
-        """Draw a seed for every projection, with which DARE thins this task's update."""
         import torch
 
         return torch.randint(2**62, (len(self.outputs),), generator=task.generator("thinning"))
@@ -135,7 +128,6 @@ class MergeLora(LoraMethod):
             yield self.settings.merge_lambda * merge(updates)
 
     def _averaged(self, history: Snapshots) -> list[LoraPair]:
-        """Return pairs whose sum is the average."""
         share = self.settings.merge_lambda / len(history)
         return [(A, share * B) for A, B in map(self.pair, history)]
 

@@ -3,16 +3,8 @@
     y = W h + s sum_e g_e(h) B_e A_e h,  g(h) = softmax(R h)
 
 After Chen et al., "CoIN: a benchmark of continual instruction tuning for multimodal large language models" (2024), and
-its released code, which EasyCL repeats for language models. Experts and routers are all dense and all trained, and the
-next task carries them on with a fresh optimizer; there is no balancing loss. The rank is shared: an expert has rank / E
-ranks, and s = alpha / rank with the whole rank.
-
-Departures from the code: dropout has one mask for all experts, not one each. The scripts train a vision-language model
-(LLaVA with Vicuna) on all linear layers; `backbone.targets` decides here. Their rate falls as a cosine after a warm-up
-of 3 % of the steps, which no setting expresses.
-
-CL-MoE's momentum (Huai et al. 2025) is not offered: in EasyCL the merging of experts depends on router statistics that
-are sampled by wall-clock time, its formula contradicts its comments, and the instance-level router is commented out.
+its released code. The rank is shared: an expert has rank / E ranks, and s = alpha / rank with the whole rank.
+docs/methods.md names the departures.
 """
 
 from __future__ import annotations
@@ -35,7 +27,6 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.lora import LoraPair
 
 A_STD = 0.01
-"""Standard deviation of every expert's A at the start."""
 
 
 class MoeLoraSettings(LoraSettings):

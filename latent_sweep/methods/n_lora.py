@@ -3,10 +3,8 @@
     CE + lambda_1 sum over projections of ||P||_1
 
 The paper's P is the new pair's update without its scale, `B A` (m x n; `product: update`). The released code multiplies
-the factors in the other order, `A B` (r x r; `product: inner`), which exists only where m = n. Earlier pairs are in
-neither. The first task has the term, too.
-
-Departure: the released prompts name the task and its data set; here no method sees them.
+the factors in the other order, `A B` (r x r; `product: inner`), which exists only where m = n. The first task has the
+term, too.
 """
 
 from __future__ import annotations
@@ -54,12 +52,7 @@ class NLora(TaskAdapterMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return the values of the released scripts.
-
-        Long Sequence on T5 is that of the order with Yelp first. Departures: the order with MNLI first has lambda_1 of
-        0.4 and 1.2 by task and a rate of 5e-4, another order 0.55 and 8e-4; one has batches of 48. Llama has lambda_1
-        of 0.38 to 0.46, rates of 1e-3 or 5e-5 for some tasks, and 5 or 10 epochs for four of twelve.
-        """
+        """Return the values of the released scripts: on T5, Long Sequence's are those of the order with Yelp first."""
         long_t5 = (family, benchmark) == ("t5", "long_sequence")
         rate, epochs = {"t5": (1e-3, 10), "llama": (1e-4, 1)}[family]
         method = {"rank": 8, "alpha": 32.0, "dropout": 0.1, "product": "inner", "lambda_1": 1.8 if long_t5 else 0.4}
@@ -85,7 +78,6 @@ class NLora(TaskAdapterMethod):
         ]
 
     def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
-        """Count a block of `B A` and its gradient."""
         whole = sum(m for m, _ in shapes.values()) * max(n for _, n in shapes.values())
         return 2 * 4 * min(PRODUCT_BLOCK, whole) if self.settings.product == "update" else 0
 

@@ -1,9 +1,8 @@
 """O-LoRA: IncLoRA with a loss term that pushes the new down-projection away from the earlier ones.
 
 As in the released code, the overlap is the sum of the absolute entries of `A_i A_t^T` over earlier tasks and adapted
-projections, without division (the published formula squares the entries: `penalty: squared`), and a second term is the
-2-norm of each new A and B. Both terms exceed the task loss by far; with Adam only their direction matters. Departure:
-the released prompts name the task and its data set; here no method sees them.
+projections (the published formula squares the entries: `penalty: squared`), and a second term is the 2-norm of each new
+A and B. Both exceed the task loss by far; with Adam only their direction matters.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class OLora(TaskAdapterMethod):
         return identity
 
     def coefficients(self, position: int) -> tuple[float, float]:
-        """Return lambda_1 and lambda_2 for this position; at the first task lambda_1 is 0."""
         s = self.settings
         return coefficient_at(position, s.lambda_1) if position else 0.0, coefficient_at(position, s.lambda_2)
 
@@ -118,7 +116,6 @@ class OLora(TaskAdapterMethod):
 
 
 def coefficient_at(position: int, coefficient: Coefficient) -> float:
-    """Return the coefficient of the task at this position."""
     return coefficient[min(position, len(coefficient) - 1)] if isinstance(coefficient, tuple) else coefficient
 
 

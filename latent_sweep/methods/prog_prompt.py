@@ -115,7 +115,6 @@ class ProgPrompt(Method):
     def prompts(
         self, prompts: Sequence[Sequence[int]], history: Snapshots, weights: npt.NDArray[np.float64]
     ) -> list[list[int]]:
-        """Put the prompts of the selected task and of all earlier ones in front."""
         from latent_sweep.adapters.bank import virtual_tokens
 
         numbers = [self.virtual_tokens(1 + position) for position in weights.argmax(axis=1).tolist()]
@@ -130,7 +129,6 @@ class ProgPrompt(Method):
 
 
 def mlp_shapes(settings: ProgPromptSettings, width: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the network's parameters in the order of its layers, by name."""
     inner = settings.bottleneck or BOTTLENECK
     half = inner // 2
     layers: dict[str, list[int]] = {"none": [], "mlp1": [width, inner, width], "mlp2": [width, inner, half, width]}
@@ -145,7 +143,6 @@ def mlp_shapes(settings: ProgPromptSettings, width: int) -> dict[str, tuple[int,
 def new_mlp(
     settings: ProgPromptSettings, width: int, generator: torch.Generator, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the network's initial parameters, as torch's modules have them: uniform within 1 / sqrt(inputs)."""
     import torch
 
     parameters: dict[str, Tensor] = {}
@@ -181,7 +178,6 @@ class ProgPromptLearner(Learner):
         return [*virtual_tokens(len(self.start) + len(self.earlier)), *ids]
 
     def prompt(self) -> Tensor:
-        """Return all prompts, the newest first, (vectors, d)."""
         import torch
 
         return torch.cat([self._own(), self.earlier])

@@ -102,7 +102,6 @@ class TaskData:
     position: int
     """0-based, in the trial's order."""
     n_tasks: int
-    """Length of the whole trial."""
     rows: Sequence[Example]
     """Tokenized training rows."""
     generator: Callable[[str], torch.Generator]
@@ -213,7 +212,6 @@ class Method:
 
     @classmethod
     def router_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return `router` settings that the preset prefers to the defaults, by name; nested groups as mappings."""
         return {}
 
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
@@ -221,7 +219,6 @@ class Method:
         return (position,)
 
     def replayed_rows(self, position: int, rows: int) -> int:
-        """Return the number of examples that `Learner.replayed` adds to an epoch over this number of the task's own."""
         return 0
 
     def reference_rows(self, earlier: Sequence[int]) -> int:
@@ -254,7 +251,6 @@ class Method:
 
     @property
     def rank_multiple(self) -> int:
-        """The number of which `match: parameters` chooses a multiple as rank."""
         return 1
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:

@@ -3,13 +3,7 @@
 An epoch over n examples of a new task also reads r / (1 - r) n kept ones (`ratio`). They are spread evenly over its
 batches: a batch of b examples has b r of them, rounded down or up, so every batch has some if b r >= 1. Kept examples
 take turns, so that all are read equally often, whichever task they are from. The batch keeps its size, so an epoch has
-1 / (1 - r) times as many steps.
-
-Other implementations differ. EasyCL (github.com/ECNU-ICALK/EasyCL, `cl/replay`) appends a random share of every earlier
-task's examples to the new task's (0.3 in its example) and shuffles all of them, so that replay grows with the number of
-tasks. TRACE (github.com/BeyonderXX/TRACE, `training/replay.py`) learns the task first and then reads the first tenth of
-every earlier task's examples and a set of general instructions once. Neither trains on the benchmarks here: `preset:
-official` has the settings of O-LoRA's scripts, as SeqLoRA and IncLoRA do.
+1 / (1 - r) times as many steps. docs/methods.md compares other implementations.
 """
 
 from __future__ import annotations

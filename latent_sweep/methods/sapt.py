@@ -1,27 +1,15 @@
 """SAPT-LoRA: a LoRA pair and a key for each task; attention over the keys weights the pairs, also in training.
 
 After Zhao et al., "SAPT: a shared attention framework for parameter-efficient continual learning of large language
-models" (ACL 2024), and its released code. A query network reads the prompt's frozen embeddings, max-pooled over tokens.
-A softmax over the keys of all tasks weights their pairs in all projections alike (shared attentive learning and
-selection, SALS). Trained are the new pair, the new key, and the query network, which is carried on; earlier pairs and
-keys are frozen. A divergence holds the attention on examples of each earlier task at that task's mean attention when it
-was learned, with zero for the keys of later tasks (attentive reflection module, ARM):
+models" (ACL 2024), and its released code. A query network reads the prompt's frozen embeddings, max-pooled.
+A softmax over the keys of all tasks weights their pairs in all projections alike. Trained are the new pair, its key,
+and the query network, which is carried on. A divergence holds the attention on examples of each earlier task at that
+task's mean attention when it was learned, with zero for the keys of later tasks:
 
     L_task + kl_weight sum_i mean_x KL(a_i || a(x)),  x among the kept examples of task i
 
-The divergence needs only the pooled embeddings of examples, so a snapshot keeps those vectors instead of texts.
-
-Departures from the code:
-
-- Kept examples are real ones; the paper's are pseudo-samples from a second adapter for each task (`keep` has their
-  number).
-- A step's divergence is over all kept examples, also in the first step; released: over a micro-batch for each earlier
-  task, from the second step on.
-- The mean attention is that of the task's training examples; released: of its dev split.
-- Padding of the batch does not count in the maximum. On Llama the divergence reads prompts alone; released: with
-  targets.
-- On Llama, the query network starts as on T5, not with weights of standard deviation 0.02. DeepSpeed's accumulation
-  there counts every backward pass of the divergence as one of the batch's; here the terms are added.
+It needs only the pooled embeddings of examples, so a snapshot keeps those vectors instead of texts. docs/methods.md and
+docs/released_protocols.md name the departures from the code.
 """
 
 from __future__ import annotations
@@ -55,7 +43,6 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.task_attention import Query
 
 QUERY = ("down", "up", "weight", "bias")
-"""Parameters of the query network."""
 
 RELEASED_KL: Mapping[str, tuple[float, float]] = {"t5": (0.2, 2.0), "llama": (2.0, 1.0)}
 """Weights of the divergence on Long Sequence and elsewhere. On T5 the released gradients of 2 or 4 micro-batches are
@@ -168,7 +155,6 @@ class SaptLearner(LoraLearner):
         return super().parameters() | own | {"key": self._key}
 
     def _log_attention(self, pooled: Tensor) -> Tensor:
-        """Return the logarithms of the weights of all tasks, the newest last."""
         import torch
 
         from latent_sweep.adapters.task_attention import log_attention

@@ -2,15 +2,10 @@
 
     dW_t = s (alpha_t B_t A_t + sum_{k<t} alpha_k B_k A_k / norm_k)
 
-Training task t moves A_t, B_t and the magnitudes alpha_1 to alpha_t, one for each task and the same in all projections;
-they start at 0.8. The newest snapshot holds all magnitudes, and all tasks are answered with its dW_t. As in the
-released code (vision transformers, WuYichen-97/SD-Lora-CL at 8bacded) only earlier directions are normalized, so a
-task's own update is rescaled when the next task begins, and norm_k is |B_k| |A_k|, each a Frobenius norm; `norm:
-product` divides by |B_k A_k|. It has s = 1, hence `alpha` equal to `rank` reproduces it; its term for overlaps is
-switched off there.
-
-Departures: its scripts train classifiers of images, so that no preset `official` exists. Left out: SD-LoRA-RR, whose
-rank falls from task to task, and SD-LoRA-KD, which distills directions into earlier ones.
+Training task t moves A_t, B_t and the magnitudes alpha_1 to alpha_t, one for each task and the same in all projections.
+The newest snapshot holds all magnitudes. As in the released code (WuYichen-97/SD-Lora-CL at 8bacded) only earlier
+directions are normalized, and norm_k is |B_k| |A_k|, Frobenius norms; `norm: product` divides by |B_k A_k|. It has
+s = 1, hence `alpha` equal to `rank` reproduces it; its term for overlaps is switched off there.
 """
 
 from __future__ import annotations
@@ -56,7 +51,6 @@ class SdLora(LoraMethod):
         return without(super().stage_identity(position), *(() if position else ("norm",)))
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """As for every pair, and the magnitude of the first task; each further task has one more."""
         return super().parameter_count(shapes, width) + 1
 
     def kept_rank(self, n_tasks: int) -> int:
@@ -83,7 +77,6 @@ class SdLora(LoraMethod):
         return A, B / divisors.repeat_interleave(torch.tensor(self.outputs, device=B.device)).unsqueeze(1)
 
     def _weighted(self, history: Snapshots) -> list[LoraPair]:
-        """Return the pairs that add up to dW of the newest snapshot."""
         *earlier, newest = map(self.pair, history)
         magnitudes = history[-1]["magnitudes"].tolist()
         pairs = [*map(self.direction, earlier), newest]

@@ -5,9 +5,7 @@ the QR decomposition A^T = Q R and the signs that make R's diagonal positive, A 
 
     A_merged <- A        B_merged <- B_merged + (B - B_merged) / sqrt(i)
 
-and texts are answered with A_merged and B_merged. No code was released. Read from the paper: the basis has unit rows,
-without a further scale, and the update itself is not preserved, as B is not multiplied by R. Choices here: the first
-task starts as LoRA does (random A, B = 0), its merged pair is its own, and every projection is merged by itself.
+and texts are answered with A_merged and B_merged. No code was released; see docs/methods.md.
 """
 
 from __future__ import annotations
@@ -49,12 +47,7 @@ class Slao(LoraMethod):
 
 
 class SlaoLearner(LoraLearner):
-    """Trains one pair and merges its B into that of the earlier tasks.
-
-    Args:
-        merged: the merged B of the earlier tasks; None at the first.
-        share: lambda(i), the weight of the new B.
-    """
+    """Trains one pair and merges its B, with weight `share`, into that of earlier tasks (None at the first)."""
 
     def __init__(
         self,

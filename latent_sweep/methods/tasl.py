@@ -2,10 +2,6 @@
 
 A skill unit is one A or one B matrix of a projection. After a task, units that only the past needs are restored, units
 that only this task needs are kept, and the others are averaged.
-
-Departures from the released code: on T5 it trains the whole model, here one LoRA pair; on Llama it also adapts the k
-and o projections, here the backbone's targets; it keeps the checkpoint with the best validation loss, here
-`training.select` decides.
 """
 
 from __future__ import annotations

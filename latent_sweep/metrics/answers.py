@@ -66,7 +66,6 @@ def cut_answer(text: str, stop: Sequence[str]) -> str:
 
 
 def normalize_answer(text: str) -> str:
-    """Lowercase `text`, remove ASCII punctuation and collapse blanks; articles stay."""
     return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
 
 
@@ -199,7 +198,6 @@ def check_metric(name: str) -> str:
 
 
 def metric_function(name: Metric) -> Callable[..., float]:
-    """Return the function of a metric, importing a plugin; raise ConfigError if there is none."""
     if ":" not in name:
         try:
             return METRICS[check_metric(name)]
@@ -325,7 +323,6 @@ def _normalized_or_literal(text: str) -> str:
 
 
 def _squad_words(prediction: str, reference: str) -> tuple[list[str], list[str]]:
-    """Split an answer and its reference into words; without articles, unless the reference has no other word."""
     texts = _normalized_or_literal(prediction), _normalized_or_literal(reference)
     answer, accepted = (_ARTICLES.sub(" ", text).split() for text in texts)
     return (answer, accepted) if accepted else (texts[0].split(), texts[1].split())

@@ -17,7 +17,6 @@ class ScoreMatrix:
     """
 
     tasks: tuple[str, ...]
-    """All tasks in the order of learning."""
     rows: tuple[tuple[float, ...], ...]
     """Row i holds the i + 1 scores of tasks 0..i after learning task i."""
 
@@ -87,7 +86,6 @@ class ScoreMatrix:
         return self.rows
 
     def _lower(self) -> npt.NDArray[np.float64]:
-        """Return the scores, (T, T), with zeros above the diagonal."""
         rows = self._rows_learned()
         lower = np.zeros((len(rows), len(rows)))
         for i, row in enumerate(rows):

@@ -39,7 +39,6 @@ class Flips(NamedTuple):
     """Shares of examples whose answer flipped between two stages."""
 
     lost: float
-    """Right before, wrong after."""
     gained: float
     lost_corrected: float
     """Without the share that guessing explains."""
@@ -69,7 +68,6 @@ def _right(scores: Sequence[float]) -> npt.NDArray[np.bool_]:
 
 
 def unparsable(predictions: Sequence[str], labels: Sequence[str]) -> float:
-    """Return the share of answers that equal no label, compared as the metric `accuracy` does."""
     known = {prediction: exact_match(prediction, labels) for prediction in set(predictions)}
     return float(np.mean([1.0 - known[prediction] for prediction in predictions]))
 

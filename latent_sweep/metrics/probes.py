@@ -29,7 +29,6 @@ VALUE, UNTOUCHED, CHANGE, PERPLEXITY, AFTER = (
 """Prefixes of a trial's metrics: after the last task, of the untouched backbone, the difference, exp of a text's loss,
 and after a number of tasks, as `probe_after_5/`."""
 LOSS, SHARE = "loss", "accuracy"
-"""Measures of texts and of choices."""
 
 
 class ProbeResult(NamedTuple):
@@ -37,7 +36,6 @@ class ProbeResult(NamedTuple):
 
     tasks_seen: int
     name: str
-    """Of the probe, and for lm-evaluation-harness of its metric."""
     measure: str
     value: float
     rows: Array | None

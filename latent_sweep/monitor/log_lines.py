@@ -27,7 +27,6 @@ def _scores(trial: TrialState) -> str:
 
 
 def summary(state: SweepState) -> str:
-    """Return one line on the sweep's progress."""
     failed = f", {len(state.failed)} failed" if state.failed else ""
     left = f", {time_left_text(state.seconds_left)}" if state.seconds_left is not None else ""
     share = f"{100 * state.tasks_done / max(1, state.tasks):.0f} % of all tasks"
@@ -41,7 +40,6 @@ def summary(state: SweepState) -> str:
 
 
 def status_lines(state: SweepState) -> list[str]:
-    """Return the lines of `latent-sweep status`."""
     course: str = state.course
     if state.driver is not None:
         course = f"running, driven by {state.driver}"

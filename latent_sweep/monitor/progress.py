@@ -32,7 +32,6 @@ class ProgressWriter:
         self._tasks = [task.name for task in pack.tasks]
         self._written = float("-inf")
         self._later: threading.Timer | None = None
-        """Writes the newest content when the pause is over."""
         self._writing = threading.Lock()
         self._doing: tuple[str, int | None] | None = None
         self._since = 0.0

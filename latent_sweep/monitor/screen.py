@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at a sweep."""
 LINE_SECONDS = 15.0
 """Seconds between two progress lines in a log; they grow with the run, up to `MOST_LINE_SECONDS`."""
 MOST_LINE_SECONDS = 300.0
 HANDOVER_SECONDS = 60.0
 """How long a driver may take from the end of tuning until it runs the trials."""
 LOG = "output.log"
-"""File in the sweep's folder for the output of libraries and workers while a terminal shows the screen."""
 
 
 class Screen(Protocol):
@@ -44,11 +42,9 @@ class Screen(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def write(self, text: str) -> None:
-        """Print lines that stay."""
+    def write(self, text: str) -> None: ...
 
-    def show(self, state: SweepState) -> None:
-        """Show the sweep's current state."""
+    def show(self, state: SweepState) -> None: ...
 
 
 def screen_for(sweep: SweepFolder, log: bool) -> Screen:
@@ -72,9 +68,7 @@ class Display:
     """Where a run prints."""
 
     write: Callable[[str], None]
-    """Prints lines, before and after the trials run."""
     screen: Callable[[SweepFolder], Screen]
-    """Returns the output that shows the trials while they run."""
 
 
 COMMAND = Display(say, partial(screen_for, log=True))
@@ -287,14 +281,12 @@ class _Log(io.TextIOBase):
         return True
 
     def close(self) -> None:
-        """Close the file only: handlers may hold this object for longer."""
         self._file.close()
 
 
 # --- notebooks -------------------------------------------------------------------------------------------------------
 
 NOTEBOOK_SIZE = (110, 24)
-"""Columns and lines of the state in a notebook."""
 _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
 
 
@@ -306,7 +298,6 @@ class Notebook(Lines):
         self._handle: Any = None
 
     def show(self, state: SweepState) -> None:
-        """Draw the state, or draw it again."""
         from IPython import display  # installed wherever there is a notebook
 
         content = _notebook_content(state)
@@ -317,7 +308,6 @@ class Notebook(Lines):
 
 
 def _notebook_content(state: SweepState) -> dict[str, str]:
-    """Return the state by media type."""
     from rich.console import Console
 
     width, height = NOTEBOOK_SIZE
@@ -330,6 +320,5 @@ def _notebook_content(state: SweepState) -> dict[str, str]:
 
 
 def _in_notebook() -> bool:
-    """Return whether a notebook's kernel runs this process."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")

@@ -39,14 +39,11 @@ class Running:
     position: int | None
     n_tasks: int
     step: int
-    """Optimizer steps or, while answering, tasks scored."""
     steps: int
-    """Their total; 0 if nothing is counted."""
     loss: float | None
     done: float
     """Finished share of the pack's tasks: learning counts nine tenths of a task, answering one tenth."""
     since: float
-    """Start of this activity in Unix seconds."""
     host: str
     pid: int
     gpus: str
@@ -63,7 +60,6 @@ class SweepState:
     tuning_of: str | None
     time: float
     driver: str | None
-    """The process that runs the sweep; None if no process does."""
     since: float
     """Start of its driver in Unix seconds; 0 without one."""
     driving: str | None
@@ -73,14 +69,10 @@ class SweepState:
     running: tuple[Running, ...]
 
     counts: dict[Status, int]
-    """Trials by status, without zeros."""
     tasks: int
-    """Tasks of all trials."""
     tasks_done: int
-    """Tasks that need no more work."""
     learned: int
     reused: int
-    """Stages whose snapshot was in the store."""
     failed: tuple[TrialState, ...]
     best: TrialState | None
     seconds_at_work: float
@@ -125,7 +117,6 @@ class TrialEvent:
     """A new event of a trial."""
 
     sweep: str
-    """Name of the sweep; that of a tuned sweep's tuning trials ends in `-tuning`."""
     trial_id: str
     name: str
     """The settings that vary, as `lambda=0.1 seed=0`."""
@@ -163,7 +154,6 @@ class SweepWatch:
         self._heartbeats: dict[Path, tuple[FileState, dict[str, Any]]] = {}
         self._round = 0
         self.on_event: Callable[[TrialEvent], None] | None = None
-        """Receives each event that a look reads."""
 
     def look(self, everything: bool = False) -> SweepState:
         """Return the sweep's current state; a corrupt journal raises `StorageError`."""
@@ -246,8 +236,6 @@ class SweepWatch:
 
 
 def _reports(heartbeats: Sequence[Mapping[str, Any]], since: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the workers' reports, newest first, and the driver's, both since the driver began."""
-
     def reports(part: str) -> list[dict[str, Any]]:
         valid = []
         for content in heartbeats:

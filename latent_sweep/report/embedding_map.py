@@ -18,7 +18,6 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 Array = npt.NDArray[np.float64]
 
 MOST_ROWS = 200
-"""Maximum test examples drawn per task, evenly spaced."""
 _SEED = 0
 _FEWEST = 4
 

@@ -40,7 +40,6 @@ def export_pictures(
 
 
 def _listed(captions: Path) -> set[str]:
-    """Return the pictures of an earlier call; empty if the file was not written by one."""
     text = captions.read_text(encoding="utf-8") if captions.is_file() else ""
     return set(re.findall(r"^- `([\w-]+)`: ", text, re.MULTILINE)) if text.startswith(_TITLE) else set()
 

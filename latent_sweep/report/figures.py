@@ -33,9 +33,7 @@ from latent_sweep.report.style import (
 
 _LONGEST_TASK_NAME = 30
 QUICK_DPI = 100
-"""Resolution of `score_matrix_png`, of which a sweep may draw thousands."""
 _SCORE_SIZE = 8
-"""Font size in points."""
 
 
 class Picture(NamedTuple):

@@ -33,7 +33,6 @@ from latent_sweep.storage.folders import SweepFolder
 
 _MOST_COMBINATIONS = 4
 _SIDE_BY_SIDE = 6
-"""Maximum number of tasks for two matrices side by side."""
 
 
 def interference_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:

@@ -73,7 +73,6 @@ def _tabular(table: Table) -> str:
 
 
 def _is_numeric(column: Sequence[Cell]) -> bool:
-    """Return whether a column holds only numbers and missing values."""
     return any(cell.size is not None for cell in column) and all(
         cell.size is not None or cell.text == "-" for cell in column
     )

@@ -10,7 +10,6 @@ from latent_sweep.results.probes import ProbeSummary
 from latent_sweep.results.summaries import Statistic, Summary
 
 _FIRST = ("main", "compared", "published")
-"""Sections that stay in front."""
 _NO_REFERENCE = (
     "SAPT's FWT needs inc_lora with train_active: current and router.combine: oracle (or last) in the same sweep, for "
     "the same seed, backbone and benchmark"
@@ -52,7 +51,6 @@ def _categories(summary: Summary) -> list[Section]:
 
 
 def _scores(summary: Summary, headings: dict[str, str]) -> Table | None:
-    """Return a table with a column for each of these measures; None without any."""
     axes = Columns([summary])
     rows = [
         [*axes.cells(summary, one), *(score_cell(one.further.get(name), spread=False) for name in headings)]
@@ -63,7 +61,6 @@ def _scores(summary: Summary, headings: dict[str, str]) -> Table | None:
 
 
 def _probes(summary: Summary) -> Section:
-    """Return the table of general ability, with a column for each probe and one for its change."""
     names = dict.fromkeys(name for one in summary.configurations for name in one.probes)
     axes, rows, header = Columns([summary]), [], list[str]()
     kinds = {name: one.probes[name] for one in summary.configurations for name in one.probes}

@@ -45,10 +45,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
 
 
 def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], list[str]]:
-    """Draw every picture for which a sweep has the data.
-
-    Also return a line for each that its trials should have but that could not be drawn, with the reason.
-    """
+    """Draw every picture for which a sweep has the data; also return why others are missing."""
     pictures, not_drawn = sweep_pictures(summary)
     pictures += loss_pictures(sweep, summary)
     for draw in (router_pictures, interference_pictures):
@@ -67,10 +64,7 @@ def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], l
 def _extreme_trial(
     sweep: SweepFolder, summary: Summary, choose: Callable[..., tuple[float, Configuration]]
 ) -> TrialFolder | None:
-    """Return the first finished trial of the configuration with the highest AP (`max`) or the lowest (`min`).
-
-    Configurations with stopped trials count only if there are no others.
-    """
+    """Return the first finished trial of the configuration with the highest (`max`) or lowest AP, stopped ones last."""
     scores = [(one.average_performance.mean, one) for one in summary.configurations if one.average_performance]
     if not scores:
         return None
@@ -109,7 +103,6 @@ _FACTS = (
 
 
 def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
-    """Return what was run, what varies, and the time it took."""
     trials = list(sweep)
     read = [values_read(trial) for trial in trials]
     values = {axis: dict.fromkeys(format_value(each[axis]) for each in read) for axis in sweep.axes}
@@ -133,7 +126,6 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
 
 
 def _image(picture: Picture) -> Markup:
-    """Return an image element with its data inside, large enough for its smallest letters to be readable."""
     data = base64.b64encode(_svg(picture.figure)).decode()
     sizes = [float(text.get_fontsize()) for text in picture.figure.findobj(Text) if text.get_text().strip()]
     scale = max(1.0, _SMALLEST_LETTERS / min(sizes, default=_SMALLEST_LETTERS))

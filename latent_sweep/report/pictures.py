@@ -49,7 +49,6 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Stage, stages
 
 NAMED = len(COLORS)
-"""Number of configurations with a color and a name."""
 MATRICES = 6
 ROWS = 30
 EQUAL = 4
@@ -58,7 +57,6 @@ _GRAY = "#c8c8c8"
 
 Array = npt.NDArray[np.float64]
 Line = tuple[str, Any, Array, Array]
-"""Name, x, mean and deviation."""
 
 
 def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
@@ -136,7 +134,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _name(configuration: Configuration) -> str:
-    """Return its settings, the method by its value alone."""
     values = dict(configuration.values)
     method = values.pop("method", None)
     return " ".join(filter(None, (method, label(values)))) or "all trials"
@@ -162,7 +159,6 @@ def _band(values: npt.ArrayLike) -> tuple[Array, Array]:
 
 
 def _draw_lines(axes: Axes, lines: Sequence[Line], title: str, x_name: str) -> None:
-    """Draw lines, the first with color, name and band."""
     for position, (name, x, mean, deviation) in reversed(list(enumerate(lines))):
         if position >= NAMED:
             axes.plot(x, mean, color=_GRAY, linewidth=0.6)
@@ -238,7 +234,6 @@ def loss_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
 
 
 def _loss_curve(learned: Sequence[Stage]) -> tuple[list[float], list[float]]:
-    """Return steps over all tasks and losses, with a gap between tasks."""
     before, steps, losses = 0, list[float](), list[float]()
     for stage in learned:
         steps += [*(before + step for step in stage.loss_steps), math.nan]
@@ -379,7 +374,6 @@ def _curves(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Pic
 
 
 def _curve(ranked: Sequence[Configuration], axis: str) -> Picture:
-    """Draw AP and FM against a numeric axis, a line per point of the others, without stopped configurations."""
     lines = _lines(ranked, axis)
     figure = new_figure(PAGE, 2.5 + 0.13 * min(NAMED, len(lines)))
     columns = figure.subplots(1, 2)
@@ -448,7 +442,6 @@ def _interactions(summary: Summary, ranked: Sequence[Configuration]) -> tuple[li
 
 
 def _grids(configurations: Iterable[Configuration], *axes: str) -> dict[str, list[Configuration]]:
-    """Group configurations that differ along two axes alone, if a trial has finished."""
     grids = _grouped(configurations, *axes)
     return {name: group for name, group in grids.items() if any(one.average_performance for one in group)}
 

@@ -15,7 +15,6 @@ _NARROWEST = 8
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal on standard output; None for a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -33,7 +32,6 @@ def plain(sections: Sequence[Section], width: int | None = None) -> str:
 
 
 def _tables(table: Table, width: int | None) -> list[str]:
-    """Write a table; if it is too wide, in parts that each begin with its key columns."""
     cells = [[one_line(cell.text) + " *" * cell.best for cell in row] for row in table.rows]
     rows = [list(map(one_line, table.header)), *cells]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -56,7 +54,6 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _shrink(widths: list[int], columns: Sequence[int], room: int) -> None:
-    """Narrow the widest of these columns, one character at a time, until they fit."""
     while _total([widths[i] for i in columns]) > room:
         widest = max(columns, key=widths.__getitem__)
         if widths[widest] <= _NARROWEST:

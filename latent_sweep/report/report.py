@@ -39,7 +39,6 @@ from latent_sweep.security import printable
 
 FORMATS = ("text", "markdown", "csv", "latex")
 DECIMALS = 4
-"""Of scores in CSV."""
 
 
 def records(summary: Summary, all_measures: bool = False) -> list[dict[str, Any]]:
@@ -93,7 +92,6 @@ def _comparison_record(comparison: Comparison) -> dict[str, Any]:
 
 
 def _probe_record(one: Configuration, names: Iterable[str]) -> dict[str, float | None]:
-    """Return the probes of a configuration: shares in percent, others in their units."""
     row: dict[str, float | None] = {}
     for name in names:
         probe = one.probes.get(name)
@@ -149,16 +147,12 @@ def render(
     verbose: bool = False,
     all_measures: bool = False,
 ) -> str:
-    """Return a summary in one of `FORMATS`, with the highest AP marked.
-
-    Names, values and reasons are untrusted: they are redacted and escaped for the format.
+    """Return a summary in one of `FORMATS`, redacted and escaped for it; ConfigError for another format.
 
     Args:
         width: columns of the terminal, for text; None does not limit the lines.
         verbose: include definitions and other details.
         all_measures: include further measures, categories and costs.
-
-    Raises ConfigError for another format.
     """
     if format not in FORMATS:
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")

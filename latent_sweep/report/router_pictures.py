@@ -50,7 +50,6 @@ NOVELTY = "router_novelty_auroc"
 
 
 def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
-    """Draw a sweep's routers; also return a line for each picture that could not be drawn."""
     routed, unread = routings(sweep)
     gaps = [f"the router of {gap}" for gap in unread]
     gaps += [f"the posterior of {one.gap}" for one in routed if one.gap is not None and not one.has_posterior]
@@ -65,7 +64,6 @@ def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
 
 
 def posterior_picture(routing: Routing, number: int) -> Picture:
-    """Draw box plots of p(correct task | x) over each task's test examples: figure 4 of the paper."""
     posteriors = own_task(routing.probabilities)
     caption = (
         f"{_which(routing)} Posterior of an example's own task over its test examples "
@@ -262,6 +260,5 @@ def _source(routing: Routing) -> str:
 
 
 def _in_lines(name: str, width: int = 26) -> str:
-    """Break a label between its settings, to fit its part of a picture."""
     words = (word if len(word) <= width else word[: width - 1] + "…" for word in name.split())
     return plain(textwrap.fill(" ".join(words), width, break_long_words=False, break_on_hyphens=False))

@@ -22,13 +22,11 @@ from latent_sweep.results.selection import short_task_names
 COLUMN, PAGE = 3.3, 6.8
 """Widths of a paper's column and page, in inches."""
 SMALL, NORMAL = 7.0, 8.0
-"""Font sizes in points."""
 INK, FAINT = "#333333", "#d9d9d9"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 """Okabe and Ito's palette without yellow, which is invisible on white."""
 GRAYS = ("#f0f0f0", "#9e9e9e", "#4d4d4d")
 COLOR_MAP, GRID_WIDTH = "YlGnBu", 1.2
-"""Of heat maps."""
 MARKERS, DASHES = "osD^vPX", ("-", "--", ":", "-.")
 _DPI = 160
 
@@ -83,7 +81,6 @@ def heat_map(
     size: float = SMALL,
     aspect: Literal["auto", "equal"] = "auto",
 ) -> AxesImage:
-    """Draw a matrix (rows, columns) as colored cells with numbers; NaN leaves a cell blank."""
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap=cmap, norm=norm, aspect=aspect)
     dark = is_dark(image.to_rgba(masked))

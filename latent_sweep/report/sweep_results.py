@@ -32,7 +32,6 @@ class SweepResults(SweepFrames):
 
     @property
     def storage(self) -> str:
-        """The storage of that sweep: an absolute folder, or the URI of an object store."""
         storage = self._folders[0].storage
         return str(storage.folder) if storage.location == DEFAULT_LOCATION else storage.location
 

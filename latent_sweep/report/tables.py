@@ -68,7 +68,6 @@ class Section:
 
 
 def sections(summary: Summary) -> list[Section]:
-    """Return the sections that have content, the main table first."""
     tables = [
         Section("main", f"sweep {summary.name}: {counts(summary)}", _main(summary), *_main_notes(summary)),
         Section("compared", _DIFFERENCES, _compared([summary]), *comparison_notes([summary])),
@@ -105,7 +104,6 @@ def without_comparison(summary: Summary) -> Summary:
 
 
 def one_line(text: str) -> str:
-    """Join text into one line, with control characters spelled out."""
     return " ".join(escape_controls(text).split())
 
 
@@ -157,7 +155,6 @@ ALL_EQUAL = "without brackets: all pairs have the same difference, which does no
 FEW_PAIRS = "two to four pairs: intervals from examples are too narrow if seeds matter far more than test examples"
 ONE_PAIR = "one pair: its interval covers other test examples, but not other seeds"
 _RANKING = 3
-"""Minimum number of configurations for a ranking."""
 _FEW = 5
 """Minimum number of repetitions for a reliable bootstrap."""
 
@@ -188,7 +185,6 @@ def _row_notes(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _main_notes(summary: Summary) -> tuple[list[str], list[str]]:
-    """Return the notes and the details of the main table."""
     notes = [f"n: finished trials, one for each {' and '.join(summary.repeats)}; mean ± sample standard deviation"]
     notes += [HELD_OUT] * has_held_out(summary)
     notes += [NOTHING_LEARNED] * summary.nothing_learned
@@ -223,7 +219,7 @@ def _all_notes(summaries: Sequence[Summary]) -> list[str]:
 
 
 def comparison_notes(summaries: Sequence[Summary]) -> tuple[list[str], list[str]]:
-    """Return the notes and the details of a table of differences; both are empty without one."""
+    """Return the notes and the details of a table of differences."""
     comparisons = [one.comparison for _, one in _compared_configurations(summaries) if one.comparison]
     if not comparisons:
         return [], []
@@ -298,7 +294,6 @@ def _benchmark(configuration: Configuration) -> str:
 
 
 def _by_label(summary: Summary, chosen: Set[str]) -> dict[str, Configuration]:
-    """Map labels without selected settings to configurations with comparable means; ambiguous labels are left out."""
     by_label: dict[str, list[Configuration]] = {}
     for one in summary.configurations:
         if one.average_performance is not None and not one.n_stopped:
@@ -377,7 +372,6 @@ def _protocol_cells(summary: Summary) -> dict[str, list[Cell]]:
 
 
 def _protocol_columns(summary: Summary) -> dict[str, list[Cell]]:
-    """Return these columns without the learning rate if an axis shows the same."""
     axes, columns = Columns([summary]), _protocol_cells(summary)
     rates = [cell.text for cell in columns.get("rate", ())]
     for index, name in enumerate(axes.header):
@@ -489,7 +483,6 @@ def points(fraction: float) -> str:
 
 
 _LIMITS = ("benchmark.train_per_task", "benchmark.test_per_task", "training.max_steps")
-"""Settings that reduce the paper's protocol."""
 
 
 _PUBLISHED_NOTES = (
@@ -558,7 +551,6 @@ def _fraction(score: float) -> Cell:
 
 
 def _constants(summary: Summary) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield scores of constant answers by task, labeled with the axes that they depend on if they vary."""
     groups: dict[tuple[tuple[str, float], ...], list[Configuration]] = {}
     for one in summary.configurations:
         if one.constants:

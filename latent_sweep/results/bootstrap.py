@@ -47,7 +47,6 @@ def bootstrap_means(
 
 
 def _means_of_repetitions(repetitions: Sequence[Repetition], resamples: int, generator: np.random.Generator) -> Array:
-    """Return each repetition's mean over tasks of the mean over resampled examples, (resamples, repetitions)."""
     means = np.zeros((resamples, len(repetitions)))
     for task in dict.fromkeys(task for repetition in repetitions for task in repetition):
         having = [r for r, repetition in enumerate(repetitions) if task in repetition]

@@ -13,7 +13,6 @@ from latent_sweep.sweep.schema import GROUPS
 LOCATION_AND_SPEED = frozenset(
     f"{group}.{name}" for group, kind in GROUPS.items() for name in kind.model_fields.keys() - identity_fields(kind)
 )
-"""Settings that change no result."""
 _ORDER = ("benchmark.name", "benchmark.order")
 
 

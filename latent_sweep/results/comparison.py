@@ -43,7 +43,6 @@ class Comparison:
     baseline: str
     n: int
     differences: Mapping[Measure, Difference]
-    """Empty without pairs."""
     averaged: tuple[int, ...] = ()
     """Indices in `Repeat` of settings that one side does not read: the other's trials are averaged over them."""
 
@@ -59,11 +58,7 @@ Pair = tuple[Outcome, Outcome]
 def compare(
     configurations: Sequence[Mapping[Repeat, Outcomes]], baselines: Sequence[int], labels: Sequence[str]
 ) -> list[Comparison | None]:
-    """Compare each configuration's outcomes, by repetition, with its baseline's; None for one that is its own.
-
-    Args:
-        baselines: the index of each one's baseline.
-    """
+    """Compare each configuration's outcomes, by repetition, with its baseline's; None for one that is its own."""
     pairs = {
         (own, measure): _pairs(configurations[own], configurations[baseline], measure)
         for own, baseline in enumerate(baselines)
@@ -114,7 +109,6 @@ def _by_index(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> Iterator[tupl
 def _grouped(
     trials: Mapping[Repeat, Outcomes], common: Sequence[int], measure: Measure
 ) -> Iterator[tuple[Repeat, list[Outcome]]]:
-    """Group a measure of the trials by the settings at these indices; groups with unfinished trials are left out."""
     groups: dict[Repeat, list[Outcomes]] = {}
     for key, outcomes in trials.items():
         groups.setdefault(tuple(key[index] for index in common), []).append(outcomes)
@@ -146,7 +140,6 @@ def _row_differences(pairs: Sequence[Pair]) -> list[Repetition]:
 
 
 TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks", "benchmark.score_on")
-"""Settings that configurations with comparable scores have in common."""
 
 
 def tested_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -204,7 +197,6 @@ def _whole(values: Mapping[str, Any]) -> str:
 
 
 def _fits(term: str, values: Mapping[str, Any], paths: Mapping[str, str]) -> bool:
-    """Return whether a configuration has the setting `name=value`, also as the same number written differently."""
     name, _, text = term.partition("=")
     short = name if name in values else next((each for each, path in paths.items() if path == name), None)
     if short is None:

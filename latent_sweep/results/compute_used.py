@@ -16,7 +16,6 @@ class Held(NamedTuple):
     """The hardware of a worker."""
 
     gpu: str | None
-    """The type of its GPUs; None without GPUs."""
     amount: int
     """Number of GPUs, or of CPU cores."""
     process: tuple[str, int | None]
@@ -41,7 +40,6 @@ def held_at_work(events: Sequence[Event]) -> list[AtWork]:
 
 
 def covered(spans: Sequence[Span]) -> float:
-    """Return the seconds covered by any of these spans."""
     apart: list[Span] = []
     for span in sorted(spans):
         cover(apart, span)

@@ -42,7 +42,6 @@ class StageCost:
 
     @classmethod
     def of(cls, stage: Stage) -> StageCost | None:
-        """Return the cost of a stage that its trial learned itself; None for any other."""
         metrics = stage.metrics
         if stage.reused or "seconds_train" not in metrics:
             return None

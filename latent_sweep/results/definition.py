@@ -13,7 +13,6 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Finished, Stage, stages
 
 Measure = Literal["AP", "LA", "BWT", "FM"]
-"""Average performance, learning accuracy, backward transfer and forgetting."""
 MEASURES: tuple[Measure, ...] = ("AP", "LA", "BWT", "FM")
 
 _METRICS: Mapping[str, Measure] = {
@@ -58,6 +57,5 @@ def defined_events(trial: TrialFolder, events: Sequence[Event]) -> list[Event]:
 
 
 def trial_name(sweep: SweepFolder, trial: TrialFolder) -> str:
-    """Return a trial's settings that vary, as `lambda=0.1 seed=0`, or its id if none does."""
     names = short_names(sweep.axes)
     return label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id

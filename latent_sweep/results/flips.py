@@ -25,7 +25,6 @@ class Flip:
     """Index among the task's test examples, from 0."""
     row_id: str
     kind: Literal["lost", "gained"]
-    """`lost`: right when new, wrong after the last task; `gained`: the reverse."""
     prompt: str | None
     """The prompt before truncation; None if the benchmark's data is not available, or differs."""
     references: tuple[str, ...]
@@ -83,7 +82,6 @@ def choose_flips(new: Sequence[float], last: Sequence[float], most: int) -> list
 
 
 def _prompts(settings: BenchmarkSettings, task: str, ids: Sequence[str]) -> list[str] | None:
-    """Return the prompts of a task's test examples; None if the data is not available, or has other examples."""
     try:
         examples, spec = read_test_examples(settings, task), load_benchmark(settings.name)
         if examples.ids != list(ids):

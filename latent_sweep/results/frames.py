@@ -447,7 +447,6 @@ class SweepFrames:
         )
 
     def _path(self, name: str) -> str:
-        """Return the path of a setting given by its column, short name or path."""
         paths = {path for trial in self._trials() for path in trial.folder.params}
         names = (*short_names(paths).items(), *short_names(self.axes).items(), *self.axes.items())
         path = {short: path for path, short in names}.get(name, name)
@@ -466,7 +465,6 @@ def _key(trial: TrialResults) -> Row:
 def _answer_rows(
     trial: TrialResults, wanted: str | None, tasks_seen: int | None, texts: InputTexts | None
 ) -> Iterator[list[Row]]:
-    """Yield the rows of a trial's answers, stage by stage, with inputs if `texts` is given."""
     learned, path = trial.stages, trial.folder.path
     if not learned:
         return
@@ -513,7 +511,6 @@ def _with_lines(answers: Sequence[Answer], lines: Sequence[Line] | None) -> Iter
 
 
 def _prediction_cells(line: Line | None, weighted: Sequence[str]) -> Row:
-    """Return an example's id and references, and its weights over the tasks `weighted`."""
     if line is None:
         return {}
     weights = {weighted[int(position)]: weight for position, weight in line["weights"].items()} if weighted else None
@@ -540,14 +537,12 @@ def _columns(paths: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
 
 
 def _frame(dtypes: Dtypes, rows: Sequence[Row]) -> pd.DataFrame:
-    """Return a frame with these columns; values that a row lacks are missing."""
     return pd.DataFrame(
         {name: pd.Series([row.get(name) for row in rows], dtype=dtype) for name, dtype in dtypes.items()}
     )
 
 
 def _setting(trial: TrialFolder, path: str) -> Any:
-    """Return a setting as the trial reads it."""
     return values_read(trial)[path] if path in trial.values else value_read(trial.params, path)
 
 

@@ -44,7 +44,6 @@ def n_best(n: int) -> int:
 
 
 def varying(observations: Sequence[Observation]) -> list[str]:
-    """Return the settings with several values."""
     names = observations[0].settings if observations else ()
     return [name for name in names if len({format_value(each.settings[name]) for each in observations}) > 1]
 
@@ -86,7 +85,6 @@ def _is_numeric(distribution: Any) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let Optuna log no progress, and no warning on settings that few trials read, within the block."""
     logger = logging.getLogger("optuna")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -55,7 +55,6 @@ class Interference:
 
     trial: TrialResults
     measure: str
-    """The formula of `overlaps`."""
     overlaps: Array
     """(T, T), the penalty of each pair, summed or averaged over projections."""
     shares: Array
@@ -170,7 +169,6 @@ def _settings_key(trial: TrialResults, keep: Callable[[str], bool]) -> str:
 
 
 def interference_of(trial: TrialResults, forgetting: Mapping[str, float]) -> Interference | None:
-    """Measure one trial's snapshots; None if there is nothing to measure. Raises an error of `UNREADABLE`."""
     snapshots = trial.sweep.snapshots
     settings = _method_settings(trial)
     if "sum" not in method_class(settings.name)(settings).combinations or len(trial.tasks) < 2:

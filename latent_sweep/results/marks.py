@@ -19,10 +19,8 @@ class Marks(NamedTuple):
     earlier_rows: str | None
     """As `EarlierRows`; None if it is not known."""
     knows_task: bool
-    """Whether it knows the task of every test example."""
 
     def __str__(self) -> str:
-        """Return the cell of a table: `-` if it gets nothing."""
         rows = UNKNOWN if self.earlier_rows is None else _WORDS.get(self.earlier_rows)
         return ", ".join(filter(None, (rows, "task" if self.knows_task else None))) or "-"
 

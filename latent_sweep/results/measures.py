@@ -41,12 +41,10 @@ MORE = (
     MoreMeasure("unparsable", "no label (%)", "share of answers that are no label of their task, if it has labels"),
 )
 NEEDS_OTHERS = ("SAPT_FWT", "intransigence")
-"""Measures that another trial of the sweep decides."""
 _RECORDED = {*Flips._fields, "Avg", "FWT", "unparsable"}
 
 
 def recorded_measures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the measures of this module among a journal's metrics."""
     prefixes = (CATEGORY_AP, CATEGORY_FM)
     return {name: value for name, value in metrics.items() if name in _RECORDED or name.startswith(prefixes)}
 
@@ -65,7 +63,6 @@ def further_measures(trial: TrialResults, read_answers: bool = False) -> dict[st
 
 
 def task_facts(benchmark: str) -> dict[str, TaskFacts]:
-    """Return category and labels of a benchmark's tasks; nothing if it is not on this machine."""
     try:
         return {task.name: TaskFacts(task.category, task.labels) for task in load_benchmark(benchmark).tasks}
     except UNREADABLE:

@@ -23,13 +23,11 @@ class Outcome:
     """A measure of a finished trial."""
 
     value: float
-    """A fraction."""
     rows: Mapping[str, RowScores] | None
     """By task, the contribution of each example: `value` is the mean over tasks of their means. None if not known."""
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """Average a measure over trials: the value and, if the examples are the same, by example."""
     first, rows = outcomes[0].rows, None
     if first is not None and all(each.rows is not None and row_ids(each.rows) == row_ids(first) for each in outcomes):
         rows = {

@@ -20,9 +20,7 @@ class ProbeSummary:
 
     measure: str
     untouched: float
-    """Of the backbone, the mean over the trials."""
     values: tuple[float, ...]
-    """After the last task, by trial."""
     change: Difference
 
     @property
@@ -38,7 +36,6 @@ def probe_lines(trial: TrialResults) -> dict[str, list[dict[str, Any]]]:
 
 
 def probe_results(trial: TrialResults) -> list[ProbeResult]:
-    """Return the measures of all probes at all stages of a trial."""
     return [result for name, lines in probe_lines(trial).items() for result in results_of(name, lines)]
 
 
@@ -52,7 +49,6 @@ def at_both_ends(results: Iterable[ProbeResult]) -> dict[str, tuple[ProbeResult,
 
 
 def summarize_probes(trials: Sequence[dict[str, tuple[ProbeResult, ProbeResult]]]) -> dict[str, ProbeSummary]:
-    """Summarize the probes of a configuration's finished trials, each `at_both_ends`."""
     summaries = {}
     for name in dict.fromkeys(name for trial in trials for name in trial):
         own = [trial[name] for trial in trials if name in trial]

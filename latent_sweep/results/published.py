@@ -20,7 +20,6 @@ TASKS = 15
 """Number of tasks of every stream that has cells here."""
 
 REPRODUCED = "Latent-LoRA"
-"""The paper that this package reproduces; it stands first."""
 
 NONZERO = "nonzero"
 """Stands for any number but 0 in a method's conditions."""
@@ -100,7 +99,6 @@ class Table(Settings):
         return self
 
     def cells(self) -> Iterator[Cell]:
-        """Yield every cell that has a score."""
         width = len(self.measures)
         for method, scores in self.rows.items():
             for number, (label, order) in enumerate(self.orders.items()):
@@ -162,7 +160,6 @@ class Published:
     """Whether it was read in someone's copy of the paper's table."""
     scores: Mapping[str, float]
     training: Mapping[str, Any]
-    """The paper's training settings, by dotted path."""
 
 
 def published_cells(settings: Mapping[str, Any], n_tasks: int) -> list[Published]:
@@ -195,7 +192,6 @@ def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
 
 @cache
 def papers() -> tuple[Paper, ...]:
-    """Return all papers: the reproduced one, then by year and name."""
     files = [path for path in resources.files("latent_sweep").joinpath("published").iterdir() if ".yaml" in path.name]
     found = [Paper.model_validate(parse_yaml(path.read_text(encoding="utf-8"), path.name)) for path in files]
     return tuple(sorted(found, key=lambda one: (one.paper != REPRODUCED, one.year, one.paper)))

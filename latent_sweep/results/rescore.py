@@ -39,10 +39,8 @@ class Cell:
     """An entry of a score matrix, stored and recomputed."""
 
     stage: int
-    """Tasks seen."""
     task: str
     rows: int
-    """Number of answers."""
     stored: float
     recomputed: float
 
@@ -75,7 +73,6 @@ class Rescored:
     cells: list[Cell] = field(default_factory=list)
     measures: dict[str, Measure] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
-    """Other differences."""
     left_out: list[str] = field(default_factory=list)
     """Stored results that could not be rescored, with the reasons."""
     notes: list[str] = field(default_factory=list)
@@ -86,7 +83,6 @@ class Rescored:
 
     @property
     def equal(self) -> bool:
-        """Whether every stored score was rescored and is the same."""
         return not (self.differs or self.left_out)
 
     @property
@@ -167,7 +163,6 @@ class _Rescoring:
         """Scores by task, example and prediction: most answers are the same as at the stage before."""
 
     def into(self, result: Rescored) -> None:
-        """Rescore as far as possible."""
         saved = saved_answers(self.trial.folder.path, self.stages)
         kept: dict[int, Answers] = {stage.tasks_seen: dict(answers) for stage, answers in saved}
         kept.setdefault(len(self.stages), self.newest)
@@ -220,7 +215,6 @@ class _Rescoring:
         return measures | {"FWT": float(np.mean(gains))}
 
     def _unscorable(self, metrics: Mapping[str, Metric]) -> str | None:
-        """Return why answers cannot be scored here: a missing metric, or missing inputs that it needs."""
         try:
             for task, metric in metrics.items():
                 if takes_input(metric):
@@ -230,7 +224,6 @@ class _Rescoring:
         return None
 
     def _inputs(self, task: str) -> list[str]:
-        """Return the inputs of a task's examples, which are not saved with the predictions."""
         examples = read_test_examples(self.settings, task)
         if examples.ids != self.ids[task]:
             raise DataError(f"task {task}: its metric needs inputs, and the benchmark's data has other examples")

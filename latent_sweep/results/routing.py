@@ -91,13 +91,10 @@ class Reliability(NamedTuple):
     """Accuracy by confidence, in bins of equal width from 0 to 1; NaN for an empty bin."""
 
     counts: npt.NDArray[np.intp]
-    """(bins,) examples."""
     confidence: Array
     """(bins,) mean largest probability."""
     accuracy: Array
-    """(bins,) share of examples whose largest probability is that of their own task."""
     calibration_error: float
-    """ECE, a fraction."""
 
 
 def own_task(probabilities: Sequence[Array]) -> list[Array]:
@@ -200,8 +197,7 @@ class StoredRouter:
     def posterior(self, kept: Sequence[Array]) -> tuple[Array, ...]:
         """Recompute p(t | x) of the test examples of every task, (examples, T) each.
 
-        Raises StorageError if the storage lacks records, or they give other weights than `kept`, those used for
-        answering; others of `UNREADABLE` if files are malformed.
+        Raises an error of `UNREADABLE`: StorageError for missing records, or other weights than `kept`.
         """
         router = self._router()
         embeddings = [self.embeddings(task, "test") for task in range(len(kept))]
@@ -216,8 +212,7 @@ class StoredRouter:
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
         """Return the pooled embeddings (examples, d) of a task as the router reads them, equation (11).
 
-        Raises StorageError if they, or the embedding table that scales them, are not available; others of
-        `UNREADABLE` if files are malformed.
+        Raises an error of `UNREADABLE`: StorageError if they, or the table that scales them, are not available.
         """
         path = pooled_path(self._folder, self._pooled_name(task, split))
         if not has_valid_checksum(path):
@@ -232,7 +227,6 @@ class StoredRouter:
         return random_map(self._settings, self._seed)(pooled)
 
     def _router(self) -> TaskRouter:
-        """Return the router over all tasks as the trial's last stage fitted it."""
         settings, n_tasks = self._settings, len(self.trial.tasks)
         pooled_tasks = settings.cov.pooled_tasks(n_tasks, n_tasks)
         mixtures, fold, norms, scatters, distances = [], PooledScatter(), [], [], []
@@ -281,7 +275,6 @@ def _record(kind: type[Record], path: Path) -> Record:
 
 
 def backbone_digests(sweep: SweepFolder, lineage: str) -> dict[str, str]:
-    """Return the digests of weights and tokenizer in a snapshot's facts. Raises an error of `UNREADABLE`."""
     digests: dict[str, str] = snapshot_facts(sweep, lineage)["backbone"]
     return digests
 

@@ -9,11 +9,9 @@ from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 
 MOST_DRAWN = 3
-"""Maximum number of configurations in a picture."""
 
 _LONGEST_TASK_NAME = 24
 UNREADABLE = (LatentSweepError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors raised on reading malformed files."""
 
 
 def reason(error: BaseException) -> str:
@@ -23,7 +21,6 @@ def reason(error: BaseException) -> str:
 
 
 def finished_trials(sweep: SweepFolder) -> list[TrialResults]:
-    """Return the finished trials of a sweep, in its order; none if the sweep cannot be read."""
     try:
         folders = list(sweep)
     except UNREADABLE:

@@ -52,7 +52,6 @@ class RoutingMetric(NamedTuple):
     """A column of the router table."""
 
     metric: str
-    """Its name in journals."""
     heading: str
     factor: float
     """Scale in tables: 100 for shares, in percent; 1 for a log loss, in nats."""
@@ -91,16 +90,13 @@ class Configuration:
     n_trainings: int
     """Distinct trainings of the finished trials; trials that differ only in inference share one."""
     last_finish: float | None
-    """Unix seconds."""
     average_performance: Statistic | None
     learning_accuracy: Statistic | None
-    """Mean score of the tasks right after they were learned."""
     forgetting: Statistic | None
     trainable_parameters: tuple[int, ...]
     """Distinct numbers, over stages."""
     learning_rates: tuple[float, ...]
     steps: tuple[int, ...]
-    """Distinct numbers of optimizer steps, over stages."""
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
     constants: Mapping[str, float]
@@ -110,15 +106,11 @@ class Configuration:
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> all values with which its stages were learned or scored."""
     marks: tuple[Marks, ...] = ()
-    """Distinct ones of its trials."""
     further: Mapping[str, Statistic] = field(default_factory=dict)
     """By the names of `measures.MORE`, and AP and FM by category."""
     costs: Mapping[str, Statistic] = field(default_factory=dict)
-    """By the names of `costs.COSTS`."""
     probes: Mapping[str, ProbeSummary] = field(default_factory=dict)
-    """By probe of general ability."""
     n_stopped: int = 0
-    """By a scheduler."""
     n_failed: int = 0
     learns_in_turn: bool = True
     matrices: tuple[ScoreMatrix, ...] = ()
@@ -140,7 +132,6 @@ class Cost:
     """The time that the stages of a sweep have taken; time shared by a pack's runs, or by trials, counts once."""
 
     learning: dict[str, float] = field(default_factory=dict)
-    """Seconds by lineage."""
     stages: dict[str, StageCost] = field(default_factory=dict)
     """By lineage, of the stages that a trial of the sweep learned itself."""
     seconds_answering: float = 0.0
@@ -148,7 +139,6 @@ class Cost:
     """Stages found in the storage, or shared by trials of one training."""
     generated: float = 0.0
     asked: float = 0.0
-    """Answers."""
 
     def add(self, trial: TrialResults) -> None:
         for stage in trial.stages:
@@ -174,7 +164,6 @@ class Cost:
 
     @property
     def generated_share(self) -> float | None:
-        """Share of the requested answers that were generated."""
         return self.generated / self.asked if self.asked else None
 
 
@@ -191,9 +180,7 @@ class Summary:
     """Short names of the axes that repeat a configuration, the seed first."""
     configurations: tuple[Configuration, ...]
     ended_lines: tuple[str, ...]
-    """A line for each trial that ended without finishing."""
     restarted_lines: tuple[str, ...]
-    """A line for each restarted trial."""
     mixed: Mapping[str, Mapping[str, tuple[str, ...]]]
     """Library, `device` or `dtype` that varied -> value -> the trials computed with it."""
     tuned: tuple[str, ...]
@@ -204,7 +191,6 @@ class Summary:
     driven: bool
     """Whether a process runs the sweep; otherwise running trials were interrupted."""
     latest: float
-    """Time of the last event of any trial; 0 without one."""
     cost: Cost
     compute_used: tuple[Item, ...]
     observations: tuple[Observation, ...]
@@ -229,7 +215,6 @@ class Summary:
 
     @cached_property
     def nothing_learned(self) -> bool:
-        """Whether trials have finished and every AP is 0."""
         finished = [one.average_performance for one in self.configurations if one.average_performance is not None]
         return bool(finished) and all(statistic.mean < ROUNDING for statistic in finished)
 
@@ -257,7 +242,6 @@ class Summary:
 
 
 def end_reason(events: Sequence[Event]) -> str:
-    """Return why a failed or stopped trial ended; empty for any other."""
     last = events[-1] if events else None
     if isinstance(last, Stopped):
         return f"after {last.tasks_seen} tasks: {last.reason}"
@@ -320,7 +304,6 @@ def summarize_all(
 def _summarize(
     sweep: SweepFolder, over: Sequence[str], read_answers: bool
 ) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
-    """Return a summary without a baseline, the trials of each configuration, and the paths of repeating axes."""
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     columns = {axis: name for axis, name in names.items() if axis not in repeats}
@@ -364,7 +347,6 @@ def _summarize(
 
 
 def _with_differing_columns(summaries: Sequence[Summary], axes: Sequence[str], repeats: Sequence[str]) -> list[Summary]:
-    """Add a column for each setting in which the sweeps differ, except repeating axes; arguments are paths."""
     settings = [[one.settings for one in summary.configurations] for summary in summaries]
     paths = differing(settings, [summary.paths.values() for summary in summaries])
     differing_paths = [path for path in paths if path not in repeats]
@@ -396,7 +378,6 @@ def _with_columns(summary: Summary, names: Mapping[str, str], differing_paths: S
 
 
 def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
-    """Return the trials of each configuration, which differ only in the seed, without reading journals."""
     return _groups(sweep, _columns(sweep))
 
 
@@ -438,7 +419,6 @@ class TrialSummary:
     steps: tuple[int, ...]
     computed_with: Mapping[str, tuple[str, ...]]
     latest: float
-    """Time of its last event; 0 without one."""
     learns_in_turn: bool
     finish: float | None = None
     """Unix seconds; None if it has not finished, and the fields below are empty."""
@@ -450,7 +430,6 @@ class TrialSummary:
     probes: Mapping[str, tuple[ProbeResult, ProbeResult]] = field(default_factory=dict)
     """By probe, of the untouched backbone and after the last task."""
     used: tuple[StageUse, ...] = ()
-    """By its stages."""
     costs: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -600,7 +579,6 @@ def _all_statistics(values: Sequence[Mapping[str, float]]) -> dict[str, Statisti
 
 
 def _statistics(names: Iterable[str], values: Sequence[Mapping[str, float]]) -> dict[str, Statistic]:
-    """Return the statistic of each name over the trials that have a value."""
     by_name = {name: Statistic.of([each[name] for each in values if name in each]) for name in names}
     return {name: statistic for name, statistic in by_name.items() if statistic is not None}
 
@@ -608,7 +586,6 @@ def _statistics(names: Iterable[str], values: Sequence[Mapping[str, float]]) -> 
 def _compared(
     summaries: Sequence[Summary], outcomes: Sequence[Sequence[Mapping[Repeat, Outcomes]]], baseline: Sequence[str]
 ) -> list[Summary]:
-    """Compare the configurations of all sweeps with their baselines; `outcomes` are by sweep and configuration."""
     paths = {name: path for summary in summaries for name, path in summary.paths.items()}
     configurations = [(summary, one) for summary in summaries for one in summary.configurations]
     values = [{name: one.read.get(name) for name in paths} for _, one in configurations]
@@ -658,7 +635,6 @@ _MEANS_OVER_STAGES = ("router_novelty_auroc", "router_abstained_unseen")
 
 
 def routing_columns(summary: Summary) -> tuple[RoutingMetric, ...]:
-    """Return the columns of the router table; those of abstention only if a router abstains."""
     measured = {metric for one in summary.configurations for metric in one.router}
     return (*ROUTING_METRICS, *(each for each in ABSTENTION_METRICS if each.metric in measured))
 

@@ -46,13 +46,11 @@ class TrialResults:
 
     @property
     def configuration(self) -> str:
-        """The name without the seed."""
         names = {axis: name for axis, name in short_names(self.sweep.axes).items() if axis != self.sweep.seed_axis}
         return label({name: self.folder.values.get(axis) for axis, name in names.items()})
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks seen, in the order of learning."""
         return tuple(self.stages[-1].scores) if self.stages else ()
 
     @property

@@ -33,7 +33,6 @@ RECENT = 1000
 """Number of newest stages that the estimate uses, at least."""
 
 Span = tuple[float, float]
-"""Start and end in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +42,12 @@ class StageState:
     task: str
     tasks_seen: int
     lineage: str
-    """Of its snapshot. Trials that share a training share lineages."""
     row: int
     """See `journal.row_origin`."""
     reused: bool
     AP: float
     FM: float
     time: float
-    """When it ended, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +65,7 @@ class TrialState:
     message: str | None = None
     """Why it failed, was stopped or lost its worker."""
     kind: str | None = None
-    """Of its failure."""
     task: str | None = None
-    """At which it failed."""
     idle: bool = False
     """Whether its worker failed or was lost and no other has taken over."""
     changed: float = 0.0
@@ -152,7 +147,6 @@ class Tally:
 
     @property
     def counts(self) -> dict[Status, int]:
-        """By status, without zeros."""
         return {status: self._counts[status] for status in ORDER if self._counts[status]}
 
     @property
@@ -196,7 +190,6 @@ class Tally:
         self._learned: set[str] = set()
         self._at_work: list[Span] = []
         self._ends: list[tuple[float, bool]] = []
-        """When each stage ended, and whether it was reused."""
         self._cut = False
         self._begun: float | None = None
         self._best = None
@@ -204,7 +197,6 @@ class Tally:
             self._add(number, trial, set())
 
     def _remove(self, number: int, trial: TrialState) -> None:
-        """Subtract a trial from the counts; its stages stay."""
         self._counts[trial.status] -= 1
         self._failed.discard(number)
         self.tasks_done -= trial.tasks_done

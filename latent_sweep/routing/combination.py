@@ -284,7 +284,6 @@ class Combiner:
         return self._embeddings[task, split]
 
     def _as_read(self, pooled: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return pooled features as the head reads them."""
         std = self._table_std if self.settings.embed_norm == "std" else None
         return self._random_map(normalize_embeddings(pooled, self.settings.embed_norm, std))
 
@@ -341,7 +340,6 @@ class RoutingMetrics:
         self._abstained: dict[str, float] = {}
 
     def add(self, task: int, weights: Array) -> None:
-        """Measure the test rows of a task by their weights, (rows, tasks_seen); tasks must come in order."""
         combiner, name, mode = self._combiner, self._names[task], self._combiner.settings.combine
         if mode == "ngram":  # without a posterior
             self._accuracy[name] = float((weights.argmax(axis=1) == task).mean())

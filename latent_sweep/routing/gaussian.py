@@ -33,7 +33,6 @@ from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import verified, write_checksummed
 
 ROUTED: tuple[Combination, ...] = ("soft", "hard")
-"""Combinations whose weights are the router's posterior."""
 
 NO_SCATTER = 1e-12
 """If the scatter within components is at most this share of the total, it is only rounding error."""
@@ -243,7 +242,6 @@ class TaskScatter(Record):
     triangle: Array
     """(d (d + 1) / 2,) lower triangle, row by row, of S_t = sum (x - mean)(x - mean)'; a sum, not an average."""
     count: int
-    """n_t, the number of embeddings."""
 
     def __post_init__(self) -> None:
         if self.triangle.dtype != np.float64 or self.triangle.shape != (self.width * (self.width + 1) // 2,):
@@ -283,7 +281,6 @@ class TaskGmm(Record):
 
     @property
     def mean(self) -> Array:
-        """The task's mean, (d,)."""
         mean: Array = self.counts @ self.means / self.counts.sum()
         return mean
 
@@ -400,7 +397,6 @@ class _Centered:
         return TaskScatter(upper, len(self.centered))
 
     def mixture(self, responsibilities: Array, settings: RouterSettings) -> TaskGmm:
-        """Return the mixture with these responsibilities, (n, K): the M step."""
         n, K = responsibilities.shape
         counts = np.maximum(responsibilities.sum(axis=0), 10 * np.finfo(np.float64).eps)
         means = self.mean + responsibilities.T @ self.centered / counts[:, None]
@@ -659,7 +655,6 @@ class GaussianRouter(TaskRouter):
         return np.asarray(X - self.origin_, self.settings.dtype)
 
     def _whitened(self, centered: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
-        """Return U'^-1 x of each row, (n, d): its squared length is x' C^-1 x."""
         from scipy.linalg import solve_triangular
 
         return solve_triangular(self.factor_, centered.T, trans="T", check_finite=False).T

@@ -90,7 +90,6 @@ class TaskDistances(Record):
     """
 
     relative: Array
-    """(n,) sorted, divided by their mean."""
 
     def quantile(self, share: float) -> float:
         """Return the quantile as a multiple of the mean squared distance; not below a `share` of the examples."""
@@ -212,7 +211,6 @@ class RidgeRouter(TaskRouter):
     slopes_: Array
     """(d, T)."""
     offsets_: Array
-    """(T,) n_t / N."""
 
     def fit(self, gmms: Sequence[TaskGmm], pooled: PooledScatter) -> RidgeRouter:
         """Fit it over these tasks; return self. `pooled` are the scatters of the same tasks."""
@@ -284,7 +282,6 @@ def leave_one_out(squared: Array, count: int, share: float) -> Array:
 
 
 def _share_of_one(pooled: PooledScatter, count: int, settings: RouterSettings, norms: Sequence[TaskNorms]) -> float:
-    """Return the weight of one example's outer product in the covariance."""
     denominator = pooled.count - (len(pooled.names) if settings.cov.ddof == "tasks" else 0)
     if settings.head == "ncm":  # it adds |x - mean|^2 / d to the variance
         return 1 / denominator / ((isqrt(8 * pooled.triangle.size + 1) - 1) // 2)

@@ -21,15 +21,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _KEY = b'"sha256":"'
-"""Precedes the digest. JSON escapes the quotes in its strings, so no other bytes look like this."""
 NO_CHECKSUM = {"sha256": "0" * 64}
-"""Placeholder that `checksummed` replaces."""
 QUARANTINED = ".corrupt"
 """Suffix of a quarantined file."""
 
 
 def write_checksummed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
-    """Write arrays atomically as a safetensors file, with its digest in the metadata."""
     import numpy as np
     from safetensors.numpy import save
 
@@ -38,7 +35,6 @@ def write_checksummed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
 
 
 def write_checksummed_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Write a JSON value atomically, with its digest."""
     write_file(path, checksummed_json(content, indent))
 
 
@@ -48,7 +44,6 @@ def checksummed_json(content: Any, indent: int | None = None) -> bytearray:
 
 
 def read_checksummed_json(path: Path) -> Any:
-    """Return what `write_checksummed_json` wrote; None if the file is missing or corrupt."""
     return json.loads(path.read_bytes())["content"] if verified(path) else None
 
 
@@ -61,7 +56,6 @@ def checksummed(content: bytes) -> bytearray:
 
 
 def verified(path: Path) -> bool:
-    """Return whether the file exists and matches its digest; quarantine it if it does not match."""
     if not path.exists():
         return False
     if has_valid_checksum(path):
@@ -97,7 +91,6 @@ def _matches(path: Path, size: int, modified_ns: int) -> bool:
 
 
 def _digest_without(content: bytearray | mmap.mmap, start: int) -> bytes:
-    """Return the hexadecimal SHA-256 of all bytes except the 64 from `start`."""
     digest = hashlib.sha256(content[:start])
     with memoryview(content) as view, view[start + 64 :] as rest:
         digest.update(rest)

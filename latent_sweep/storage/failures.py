@@ -64,7 +64,6 @@ DEVICE_LOST = (
 
 
 def failure_kind(error: BaseException) -> Kind:
-    """Classify an error by its type and, if a library raised it, by its text."""
     cause = getattr(error, "cause", None) or error  # of a remote error
     if isinstance(cause, NonFiniteLoss):
         return "non_finite"
@@ -91,7 +90,6 @@ def during(phase: Phase) -> Iterator[None]:
 
 
 def failure_facts(error: BaseException) -> dict[str, str]:
-    """Return the fields of a `failed` event: kind, message, traceback and, if known, phase."""
     cause = getattr(error, "cause", None) or error
     message = f"{cause}" if isinstance(cause, LatentSweepError) else f"{type(cause).__name__}: {cause}"
     facts = {"kind": failure_kind(error), "message": redact(message)[:2000], "traceback": traceback_text(error)}
@@ -113,7 +111,6 @@ def free_frames(error: BaseException) -> None:
 
 
 def free_memory() -> None:
-    """Collect garbage and return cached GPU memory."""
     gc.collect()  # models and engines are reference cycles
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -85,7 +85,6 @@ _WHAT_TO_DO = {
     errno.EROFS: "Expected a writable disk. Use another folder as run.storage",
     errno.EACCES: "Expected a folder that this user may write to. Change its permissions or run.storage",
 }
-"""By error number."""
 
 
 def read_file(path: Path, offset: int = 0) -> bytes:
@@ -105,7 +104,6 @@ def read_file(path: Path, offset: int = 0) -> bytes:
 
 
 def read_json_or_nothing(path: Path) -> Any:
-    """Return a JSON file that serves display only; None if it cannot be read."""
     try:
         return json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
@@ -117,16 +115,13 @@ class FileState(NamedTuple):
 
     inode: int
     size: int
-    """In bytes."""
     mtime_ns: int
-    """Modification time, in nanoseconds since 1970."""
 
 
 NO_FILE = FileState(0, 0, 0)
 
 
 def state_of(path: Path) -> FileState:
-    """Return a file's state without reading it; `NO_FILE` if it cannot be examined."""
     try:
         status = path.stat()
     except OSError:
@@ -135,7 +130,6 @@ def state_of(path: Path) -> FileState:
 
 
 def modified(path: Path) -> int:
-    """Return a file's modification time in nanoseconds since 1970; 0 if there is no file."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -143,7 +137,6 @@ def modified(path: Path) -> int:
 
 
 def stamp(path: Path, modified_ns: int) -> None:
-    """Set a file's modification time."""
     os.utime(path, ns=(modified_ns, modified_ns))
 
 

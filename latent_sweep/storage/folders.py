@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 SWEEP_FILE = "sweep.json"
 """The driver's plan; its presence makes a folder a sweep's."""
 LOCKS = "locks"
-"""Folder of the leases of a sweep's driver and trainings."""
 SHARDS = "shards"
 """Folder in it of the leases of drivers that run a part of the sweep each."""
 TUNE_FOLDER = "ray"
@@ -90,7 +89,6 @@ class SweepFolder:
 
     @property
     def where(self) -> str:
-        """Its location, for messages."""
         return f"{self.storage.location}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
 
     @property
@@ -137,7 +135,6 @@ class SweepFolder:
 
     @property
     def axes(self) -> list[str]:
-        """The dotted paths that vary, in the sweep file's order."""
         return self._content["axes"]
 
     @property
@@ -147,7 +144,6 @@ class SweepFolder:
 
     @property
     def tuning_of(self) -> str | None:
-        """If these are tuning trials: the name of the sweep that they tune."""
         return self._content.get("tuning_of")
 
     @property
@@ -294,7 +290,6 @@ def driven_since(sweep: SweepFolder) -> float | None:
 
 
 def driver_of(sweep: SweepFolder) -> str:
-    """Describe the process that drives a sweep, or the first one and how many others drive its shards."""
     drivers = _drivers(sweep)
     if not drivers:
         return _driver_lease(sweep).holder()

@@ -40,12 +40,10 @@ class Heartbeat:
         self._lock = threading.Lock()
 
     def report(self, part: str, content: Mapping[str, Any]) -> None:
-        """Replace one part of the status with plain JSON."""
         with self._lock:
             self._parts[part] = content
 
     def record_write(self, trial_id: str, size: int, event: str) -> None:
-        """Advertise a journal write for `ADVERTISED_SECONDS`."""
         now = time.monotonic()
         with self._lock:
             recent = {trial: write for trial, write in self._journals.items() if now - write[0] <= ADVERTISED_SECONDS}

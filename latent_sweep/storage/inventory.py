@@ -69,7 +69,6 @@ class Size:
 
     own: int
     snapshots: int
-    """In snapshots that only it refers to."""
     shared: int
     """In snapshots that other sweeps also refer to."""
 
@@ -84,7 +83,6 @@ class Inventory:
 
     @cached_property
     def references(self) -> Mapping[str, frozenset[str]]:
-        """The snapshots that each sweep refers to, by its name."""
         return {sweep.name: lineages_of(sweep) for sweep in self.sweeps}
 
     @cached_property
@@ -110,7 +108,6 @@ class Inventory:
         return tuning + [sweep for sweep in self.sweeps if sweep.name == name]
 
     def size(self, sweep: SweepFolder) -> Size:
-        """Add up what a sweep takes; unreadable sweeps count as sharing nothing with it."""
         others = [lineages for name, lineages in self.readable.items() if name != sweep.name]
         mine = lineages_of(sweep)
         shared = mine & frozenset().union(*others)
@@ -118,7 +115,6 @@ class Inventory:
         return Size(own, self.snapshot_bytes(mine - shared), self.snapshot_bytes(shared))
 
     def changed(self, sweep: SweepFolder) -> float:
-        """Return when a file of a sweep was last written, in Unix seconds."""
         return max(facts.modified for path, facts in self.files.items() if path.is_relative_to(sweep.path))
 
     def snapshot_bytes(self, lineages: Iterable[str]) -> int:
@@ -218,7 +214,6 @@ def _check_unwritten(inventory: Inventory) -> None:
 
 
 def _remove_empty(folders: Iterable[Path], root: Path) -> None:
-    """Remove empty folders, and their empty parents below `root`."""
     for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
         while folder != root and folder.parent != root and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

@@ -44,9 +44,7 @@ class _Line:
     """The trial's status after the event."""
 
     seq: int
-    """Position in the journal, from 0."""
     time: float
-    """Unix seconds."""
     sha256: str = ""
     """Digest of the line."""
 
@@ -79,14 +77,11 @@ class Stage(_Line):
     tasks_seen: int
     task: str
     lineage: str
-    """Identifies the stage's snapshot."""
     scores: Mapping[str, float]
-    """By task, fractions."""
     metrics: Mapping[str, float]
     key: str | None = None
     """Identifies what the row of scores was computed from."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """SHA-256 digests by file name."""
     steps: int | None = None
     trainable_parameters: int | None = None
     learned_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -96,7 +91,6 @@ class Stage(_Line):
     constant: float | None = None
     """Score of the task's most frequent training answer."""
     scored_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Metric names by task."""
     reused: bool = False
     """Whether another run of the task made the snapshot."""
     loss_steps: Sequence[int] = ()
@@ -118,7 +112,6 @@ class Finished(_Line):
 
     metrics: Mapping[str, float]
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """SHA-256 digests by file name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +213,6 @@ class Journal:
             return self._write(name, content)
 
     def _write(self, name: EventName, content: str) -> Event:
-        """Write an event, given as the text of a JSON object without `seq`."""
         with committing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b", buffering=0) as file:  # unbuffered: closing must not retry a failed write
@@ -246,11 +238,9 @@ class Journal:
         return _event(json.loads(line))
 
     def read(self) -> list[Event]:
-        """Return all events in order. A last line torn by a kill is ignored; any other fault raises `StorageError`."""
         return self.read_on(START)[0]
 
     def read_on(self, position: Position) -> tuple[list[Event], Position]:
-        """Return the events after a position, and the new end position."""
         content = self._whole_lines(position.offset)
         events = [self._parse(position.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
         return events, Position(position.offset + len(content), position.seq + len(events))
@@ -260,7 +250,6 @@ class Journal:
         return content[: content.rfind(b"\n") + 1]
 
     def _seq(self, last: bytes) -> int:
-        """Return the number of the last line if it matches its digest."""
         if last[-_DIGEST_BYTES:] != _digest_field(last[:-_DIGEST_BYTES]):
             self.read()  # raises, naming the corrupt line
         return json.loads(last)["seq"]
@@ -295,11 +284,9 @@ def _digest_field(body: bytes) -> bytes:
 
 _DIGEST_BYTES = len(_digest_field(b""))
 _BLOCK = 2**16
-"""Bytes to read at once from the journal's end."""
 
 
 def _last_line(file: BinaryIO) -> tuple[bytes, int]:
-    """Return the last complete line, without its line break, and its end position."""
     tail, start = b"", file.seek(0, os.SEEK_END)
     while start and tail.count(b"\n") < 2:  # the line starts after the previous line break
         length = min(_BLOCK, start)
@@ -324,7 +311,6 @@ def _is_event(record: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _event(record: Mapping[str, Any]) -> Event:
-    """Make a typed event of a parsed line; unknown fields are ignored."""
     name = record["event"]
     return _TYPES[name](**{field: value for field, value in record.items() if field in _FIELDS[name]})
 
@@ -358,12 +344,10 @@ def row_origin(stage: Stage) -> int:
 
 
 def status(events: Sequence[Event]) -> Status:
-    """Return the status that the last event left; a trial restarted after a failure is running."""
     return events[-1].status if events else "pending"
 
 
 def final_metrics(events: Sequence[Event]) -> Mapping[str, float]:
-    """Return the metrics of the last event that has some; none without a stage."""
     return next((event.metrics for event in reversed(events) if isinstance(event, (Stage, Finished))), {})
 
 
@@ -372,6 +356,5 @@ def attempts(events: Sequence[Event]) -> list[Started]:
 
 
 def restarts(events: Sequence[Event]) -> list[str]:
-    """Return the kind of loss or failure before each restart, in order."""
     pairs = itertools.pairwise(events)
     return [before.kind for before, after in pairs if isinstance(before, (Lost, Failed)) and isinstance(after, Started)]

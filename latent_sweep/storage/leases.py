@@ -46,14 +46,12 @@ class Lease(Protocol):
             wait: wait for the lease, and call this every few seconds; it may raise.
         """
 
-    def release(self) -> None:
-        """Give the lease up."""
+    def release(self) -> None: ...
 
     def holder(self) -> str:
         """Describe the holder for messages: host, process id and since when."""
 
-    def held_since(self) -> float | None:
-        """Return when the current holder took it, in Unix seconds; None if it is free."""
+    def held_since(self) -> float | None: ...
 
     def held_until(self) -> float | None:
         """Return when it expires without renewal, in Unix seconds; None if it ends with its holder's process."""
@@ -151,7 +149,6 @@ class Presence:
         return f"{self._folder}/{FOLDER}/{self._heartbeat(self._folder).name}"
 
     def hold(self, folder: str) -> None:
-        """Renew the presence for one more lease, about this folder directly below the storage."""
         with self._lock:
             if self._thread is None or (self._holds == 0 and folder != self._folder):
                 self._folder = folder
@@ -255,7 +252,6 @@ class ObjectLease:
         return _since(holder)
 
     def held_until(self) -> float | None:
-        """Judge by this machine's clock."""
         shown = self._last_alive(self._read())
         return None if shown is None else shown + EXPIRY_SECONDS + time.time() - self._bucket.now()
 

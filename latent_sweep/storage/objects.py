@@ -76,7 +76,6 @@ class Bucket:
             stream.write(content)
 
     def get(self, key: str) -> bytes | None:
-        """Return an object's content; None if there is none."""
         opened = self._open(key, content=True)
         return None if opened is None else opened[0]
 
@@ -112,7 +111,6 @@ class Bucket:
         return {info.path[len(self._root) + 1 :]: ObjectFacts(info.size, self._whole(info.mtime_ns)) for info in files}
 
     def delete(self, key: str) -> None:
-        """Delete an object if there is one. Three requests, since pyarrow keeps its folder; or one."""
         _count("head")
         with self._talking(key):
             try:
@@ -123,7 +121,6 @@ class Bucket:
         _count("put")
 
     def now(self) -> float:
-        """Return Unix seconds by the object store's clock."""
         if self._uri not in _CLOCKS:
             key = f".preflight/clock-{uuid.uuid4().hex}"
             self.put(key, b"")
@@ -132,7 +129,6 @@ class Bucket:
         return _CLOCKS.get(self._uri, time.time() - elapsed()) + elapsed()
 
     def set_clock(self, key: str) -> None:
-        """Read the object store's clock from an object that was just put."""
         if self._uri not in _CLOCKS and (info := self.info(key)) is not None:
             _CLOCKS[self._uri] = info.mtime_ns / 1e9 - elapsed()
 
@@ -174,7 +170,6 @@ class Bucket:
 
 @lru_cache(maxsize=64)
 def _connect(uri: str) -> tuple[FileSystem, str]:
-    """Return pyarrow's file system for a URI, and the path in it."""
     from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSystem
 
@@ -199,7 +194,6 @@ def _with_short_puts(uri: str) -> str:
 
 
 def _nanoseconds(text: str) -> int:
-    """Parse an object's time, such as 2026-01-31T12:00:00Z."""
     moment = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     return int(moment.timestamp()) * 1_000_000_000
 

@@ -33,7 +33,6 @@ class Answer(NamedTuple):
 
 
 Answers = Mapping[str, Sequence[Answer]]
-"""Answers by task, in the order of its rows."""
 
 
 def answers_file(tasks_seen: int) -> str:
@@ -41,7 +40,6 @@ def answers_file(tasks_seen: int) -> str:
 
 
 def stage_of(name: str) -> int | None:
-    """Return the stage, by tasks seen, whose answers a file holds; None for any other file."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -109,7 +107,6 @@ def saved_answers(folder: Path, stages: Sequence[Stage]) -> Iterator[tuple[Stage
 
 
 def newest_answers(folder: Path, stages: Sequence[Stage]) -> Answers:
-    """Return the saved answers of the last stage; empty if there are none."""
     if not stages or not saves_answers(stages[-1]):
         return {}
     *_, (_, answers) = saved_answers(folder, stages)

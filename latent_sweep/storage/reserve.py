@@ -15,13 +15,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_reserve(sweep_folder: Path) -> None:
-    """Write the reserve if the disk has space."""
     with suppress(OSError):
         (sweep_folder / NAME).write_bytes(b"\1" * BYTES)
 
 
 def free_reserve(sweep_folder: Path) -> bool:
-    """Delete the reserve; return whether there was one."""
     try:
         (sweep_folder / NAME).unlink()
     except OSError:
@@ -30,6 +28,5 @@ def free_reserve(sweep_folder: Path) -> bool:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error, or its cause, reports a full disk."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in FULL

@@ -193,7 +193,6 @@ class StoredTensors(Mapping[str, "Tensor"]):
         self._state = state_of(self._path)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor; a file that has become missing or corrupt raises `StorageError`."""
         if name not in self._names:
             raise KeyError(name)
         if (state := state_of(self._path)) != self._state:
@@ -230,7 +229,6 @@ class TaskCheckpoint:
         self.path, self._storage = path, storage
 
     def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; facts are JSON values."""
         self._storage.write(self.path, checksummed(_tensor_bytes(tensors, NO_CHECKSUM | {"facts": json.dumps(facts)})))
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -247,7 +245,6 @@ class TaskCheckpoint:
             return {name: file.get_tensor(name).clone() for name in file.keys()}, facts  # noqa: SIM118
 
     def remove(self) -> None:
-        """Remove the checkpoint and its quarantined predecessor."""
         self._storage.remove(self.path)
         self.path.with_suffix(QUARANTINED).unlink(missing_ok=True)
 

@@ -99,11 +99,9 @@ class Storage:
         for path, content in files.items():
             self.write(path, content)
 
-    def push(self, path: Path) -> None:
-        """Make a local file visible to all nodes."""
+    def push(self, path: Path) -> None: ...
 
     def holds(self, path: Path) -> bool:
-        """Return whether the file exists, locally or remotely."""
         return path.is_file()
 
     def sync(self, path: Path) -> bool:
@@ -121,7 +119,6 @@ class Storage:
         """Fetch the newer files below a folder, or only those with these names."""
 
     def files(self, folder: Path) -> dict[Path, FileFacts]:
-        """Return all files below a folder, local and remote."""
         files = {}
         for path in folder.rglob("*"):
             with suppress(FileNotFoundError):  # removed meanwhile
@@ -131,7 +128,6 @@ class Storage:
         return files
 
     def names(self, folder: Path) -> set[str]:
-        """Return the file names in a folder itself, local and remote, without a stat per file."""
         try:
             with os.scandir(folder) as entries:
                 return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
@@ -139,15 +135,13 @@ class Storage:
             return set()
 
     def remove(self, path: Path) -> None:
-        """Remove a file everywhere; it may be missing."""
         path.unlink(missing_ok=True)
 
     def now(self) -> float:
         """Return Unix seconds by the clock that stamps the files; reading an object store's clock takes a write."""
         return time.time()
 
-    def pull_heartbeats(self, sweep_folder: Path) -> None:
-        """Fetch the heartbeats of other processes for a sweep."""
+    def pull_heartbeats(self, sweep_folder: Path) -> None: ...
 
     def pull_journal(self, path: Path) -> None:
         """Fetch a journal for reading, unless the local one has all its events."""
@@ -327,7 +321,6 @@ class ObjectStorage(Storage):
         return {path: info for path, info in self._list(folder).items() if wanted(path) and _is_older(path, info)}
 
     def _list(self, folder: Path) -> dict[Path, ObjectFacts]:
-        """List the shared objects below a folder by their local paths."""
         files = {self.folder / key: info for key, info in self._bucket.list(self._key(folder)).items()}
         return {path: info for path, info in files.items() if self._shared(path)}
 
@@ -391,7 +384,6 @@ def _working_folder(uri: str, cache: Path) -> Path:
 
 
 def _is_older(path: Path, info: ObjectFacts) -> bool:
-    """Return whether the file is older than the object. Object times are whole seconds, so sizes are compared, too."""
     time_ns = modified(path)
     return info.mtime_ns > time_ns or (info.mtime_ns == time_ns and info.size != path.stat().st_size)
 

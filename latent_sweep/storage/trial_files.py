@@ -109,7 +109,6 @@ def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFi
     end = final_event(events)
     metrics = [event.metrics for event in (recorded[-1], end) if isinstance(event, (Stage, Finished))]
     answers: dict[int, Answers] = {}
-    """Verified answers by stage."""
 
     def scores_agree(content: bytes) -> bool:
         stored = json.loads(content)
@@ -161,12 +160,10 @@ def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFi
 
 
 def _average_to(scores: Sequence[float], mean: float) -> bool:
-    """Return whether the scores have this mean, up to rounding."""
     return abs(statistics.fmean(scores) - mean) <= len(scores) * EPSILON
 
 
 def _are_measures(metrics: Mapping[str, float], matrix: ScoreMatrix) -> bool:
-    """Return whether the metrics are the matrix's measures, up to rounding."""
     rounding = 4 * len(matrix.rows) * EPSILON
     return all(abs(metrics.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
 
@@ -177,7 +174,6 @@ class RowScores:
 
     ids: tuple[str, ...]
     scores: npt.NDArray[np.float64]
-    """(examples,), fractions."""
 
 
 def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | None:
@@ -195,7 +191,6 @@ def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | 
 
 
 def prediction_lines(folder: Path, stage: Stage, task: str) -> list[dict[str, Any]] | None:
-    """Return a task's predictions after the newest stage; None if they do not match the journal."""
     name = f"{PREDICTIONS}/{task}.jsonl"
     digest = stage.files.get(name)
     if digest is None or _fault(folder / name, digest) is not None:
@@ -204,7 +199,6 @@ def prediction_lines(folder: Path, stage: Stage, task: str) -> list[dict[str, An
 
 
 def probe_contents(folder: Path, events: Sequence[Event]) -> dict[str, bytes]:
-    """Return the recorded results of each probe, by its name, without files that do not match the journal."""
     return {
         name.removeprefix(f"{PROBES}/").rpartition("-")[0]: (folder / name).read_bytes()
         for name, digest in recorded_files(events).items()
@@ -232,7 +226,6 @@ def scores_when_new(folder: Path, recorded: Sequence[Stage]) -> dict[str, list[f
 
 
 def checked_answers(folder: Path, recorded: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
-    """Yield as `saved_answers` does, after checking the files' digests."""
     for event in filter(saves_answers, recorded):
         name = answers_file(event.tasks_seen)
         if (fault := _fault(folder / name, event.files[name])) is not None:
@@ -280,13 +273,9 @@ class NewRow:
     def __init__(self, written: Mapping[str, str]):
         self._written = written
         self.scores: list[float] = []
-        """Of each task so far."""
         self.answers: dict[str, list[Answer]] = {}
-        """By task."""
         self.digests: dict[str, str] = {}
-        """Digests of its prediction files, by name."""
         self.contents: dict[str, bytes] = {}
-        """The prediction files that changed, by name."""
 
     def add(self, task: str, score: float, predictions: Sequence[Mapping[str, Any]]) -> None:
         """Add the next task's score and its predictions, one JSON object per example."""
@@ -300,11 +289,7 @@ class NewRow:
 
 
 class TrialFiles:
-    """One trial's journal and result files: score rows, predictions, answers, result.
-
-    Args:
-        keys: of the rows of its score matrix: see `recorded_rows`.
-    """
+    """One trial's journal and result files; `keys` are those of its rows, see `recorded_rows`."""
 
     def __init__(self, sweep: SweepFolder, trial_id: str, tasks: Sequence[str], keys: Sequence[str]):
         self.trial_id, self.keys = trial_id, keys
@@ -324,19 +309,16 @@ class TrialFiles:
             stage.tasks_seen: content_hash({name: getattr(stage, name) for name in _ROW_FIELDS})
             for stage in stages(events)
         }
-        """Hash of `_ROW_FIELDS` in the journal, by tasks seen."""
         corrupt = {file.path for file in self.corrupt}
         self._written = {n: digest for n, digest in recorded_files(events).items() if self.folder / n not in corrupt}
         """Known digests of the files on disk, by name."""
         self._answers: Answers | None = None
-        """Of the newest row; None until they are read."""
         if len(self.rows) < self.wanted:
             # files may be ahead of the journal; the next row rewrites all but the answers of recorded rows
             self.corrupt = [file for file in self.corrupt if 0 < self._stage_of(file) <= len(self.rows)]
         self.complete = status(events) in ("finished", "stopped") and len(self.rows) >= self.wanted and not self.corrupt
         """Whether the trial ended and all rows and files are intact."""
         self._files: dict[str, str] = {}
-        """Digests of the newest row's files, by name."""
 
     @property
     def matrix(self) -> ScoreMatrix:
@@ -362,7 +344,6 @@ class TrialFiles:
             self._write({SCORES: self._scores()})
 
     def _stage_of(self, file: CorruptFile) -> int:
-        """Return the stage, by tasks seen, whose answers the file holds; 0 for any other file."""
         return stage_of(file.path.relative_to(self.folder).as_posix()) or 0
 
     def new_row(self) -> NewRow:

@@ -25,22 +25,16 @@ text, and more record shapes are read. Published benchmarks are unaffected."""
 OFFICIAL_TRUNCATION = 2
 """`truncation: official`; part of lineages and of the cache's name. Since 2, T5's cut prompts are tokenized again."""
 FACTORS = 1
-"""The truncated SVD and its conventions; part of Latent-LoRA's lineages and of the cache's name."""
 RANDOMIZED = 3
 """Randomized factors; part of Latent-LoRA's lineages and of the cache's name. Since 2, every rank has its own factors,
 not a prefix; since 3, they are those of scikit-learn's TruncatedSVD, as in LoRA-XS."""
 POOLING = 1
-"""Pooling of token embeddings; part of routed rows and of the cache's name."""
 RECORDS = 1
-"""Fitting of a task's components, scatter and n-grams; part of routed rows and of the records' names."""
 DECODING = 5
-"""Generation of answers; part of rows and of the generation cache's names."""
 LIKELIHOOD = 1
-"""Likelihood of given continuations; part of the generation cache's names for probes."""
 SCORING = 4
 """Combination of snapshots and scoring of answers; part of rows."""
 DRAWN = 1
-"""Weights of `random:` backbones; part of their identity, and so of everything computed with them."""
 
 OURS = "latent-sweep"
 
@@ -80,15 +74,12 @@ def declared() -> Declared:
 
 @cache
 def library(name: str) -> str:
-    """Return the version of a package; of this one the version in its code, which need not be installed."""
     return __version__ if name == OURS else version(name)
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of this package and of `LIBRARIES`."""
     return {name: library(name) for name in (OURS, *LIBRARIES)}
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of everything that computes results, Python included."""
     return {"python": platform.python_version(), **libraries()}

@@ -42,7 +42,6 @@ class Watcher:
         self._polled = time.monotonic()
 
     def poll(self) -> None:
-        """Fetch what is new since the last poll."""
         began = time.monotonic()
         if began - self._polled > ADVERTISED_SECONDS / 2:  # some writes may no longer be advertised
             self._storage.pull(self._folder)

@@ -37,7 +37,6 @@ OTHERS = 32
 ANSWERS = 8
 """Answers that are scored on them, if there are more than `FEW_ANSWERS`."""
 TRIED = 3
-"""Examples, and answers, for a plugin metric, which may be slow."""
 
 SPOILED_SHARE = 0.05
 """Share of spoiled examples above which they are a fault; no packaged benchmark has as many."""
@@ -68,7 +67,6 @@ class TaskAnswers:
     labels: Sequence[str] | None
     train: Sequence[str]
     references: Sequence[Sequence[str]]
-    """Of each test example, those that score it."""
     inputs: Sequence[str]
     written: Callable[[str, bool], str]
     """Returns the answer of a model that repeats a text, within the limits of an answer or (False) without."""
@@ -102,7 +100,6 @@ class AnswerReport:
     metric: Metric
     tried: int
     equal: float
-    """Of the reference itself."""
     attainable: float
     """Of the reference as the backbone can write it; `equal` without its tokenizer."""
     unattainable: int

@@ -120,7 +120,6 @@ class Sweep(Settings):
 
     @property
     def crossed(self) -> Mapping[str, tuple[Any, ...]]:
-        """The axes all of whose values run at each point: the grid, or with a searcher those of a pack."""
         packed = self.run.pack if isinstance(self.run.pack, tuple) else ()
         return {axis: values for axis, values in self.grid.items() if not self.is_adaptive or axis in packed}
 
@@ -165,7 +164,6 @@ def _read_sweep_file(path: str | Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert what Python programs write in place of YAML's values: tuples, ranges, paths, NumPy's numbers."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, range)):
@@ -181,7 +179,6 @@ def override(path: str, value: Any) -> str:
 
 @memo_scope()
 def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Sweep:
-    """Return the sweep of YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
         raise ConfigError(
@@ -591,7 +588,6 @@ def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
-    """Set a value in nested mappings; return False if a plain value is in the way."""
     for key in path[:-1]:
         if tree.get(key) is None:
             tree[key] = {}
@@ -603,7 +599,6 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
 
 
 def _apply_override(content: dict[str, Any], override: str) -> list[str]:
-    """Apply `--set path=value`; the path begins with name, trial, search, tune or run."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -625,7 +620,6 @@ def _apply_override(content: dict[str, Any], override: str) -> list[str]:
 
 
 def _joined(keys: list[str]) -> list[str]:
-    """Join the keys of a dotted axis: search.method.rank, tune.search.training.epochs, and so on."""
     for block in (["search"], ["tune", "search"], ["tune", "by_method"]):
         start = len(block) + (block[-1] == "by_method")
         if keys[: len(block)] == block and len(keys) > start:

@@ -279,7 +279,6 @@ class Case:
 
     @property
     def place(self) -> str:
-        """Where a user corrects examples, as the end of an advice."""
         if self.task.source is not None:
             return " in its `source`"
         folder = data_folder(self.spec, self.settings)
@@ -287,7 +286,6 @@ class Case:
 
     @cached_property
     def examples(self) -> Mapping[str, list[Example]]:
-        """The examples that trials read, by split."""
         return {
             split: load_examples(self.spec, self.task, split, self.settings, source=self.sources.get(split))
             for split in SPLITS
@@ -302,7 +300,6 @@ class Case:
         return f"{number:,} of {len(self.examples[split]):,} {self.kind(split)}"
 
     def answers(self, example: Example, split: str) -> tuple[str, ...]:
-        """The texts that an example is trained on, or scored against."""
         if split == "train":
             return (example.target,)
         return example.references[:1] if self.settings.references == "single_first" else example.references
@@ -347,7 +344,6 @@ class Case:
 
     @property
     def prompt_room(self) -> int:
-        """Maximum number of tokens of a prompt's text."""
         if self.reader.chat is not None:
             return self.settings.max_source_length
         begins = self.settings.bos == "auto" and self.reader.bos_token_id is not None
@@ -585,7 +581,6 @@ def _empty_targets(case: Case) -> Iterator[Problem]:
 
 
 def _unknown_labels(case: Case) -> Iterator[Problem]:
-    """Find answers that are not in `labels`; only those without a letter or digit are read, as they may be dropped."""
     labels = case.task.labels
     for split in SPLITS if labels is not None else ():
         answers = (text for example in case.examples[split] for text in example.references)

@@ -65,7 +65,6 @@ class SplitReport:
     counts: Mapping[str, int]
     """Examples by problem; see `PROBLEMS`."""
     prompts: Lengths | None = None
-    """None, as below, without the backbone's tokenizer."""
     targets: Lengths | None = None
     characters_per_token: float | None = None
 

@@ -46,7 +46,6 @@ class Stage:
     fields: Mapping[str, str]
     """JSON of everything else that it reads, by dotted path, as in a sweep file if possible."""
     parents: tuple[str, ...]
-    """Lineages of earlier snapshots that it reads."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Stage:
@@ -254,7 +253,6 @@ def _listed(texts: Sequence[str], separator: str = ", ") -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write increasing positions as `task 1` or `tasks 2-4, 7`."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]

@@ -188,7 +188,6 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool)
 
 @memoized(lambda trial: (trial.settings.method, trial.settings.backbone))
 def _parameter_count(trial: Trial) -> int:
-    """Return the number of trainable parameters of a stage; 0 if the backbone's shapes are unknown."""
     shape = shape_of(trial.settings.backbone)
     return 0 if shape is None else trial.method().parameter_count(shape.targets, shape["width"])
 
@@ -298,7 +297,6 @@ def _test_parts(trial: Trial) -> tuple[Any, ...]:
 
 @memoized(_test_parts)
 def _tests(trial: Trial) -> tuple[list[int], list[Tests], list[Tests]]:
-    """Return, for each stage, the test examples seen, the tests of all tasks seen, and the test of its own task."""
     s = trial.settings
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, s.method.inference_identity()]
     digests = [[trial.data_digest_of(task, "test"), stop_of(trial.spec, task)] for task in trial.tasks]
@@ -338,7 +336,6 @@ def _features_read(trials: Sequence[Trial]) -> tuple[int, float]:
 
 
 def _probe_tokens(trials: Sequence[Trial], folder: SweepFolder, probes: ProbeSettings) -> float:
-    """Count about the tokens of probes that are left to read; the backbone's own results are shared."""
     if not probes:
         return 0.0
     tokens = sum(probe.characters for probe in read_probes(probes)) / CHARACTERS_PER_TOKEN
@@ -349,7 +346,6 @@ def _probe_tokens(trials: Sequence[Trial], folder: SweepFolder, probes: ProbeSet
 
 @memoized(lambda trial, i, split: (trial.spec, trial.settings.benchmark, trial.settings.router.pool.scope, i, split))
 def _prompt_tokens(trial: Trial, i: int, split: Split) -> float:
-    """Return about the mean number of tokens of a task's prompts, or of their inputs if the router reads only those."""
     b, task = trial.settings.benchmark, trial.tasks[i]
     examples = load_examples(trial.spec, task, split, b)
     if trial.settings.router.pool.scope == "input_only":

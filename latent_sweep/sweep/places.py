@@ -27,11 +27,6 @@ from latent_sweep.sweep.tracking_uris import (
 
 
 def placed(run: RunSettings, given: Mapping[str, Any]) -> tuple[RunSettings, list[str]]:
-    """Return the settings with the storage and tracker of this process, and their faults.
-
-    A tracker from the environment is not copied, as its address may contain a password. `given` is the part of `run`
-    from the command line.
-    """
     tracking = given.get("tracking")
     uri, tracker_faults = _tracker(run.tracking.uri, isinstance(tracking, Mapping) and "uri" in tracking)
     storage, faults = _storage(run.storage, "storage" in given)

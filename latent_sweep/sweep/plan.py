@@ -127,7 +127,6 @@ class Trial:
         return self.settings.training.step_count(sum(rows.values()) + self.rows_replayed(position), len(rows))
 
     def rows_replayed(self, position: int) -> int:
-        """Count the examples of earlier tasks that an epoch of a stage reads besides."""
         return self.method().replayed_rows(position, sum(self.rows_learned(position).values()))
 
     @property
@@ -135,7 +134,6 @@ class Trial:
         return _learned_from(self.settings.method, len(self.tasks))
 
     def earlier_rows(self) -> EarlierRows:
-        """Return which rows of other tasks its learners read."""
         return _earlier_rows(self.settings.method, len(self.tasks))
 
     def lineages(self) -> tuple[str, ...]:
@@ -214,7 +212,6 @@ class Trial:
         return files.complete and files.has(also)
 
     def probe_files(self, probes: ProbeSettings) -> list[str]:
-        """Return the names of the results of probes."""
         stages = probes.stages(len(self.tasks))
         return [probe.file(stages) for probe in _probes(probes)]
 

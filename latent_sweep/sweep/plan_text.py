@@ -29,7 +29,6 @@ DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 @memo_scope()
 def describe_whole_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
-    """Write the plan of the tuning trials, if there are any, and of the sweep."""
     if plan.tuning is None:
         return describe_plan(plan, storage, verbose)
     selected = tuning_lines(plan.results or ()) or ["nothing yet: below, the first tuning trials stand in for it"]
@@ -39,7 +38,6 @@ def describe_whole_plan(plan: Plan, storage: Storage, verbose: bool = False) -> 
 
 @memo_scope()
 def describe_plan(plan: Plan, storage: Storage, verbose: bool = False) -> str:
-    """Write the plan of one sweep, with its warnings at the end."""
     folder = SweepFolder(storage, plan.sweep.name)
     also = plan.sweep.run.forward_transfer, plan.sweep.run.probes
     estimated = estimate(plan.trials, folder, *also)
@@ -284,7 +282,6 @@ def _memory(packs: Sequence[Pack], run: RunSettings) -> dict[str, tuple[Memory, 
 
 
 def _memory_unknown(packs: Sequence[Pack]) -> dict[str, str]:
-    """Return why memory cannot be predicted, by backbone of a known architecture."""
     unknown = {}
     for settings in {pack.trials[0].settings.backbone.name: pack.trials[0].settings for pack in packs}.values():
         described = describe(settings.backbone)

@@ -160,7 +160,6 @@ def check_whole(sweep: Sweep, trials: Sequence[Trial]) -> None:
 
 
 def check_probes(sweep: Sweep) -> None:
-    """Raise ConfigError if a probe of general ability cannot be read."""
     try:
         read_probes(sweep.run.probes)
     except ConfigError as error:

@@ -56,7 +56,6 @@ class Writing:
     """Predictions of these rows, one for each task seen."""
     answers: int
     predictions: int
-    """Answers of the last row of each trial."""
 
 
 class Item(NamedTuple):

@@ -38,7 +38,6 @@ class Reader:
     tokenizer: Any
     """Of the package tokenizers, or None. Below are the attributes that `encode_parts` reads."""
     chat: Chat | None = None
-    """The chat template of prompts; only transformers' own tokenizers have one."""
 
     @property
     def backend_tokenizer(self) -> Any:

@@ -452,7 +452,6 @@ def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
 
 
 REQUIRED = "required"
-"""Default of a setting without one."""
 
 
 class SettingFacts(NamedTuple):
@@ -460,7 +459,6 @@ class SettingFacts(NamedTuple):
 
     path: str
     default: str
-    """As a sweep file would write it, or `REQUIRED`."""
     meaning: str
 
 
@@ -477,7 +475,6 @@ def every_setting() -> dict[str, list[SettingFacts]]:
 
 
 def describe_settings() -> str:
-    """Return a Markdown table of every setting."""
     head = ["| setting | default | meaning |", "|---|---|---|"]
     return "\n\n".join("\n".join([f"{title}:\n", *head, *map(_row, facts)]) for title, facts in every_setting().items())
 

@@ -20,7 +20,6 @@ Point = Mapping[str, Any]
 
 
 def trials_at(sweep: Sweep, point: Point) -> list[Trial]:
-    """Plan the trials of a point: one, or one for each value of the axes in `run.pack`."""
     return expand(sweep, at=points_at(sweep, point))
 
 

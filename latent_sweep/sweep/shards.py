@@ -37,7 +37,6 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Its name in files."""
         return f"{self.number}-of-{self.total}"
 
     def of(self, packs: Sequence[Pack], separable: bool = False) -> list[Pack]:
@@ -71,12 +70,10 @@ def _lineages(run: Run) -> tuple[str, ...]:
 
 
 def _stages(runs: Sequence[Run]) -> int:
-    """Count the stages to learn."""
     return len({(lineage, position) for run in runs for position, lineage in enumerate(_lineages(run))})
 
 
 def _sharing_stages(atoms: Sequence[tuple[Run, ...]]) -> list[tuple[Run, ...]]:
-    """Join those that have a stage in common."""
     groups: dict[int, list[tuple[Run, ...]]] = {}
     group_of: dict[str, int] = {}
     for number, atom in enumerate(atoms):

@@ -25,7 +25,6 @@ LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0
 """Weights of the penalty around the paper's, and for a backbone of 135M parameters."""
 
 RANKS = (4, 8, 16, 32)
-"""Usual ranks of adapters; the largest is the paper's, the default."""
 
 OWN_TASKS = ("mood", "arrival")
 """Tasks of a first benchmark: a classification and an extraction, to be replaced."""
@@ -38,9 +37,7 @@ class Purpose:
 
     question: str
     search: str
-    """Its search space; `{lambdas}` and `{ranks}` are replaced by weights of the penalty and ranks."""
     tuned: bool = False
-    """Whether the learning rate is tuned on the first tasks."""
 
 
 _REFERENCES = """\
@@ -240,7 +237,6 @@ def _listed(numbers: Iterable[float]) -> str:
 
 
 def benchmark_files() -> dict[str, str]:
-    """Return the files of a first benchmark, by path in its folder."""
     spec = load_benchmark("builtin")
     files = {BENCHMARK_FILE: _BENCHMARK}
     for task in (task for task in spec.tasks if task.name in OWN_TASKS):

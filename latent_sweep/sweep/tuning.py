@@ -41,7 +41,6 @@ EXACT = 9
 """Decimals to which mean scores are compared; further ones depend on the order of summation."""
 
 TUNING = "tuning.json"
-"""File in the sweep's folder that records the selections."""
 
 
 class NoSelection(LatentSweepError):
@@ -120,7 +119,6 @@ def find_selections(sweep: Sweep) -> list[Selection]:
 
 
 def tuning_sweep(sweep: Sweep) -> Sweep:
-    """Return the sweep of the tuning trials; none is stopped early, so that all can be compared."""
     run = sweep.run.model_copy(
         update={"scheduler": SchedulerSettings(), "forward_transfer": False, "probes": NO_PROBES}
     )
@@ -236,7 +234,6 @@ class SelectionResult:
 
     shared: Mapping[str, Any]
     values: Mapping[str, Any]
-    """By dotted path; empty if nothing was tried."""
     tried: tuple[TuningResult, ...]
     remarks: tuple[str, ...]
     """Ties, values at an edge of the range tried, and failed tuning trials."""

@@ -18,7 +18,6 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import redact
 
 KNOCK_SECONDS = 4.0
-"""Seconds for a Ray cluster's head to accept a connection and send its first bytes."""
 ANSWER_SECONDS = 1.0
 """The part of them reserved for the first bytes."""
 HTTP2_SETTINGS = b"\4"
@@ -28,7 +27,6 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS
 
 
 def ray_address() -> str | None:
-    """Return the value of RAY_ADDRESS; None if `run` starts a cluster of its own."""
     address = os.environ.get("RAY_ADDRESS", "").strip()
     return None if address in ("", "local") else address
 
@@ -122,7 +120,6 @@ def _split(address: str) -> SplitResult:
 
 
 def _is_here(host: str | None) -> bool:
-    """Return whether a host is the loopback interface; names are not resolved."""
     try:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:

@@ -85,7 +85,6 @@ class RunContent:
     """Identifies the journal of a trial, which starts again if its folder was deleted. Empty for other kinds."""
     name: str
     start: float
-    """Unix seconds."""
     status: RunStatus
     end: float
     """Unix seconds; undefined while the run is running."""
@@ -96,11 +95,9 @@ class RunContent:
     history: Sequence[Point]
     """Every value in order of time. A stage that was scored again has two values at its step."""
     artifacts: Mapping[str, Artifact]
-    """By path; none while the run is running."""
 
     @property
     def points(self) -> list[Point]:
-        """The latest value of each (metric, step)."""
         return list({(point.key, point.step): point for point in self.history}.values())
 
 
@@ -136,7 +133,6 @@ def run_name(sweep: SweepFolder, trial: TrialFolder) -> str:
 
 
 def history(trial: TrialFolder, events: Sequence[Event]) -> list[Point]:
-    """Return every metric value of a trial in order of time."""
     return list(_history(defined_events(trial, events)))
 
 
@@ -250,7 +246,6 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
 
 
 def run_tags(sweep: SweepFolder, content: RunContent) -> dict[str, str]:
-    """Return the tags that identify a run."""
     tags = {"kind": content.kind, KEY_TAG[content.kind]: content.key} | sweep_tags(sweep)
     return tags | ({"journal": content.generation} if content.generation else {})
 

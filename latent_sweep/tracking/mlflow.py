@@ -72,8 +72,6 @@ _logger = logging.getLogger(__name__)
 
 _MAX_ENTITIES = 1000  # points, params and tags per MLflow call
 _PARALLEL_RUNS = 8
-"""Runs that are uploaded to a server at once; MLflow's client keeps ten connections. A local database takes one write
-at a time."""
 _DRAWING = threading.Lock()
 """Matplotlib is not thread-safe."""
 _CLIENT_SETTINGS = {
@@ -103,7 +101,6 @@ class _Run:
     run_id: str
     status: str
     end: int | None
-    """Milliseconds since 1970."""
     artifact_uri: str
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
@@ -111,7 +108,6 @@ class _Run:
     logged: dict[tuple[str, int], float] = field(default_factory=dict)
     """Latest value by metric and step; not kept for trials, either."""
     unread_metrics: set[str] = field(default_factory=set)
-    """Metrics whose history has not been read into `logged` yet."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +145,10 @@ class MlflowTracker:
         self._client: Any = None
         self._experiment_id = ""
         self._runs: dict[_Identity, dict[str, _Run]] = {}
-        """Runs by generation; there is only one generation except while a new one replaces an old one."""
         self._uploaded: dict[str, FileState] = {}
-        """State of each trial's journal when it was last uploaded, by trial id."""
         self._view_key = ""
 
     def open(self) -> None:
-        """Create or update the experiment, the parent run and the saved view."""
         with self._connected():
             parent = self._parent()
             self._set_running(parent)
@@ -567,7 +560,6 @@ def tracker_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = Fals
 
 
 def quiet_client(uri: str) -> Any:
-    """Return MLflow's client for an address, with short timeouts and without its own log messages."""
     for name, value in _CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient  # takes seconds, which the background thread can spare
@@ -604,7 +596,6 @@ def _all_runs(client: Any, experiment_id: str) -> Iterator[Any]:
 
 
 def _identity(run: Any) -> tuple[str, str, str]:
-    """Return a run's kind, key and generation; empty strings for runs that are not ours."""
     tags = run.data.tags
     kind = tags.get("kind", "")
     return kind, tags.get(KEY_TAG.get(kind, ""), ""), tags.get("journal", "")

@@ -109,7 +109,6 @@ def _signature() -> Any:
 
 
 def _load_pyfunc(data_path: str) -> FrameModel:
-    """Open a downloaded model; MLflow calls this function by name."""
     from latent_sweep.deploy.model import ContinualModel
 
     return FrameModel(ContinualModel.from_folder(data_path))

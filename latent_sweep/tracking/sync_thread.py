@@ -107,7 +107,6 @@ class SyncThreads:
             thread.start()
 
     def stop(self) -> None:
-        """Close all trackers at the same time."""
         for thread in self._threads:
             thread.request_stop()
         for thread in self._threads:

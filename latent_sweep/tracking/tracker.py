@@ -44,7 +44,6 @@ class LocalTracker:
     def __init__(self, sweep: SweepFolder):
         self.sweep = sweep
         self._written: dict[str, FileState] = {}
-        """State of each trial's journal when it was last written, by trial id."""
 
     def open(self) -> None:
         pass

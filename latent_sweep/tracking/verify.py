@@ -43,11 +43,8 @@ class Verdict:
     """The result of a comparison."""
 
     faults: Sequence[str]
-    """One line each: where, what was found, what was expected."""
     counts: Mapping[str, int]
-    """Number of checked items by kind."""
     notes: Sequence[str] = ()
-    """Remarks that are no faults."""
 
     def text(self) -> str:
         checked = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
@@ -56,7 +53,6 @@ class Verdict:
         return "\n".join([*self.faults, *notes, f"{end}; checked {checked or 'nothing'}"])
 
     def record(self) -> dict[str, Any]:
-        """Return the verdict as plain values, for JSON."""
         return {"faults": list(self.faults), "counts": dict(self.counts), "notes": list(self.notes)}
 
 
@@ -69,11 +65,9 @@ class _Fault:
 
     text: str
     trials: Sequence[TrialFolder]
-    """Trials that need it."""
     item: Path | str
     """The file, or the lineage of the snapshot."""
     remedy: str
-    """What the next run does about it after it was quarantined."""
 
 
 def verify_disk(sweep: SweepFolder) -> Verdict:
@@ -260,7 +254,6 @@ def _faults(
 
 
 def _point_faults(content: RunContent, points: Sequence[Point]) -> Iterator[str]:
-    """Yield missing and surplus values. For sweeps and configurations, only a direct repetition counts as surplus."""
     newest: dict[tuple[str, int], float] = {}
     excess: Counter[tuple[str, int, float]] = Counter()
     for point in points:

@@ -53,12 +53,8 @@ class Context:
         trial: any trial of the pack; all have the same backbone and tasks.
         engine: None is plain torch in this process.
         halved: phases with half the rows per pass; learning has `training.micro_batch_size` instead.
-        keep_answers: whether trials save the predictions of every stage or only of the last.
-        keeps_features: whether methods store features of prompts.
-        limit: when to end.
         loss_every: steps per recorded loss; 0 records none.
         forward_transfer: whether tasks are answered before they are learned.
-        probes: of general ability.
     """
 
     def __init__(
@@ -139,7 +135,6 @@ class Context:
         self.engine.group.order(*order)
 
     def check(self, snapshots: Sequence[Snapshot]) -> None:
-        """Raise ConfigError if snapshots were learned on other weights: lineages only contain the backbone's name."""
         loaded = backbone_facts(self.backbone)
         for snapshot in snapshots:
             if (learned_on := snapshot.facts["backbone"]) != loaded:
@@ -190,7 +185,6 @@ class Context:
         return self._tokens[key]
 
     def _check_rows(self, rows: TokenizedExamples, which: str, trial: Trial, whole: bool) -> None:
-        """Reject rows that the backbone cannot read; torch would only report an index out of range."""
         backbone, b = self.backbone, trial.settings.benchmark
         name = f"backbone.name: {trial.settings.backbone.name}"
         if (largest := rows.largest()) >= (size := backbone.model.get_input_embeddings().num_embeddings):
@@ -223,7 +217,6 @@ class Context:
         return load_examples(trial.spec, task, split, trial.settings.benchmark, source=trial.source(task, split))
 
     def constant(self, trial: Trial, position: int) -> float | None:
-        """Return a task's test score if every answer is the most frequent training answer; None without its rows."""
         b, task = trial.settings.benchmark, trial.tasks[position]
         key = b, task.name
         if key not in self._constants:
@@ -239,7 +232,6 @@ class Context:
         return self._constants[key]
 
     def combiner(self, trial: Trial, gates: Gates) -> Combiner:
-        """Return the combiner of a trial's snapshots; `gates` returns the weights for `combine: gates`."""
         router = trial.settings.router
         whole = router.combine in ROUTED and not router.pool.truncate
         pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)

@@ -41,7 +41,6 @@ def _condition(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 _kept: dict[str, Backbone] = {}
-"""The backbone that this process loaded last, by settings and files."""
 
 
 def forget_backbone() -> None:
@@ -100,13 +99,11 @@ class Engine:
 
     @property
     def token_graphs(self) -> TokenGraphs | None:
-        """Graphs of decoded tokens; None without graphs."""
         if self._token_graphs is None and self.graphs is not None:
             self._token_graphs = TokenGraphs(self.backbone, self.graphs)
         return self._token_graphs
 
     def release_graphs(self) -> None:
-        """Free the memory of graphs of decoded tokens."""
         if self._token_graphs is not None:
             self._token_graphs.release()
 
@@ -119,8 +116,6 @@ class Engine:
         return {"engine": "torch", "workers": self.group.size}
 
     def begin_learning(self) -> None:
-        """Prepare for training, on every worker."""
         self.release_graphs()
 
-    def begin_answering(self) -> None:
-        """Prepare for generating answers, on every worker, possibly to different rows."""
+    def begin_answering(self) -> None: ...

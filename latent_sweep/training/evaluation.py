@@ -65,7 +65,6 @@ class AnswerBatch:
 
     lineages: Sequence[str]
     weights: Array
-    """(rows, snapshots)."""
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     stop: tuple[str, ...]
@@ -82,7 +81,6 @@ class AnswerBatch:
         return path_of(self.weights[0]) is not None
 
     def parts(self, passes: int | None = None) -> Iterator[tuple[Array, slice]]:
-        """Yield the weights and the rows of each forward pass."""
         rows = -(-len(self.prompts) // (passes or self.passes))
         for start in range(0, len(self.prompts), rows):
             yield self.weights[start : start + rows], slice(start, start + rows)
@@ -97,7 +95,6 @@ class CombinedAdapters:
         self._tensors: dict[str, CachedTensors] = {}
 
     def of(self, batch: AnswerBatch, weights: Array, snapshot: Callable[[str], Snapshot]) -> Adaptation:
-        """Return the adaptation for some rows of a batch, with weights (rows, snapshots)."""
         if not batch.lineages:  # the untouched backbone, also for a worker that knows only the trial's method
             return Adaptation()
         if not batch.merged:

@@ -30,11 +30,9 @@ class Step:
     """Task being learned, 0-based."""
     doing: Literal["learning", "scoring"]
     step: int
-    """Steps done, from 1."""
     steps: int
     losses: Mapping[str, float]
     training_id: str
-    """Of the run."""
 
 
 @dataclass(frozen=True)

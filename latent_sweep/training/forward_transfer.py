@@ -37,7 +37,6 @@ class Untouched(Method):
 
 
 def score_ahead(run: ActiveRun, active: ActiveTrial) -> Ahead:
-    """Score every task but the first with the snapshots of the tasks before it, and without any."""
     trial, context = active.trial, run.context
     run.step = None
     context.check(run.snapshots)

@@ -67,7 +67,6 @@ def shape_gradients(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBa
 
 
 def _references(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank) -> list[list[Gradients]]:
-    """Return the gradients of each trainer's reference batches; the first ones share their passes, and so on."""
     batches = [checked.reference_batches(trainer.learner, trainer.step) for trainer in trainers]
     references: list[list[Gradients]] = [[] for _ in trainers]
     for together in itertools.zip_longest(*batches, fillvalue=()):
@@ -93,7 +92,6 @@ def _backward(
     engine: Engine,
     bank: AdapterBank,
 ) -> None:
-    """Add the gradients of one pass over reference rows to the parameters'."""
     running = [(trainer, part) for trainer, part in zip(trainers, parts, strict=True) if part.rows]
     adaptations = [trainer.learner.adaptation(part.rows) for trainer, part in running]
     uniform = all(adaptation.uniform for adaptation in adaptations)
@@ -108,7 +106,6 @@ def _backward(
 
 
 def _taken(trainer: Trainer) -> Gradients:
-    """Return the gradients of a trainer's parameters, zeros where none arrived, and clear them."""
     gradients = {}
     for name, parameter in trainer.parameters.items():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -106,7 +106,6 @@ def _metric_lines(metric: str, value: float, of_documents: Sequence[float]) -> I
 
 
 def _model(prober: Prober, seen: int) -> Any:
-    """Return the `LM` of a trial's first tasks; the harness is imported here, as it is an extra."""
     from lm_eval.api.model import LM
 
     class SnapshotModel(LM):

@@ -39,7 +39,6 @@ class Probed(NamedTuple):
     metrics: Mapping[str, float]
     """By the prefixes of `latent_sweep.metrics.probes`."""
     files: Mapping[str, bytes]
-    """JSON lines, by name in the trial's folder."""
 
 
 def record_started(files: TrialFiles, trial: Trial, context: Context) -> None:
@@ -52,13 +51,11 @@ def record_started(files: TrialFiles, trial: Trial, context: Context) -> None:
 
 
 def record_failed(files: TrialFiles, error: Exception, task: str | None, step: int | None) -> None:
-    """Record the error that stopped the trial, if it is running."""
     if status(files.journal.read()) == "running":
         files.journal.append("failed", **failure_facts(error), task=task, step=step)
 
 
 def record_paused(files: TrialFiles) -> None:
-    """Record that the trial's work is saved and its time is up, if it is running."""
     if status(files.journal.read()) == "running":
         files.journal.append("lost", kind=PAUSED, message="the time was up; the same command continues it")
 
@@ -140,7 +137,6 @@ def more_measures_of(files: TrialFiles, trial: Trial) -> dict[str, float]:
 
 
 def _generated_share(files: TrialFiles, trial: Trial, context: Context) -> float:
-    """Return the share of the answers of all stages that was generated; the others were cached."""
     counts = [len(context.tokens(trial, position, "test")) for position in range(len(trial.tasks))]
     asked = list(itertools.accumulate(counts))  # at each stage: the rows of all tasks seen
     recorded = stages(files.journal.read())

@@ -177,7 +177,6 @@ def _to_host(norms: Tensor, losses: Sequence[Mapping[str, Tensor]]) -> tuple[lis
 
 
 def _seed(seed: int) -> None:
-    """Seed all generators: those of Python and NumPy for plugins. `torch.manual_seed` would format a traceback."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -199,7 +198,6 @@ def _training_mode(engine: Engine, settings: TrainingSettings) -> Iterator[None]
 
 @contextmanager
 def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None]:
-    """Recompute activations in backward passes within the block, if `gradient_checkpointing` is set."""
     if settings.gradient_checkpointing == "auto":
         raise ValueError("gradient_checkpointing: auto is decided before a pack is run; see `memory.decided`")
     if not settings.gradient_checkpointing:

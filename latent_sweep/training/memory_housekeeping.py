@@ -38,7 +38,6 @@ class PeakMemory:
         self._known = self._on_gpu or _reset_resident_peak()
 
     def bytes(self) -> int | None:
-        """Return the peak so far; None if the system does not tell."""
         import torch
 
         if not self._known:

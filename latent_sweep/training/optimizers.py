@@ -86,7 +86,6 @@ class AdamW:
         return scalars.unsqueeze(-1)
 
     def tensors(self) -> list[Tensor]:
-        """Return what a step changes: the parameters and both moments, (P, N) each."""
         return [self._parameters, self._average, self._average_square]
 
     def state(self, index: int) -> dict[str, Tensor]:
@@ -115,7 +114,6 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _views(row: Tensor, trainer: Trainer) -> list[Tensor]:
-    """Split a trainer's row into tensors of its parameters' shapes."""
     parameters = list(trainer.parameters.values())
     sizes = [p.numel() for p in parameters]
     parts = row[: sum(sizes)].split(sizes)

@@ -51,10 +51,8 @@ def run_pack(
         emit: receives each activity, optimizer step and finished stage.
         threads: CPU threads; None is torch's default.
         engine: None is plain torch in this process. Every worker of its group calls this function with the same pack.
-        keep_answers: whether trials save the predictions of every stage or only of the last.
-        loss_every: steps per recorded loss; 0 records none.
-        forward_transfer: whether tasks are also answered before they are learned.
-        probes: of general ability.
+
+    The other arguments are those of `Context`.
 
     Raises:
         Exception: the error of the first run that failed, once the others have ended and journals have `failed` events.

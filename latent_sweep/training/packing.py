@@ -120,7 +120,6 @@ def _first_steps(run: ActiveRun, on_step: Progress) -> Trainer:
 
 
 def of_steps(settings: TrainingSettings, steps: int) -> TrainingSettings:
-    """Return the settings with this number of steps and no checkpoint."""
     return settings.model_copy(update={"max_steps": steps, "epochs": steps, "checkpoint_every": steps + 1})
 
 
@@ -129,7 +128,6 @@ def _no_checkpoint(storage: Storage) -> TaskCheckpoint:
 
 
 _SIZES = ("batch_size", "micro_batch_size", "gradient_checkpointing", "optimizer")
-"""Training settings that determine memory and speed."""
 
 
 def _key(pack: Pack) -> str:

@@ -36,7 +36,6 @@ CHECKPOINT_BYTES = 2 * 12
 """Bytes of checkpoints per trainable parameter: values and two moments, in the old file and the new one."""
 
 Stages = Sequence[tuple[str, Sequence[int]]]
-"""Training ids with the positions of the tasks to learn."""
 
 
 def try_everything(runs: ActiveRuns) -> None:
@@ -98,7 +97,6 @@ def _lacks_rows(active: ActiveTrial) -> bool:
 
 
 def _missing_stages(run: ActiveRun, stored: set[str]) -> list[int]:
-    """Return the positions of the tasks to learn: those that train something and have no stored snapshot."""
     counts = (len(run.method.learns_from(position, len(run.tasks))) for position in range(run.wanted))
     lineages = zip(run.lineages, counts, strict=False)
     return [position for position, (lineage, count) in enumerate(lineages) if count and lineage not in stored]
@@ -142,7 +140,6 @@ def _shapes(run: ActiveRun) -> dict[str, tuple[int, int]]:
 
 
 def _try_trial(run: ActiveRun, active: ActiveTrial, positions: Sequence[int], tried: set[str]) -> None:
-    """Read the rows that a trial needs, score one of each task, and fit its routers, unless others have tried it."""
     context, trial, method = run.context, active.trial, run.method_of(active.trial)
     carve = trial.settings.training.select == "best_validation"
     n_tasks = len(trial.tasks)

@@ -70,7 +70,6 @@ class Prober:
         return found, weights
 
     def answers(self, tasks_seen: int, columns: Columns, end: AnswerEnd) -> list[str]:
-        """Return an answer to each prompt."""
         evaluator, history, weights = self._by(tasks_seen, columns)
         return evaluator.answers(history, weights, columns["prompt_ids"], end=end)[0]
 
@@ -83,7 +82,6 @@ class Prober:
         return self._own, self._snapshots[:tasks_seen], weights
 
     def _routed(self, columns: Columns) -> Columns:
-        """Return what routes the rows: their inputs, between special tokens."""
         first, last = self.encoder.first, self.encoder.last
         return {**columns, "prompt_ids": [[*first, *ids, *last] for ids in columns["input_ids"]]}
 

@@ -169,7 +169,6 @@ class ActiveRun:
 
     @property
     def failures(self) -> list[Exception]:
-        """Return the error that stopped it, and those of trials that have left it."""
         own = self.failure
         return [*self._dropped, *([] if own is None or any(own is error for error in self._dropped) else [own])]
 

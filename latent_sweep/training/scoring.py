@@ -17,11 +17,7 @@ from latent_sweep.training.run import ActiveRun
 
 
 class TaskScoring:
-    """Scores tasks of a trial with a run's snapshots.
-
-    Attributes:
-        combiner: gives the weights of the snapshots.
-    """
+    """Scores tasks of a trial with a run's snapshots, whose weights come from `combiner`."""
 
     def __init__(self, run: ActiveRun, trial: Trial, evaluator: Evaluator):
         self._context, self._trial, self._evaluator = run.context, trial, evaluator
@@ -33,7 +29,6 @@ class TaskScoring:
         self.combiner = run.context.combiner(trial, gates)
 
     def count(self, position: int) -> int:
-        """Return the number of a task's test rows."""
         return len(self._context.tokens(self._trial, position, "test"))
 
     def score(
@@ -44,11 +39,7 @@ class TaskScoring:
         recent: Recent | None = None,
         evaluator: Evaluator | None = None,
     ) -> TaskScore:
-        """Score the task at a position; see `Evaluator.score`.
-
-        Args:
-            evaluator: another one than the trial's own.
-        """
+        """Score the task at a position, with the trial's own evaluator or another; see `Evaluator.score`."""
         trial, context, s = self._trial, self._context, self._trial.settings
         task = trial.tasks[position]
         rows = context.tokens(trial, position, "test")

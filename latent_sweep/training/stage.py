@@ -60,7 +60,6 @@ def _lacking(runs: ActiveRuns, position: int) -> list[ActiveRun]:
 
 
 def _recall(runs: ActiveRuns, position: int) -> None:
-    """Append the task's snapshot to each run that lacks it, if it is stored."""
     store = runs.context.store
     sharers = defaultdict[str, list[ActiveRun]](list)
     for run in _lacking(runs, position):

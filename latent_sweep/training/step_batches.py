@@ -63,7 +63,6 @@ class FixedBatches:
         self._batches = [batches.take(index) for index in range(len(self.passes))]
 
     def take(self, index: int) -> Batch:
-        """Return the batch of a pass; its layout has computed nothing yet."""
         batch = self._batches[index]
         layout = batch.inputs.get("layout")
         return (
@@ -81,11 +80,9 @@ class FixedBatches:
         return repr(rows), repr(runs), tuple(self.sizes), tuple(tensors)
 
     def tensors(self) -> list[Tensor]:
-        """Return what a recorded step reads."""
         inputs = [t for batch in self._batches for t in (*batch.inputs.values(), batch.labels, batch.keep)]
         return [t for t in (self._divisors, *inputs) if isinstance(t, Tensor)]
 
     def fill(self, other: FixedBatches) -> None:
-        """Copy the tensors of batches of the same shapes into these."""
         for own, new in zip(self.tensors(), other.tensors(), strict=True):
             own.copy_(new, non_blocking=True)

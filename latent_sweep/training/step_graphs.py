@@ -29,7 +29,6 @@ from latent_sweep.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 Losses = list[dict[str, Tensor]]
-"""The loss terms of each trainer."""
 
 RECORDED_AT_USE = 3
 """Shapes that occur less often are not worth a recording, which takes as long as a few steps."""
@@ -98,12 +97,10 @@ class StepGraphs:
         return self._engine.steps_problem is None
 
     def forget(self) -> None:
-        """Drop all graphs, because the parameters have moved."""
         self._graphs.clear()
         self._uses.clear()
 
     def take(self, batches: StepBatches) -> tuple[Losses, Tensor]:
-        """Take a step; return its loss terms and norms, which the next one may overwrite."""
         # at first it is not known which adaptations are uniform, and the loop watches where gradients arrive
         if not self._begun or not batches.rounded or any(trainer.step == 0 for trainer in batches.trainers):
             self._begun = True

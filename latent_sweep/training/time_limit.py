@@ -42,12 +42,10 @@ class TimeLimit:
         return TimeLimit, (self.deadline, self._asked)
 
     def request(self) -> None:
-        """Ask the run to end as soon as its work is saved."""
         self.requested = True
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has to end now."""
         self.requested = self.requested or (self._asked is not None and self._asked())
         return self.requested or (self.deadline is not None and time.time() >= self.deadline)
 
@@ -63,10 +61,6 @@ class TimeLimit:
         return ends
 
     def check(self, piece: Piece) -> None:
-        """Begin a piece of work.
-
-        Raises:
-            Paused: the run has to end before it.
-        """
+        """Begin a piece of work; raises Paused if the run has to end before it."""
         if self.ends(piece):
             raise Paused

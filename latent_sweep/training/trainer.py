@@ -99,7 +99,6 @@ class Trainer:
     """Number of tasks that the rows come from; `max_steps` applies to each."""
 
     def begin(self, engine: Engine, bank: AdapterBank) -> None:
-        """Read the checkpoint, make the rows, and start at the first step."""
         self.group = engine.group
         self.failure: Exception | None = None
         self._checkpointed: tuple[dict[str, Tensor], dict[str, Any]] | None = self.group.first(self.checkpoint.load)
@@ -208,7 +207,6 @@ class Trainer:
         return [self._own + i for i in taking_turns(pool, first, first + self._replayed, generator)]
 
     def advance(self, losses: Mapping[str, float], norm: float) -> None:
-        """Complete a step with these losses and gradient norm; an error ends this trainer alone."""
         try:
             if self.failure is None:
                 _check_losses(losses, self.step)
@@ -234,7 +232,6 @@ class Trainer:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Copy the parameters, which are views of the optimizer's matrix, and drop the optimizer."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
         del self.optimizer
@@ -337,5 +334,4 @@ def _check_gradient(norm: float, step: int) -> None:
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names start with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -32,7 +32,6 @@ class WorkerGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first worker, which decides, reads and writes."""
         return self.rank == 0
 
     def order(self, *order: Any) -> None:
@@ -74,7 +73,6 @@ class WorkerGroup:
         return -(-rows // self.size)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all workers, in one message; all have one dtype and device."""
         if self.size == 1 or not tensors:
             return
         import torch
@@ -88,7 +86,6 @@ class WorkerGroup:
 
 
 ALONE = WorkerGroup()
-"""The group of one."""
 
 
 def listen(host: str) -> socket.socket:
