@@ -187,10 +187,7 @@ def run_command(command: Callable[[argparse.Namespace], int], options: argparse.
 
 @contextmanager
 def _terminated_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise `Terminated` inside the block; a second one ends the process at once.
-
-    A handler that the caller has set stays.
-    """
+    """Make SIGTERM raise `Terminated` inside the block, unless the caller handles it; a second one ends the process."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

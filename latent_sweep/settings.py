@@ -135,10 +135,7 @@ Group = TypeVar("Group", bound=Settings)
 
 @cache
 def as_written(kind: type[Group]) -> type[Group]:
-    """Return the type of a group in a sweep file: `FROM_PRESET` fields, also of inner groups, default to None.
-
-    The group's own validators see None, too.
-    """
+    """Return the type of a group in a sweep file, in which `FROM_PRESET` fields default to None."""
     fields: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         if "from_preset" in _marks(field):
@@ -198,11 +195,7 @@ def flatten(path: str, value: Any) -> dict[str, Any]:
 
 
 def local_path(text: str | Path) -> Path:
-    """Return the path that a user typed, with `~` expanded; it need not exist.
-
-    Raises:
-        ConfigError: no file can have this path.
-    """
+    """Return the path that a user typed, with `~` expanded; ConfigError if no file can have it."""
     try:
         path = Path(text).expanduser()
         os.stat(path)
@@ -400,11 +393,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return the content of YAML text.
-
-    Raises:
-        ConfigError: it is not YAML of plain values, or too large; the message begins with `source`.
-    """
+    """Return the content of YAML text; ConfigError, which begins with `source`, if it is too large or not plain."""
     try:
         return yaml.load(text, Loader=_StrictLoader)
     # in addition to YAML's own errors: impossible dates and numbers, misplaced tags, endless nesting

@@ -95,11 +95,7 @@ def virtual_tokens(vectors: int) -> list[int]:
 
 
 def by_rows(name: str, h: Tensor, rows: int, tokens: int) -> Tensor:
-    """View a projection's input as (rows, tokens, n) if the model has flattened it to (rows * tokens, n).
-
-    Its number of tokens may differ from the embedding's: a decoder has its own, and some models pad internally.
-    ConfigError if the row of each token is unknown.
-    """
+    """View an input (rows * tokens, n) as (rows, tokens, n); ConfigError if the row of each token is unknown."""
     # with equal numbers of rows and tokens, strides reveal that tokens come first
     tokens_first = h.dim() == 3 and 1 < h.shape[0] == h.shape[1] and 0 < h.stride(0) < h.stride(1)
     if h.dim() == 3 and len(h) == rows and not tokens_first:

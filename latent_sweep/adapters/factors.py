@@ -143,8 +143,7 @@ def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def _svd_of_block(B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factor a tall matrix (n, c) of float64 as `B = V diag(S) rotation`, with V (n, c) and rotation (c, c).
 
-    A GPU, whose SVD is slow, uses the eigenvectors of the (c, c) Gram matrix; the factors agree to 1e-6 in float32. The
-    CPU keeps the SVD because published results depend on its bits.
+    A GPU uses the Gram matrix's eigenvectors. The CPU keeps the SVD because published results depend on its bits.
     """
     if B.is_cuda:
         eigenvalues, eigenvectors = torch.linalg.eigh(B.T @ B)

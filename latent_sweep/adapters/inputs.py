@@ -17,10 +17,7 @@ KEYS_AND_VALUES = frozenset({"k", "v", "k_proj", "v_proj", "key", "value", "key_
 
 
 def input_of(name: str) -> str:
-    """Return a name for a projection's input: its block, or the projection itself if its input is its own.
-
-    A duplicate input costs memory but changes no result, as equal inputs have equal statistics.
-    """
+    """Return a name for a projection's input: its block, or the projection itself if its input is its own."""
     block, _, projection = name.rpartition(".")
     return block if projection in READS_ITS_BLOCK else name
 

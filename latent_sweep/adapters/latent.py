@@ -145,10 +145,7 @@ class LatentDeltas(LazyDeltas):
 
     @staticmethod
     def joined(runs: Sequence[LatentDeltas], counts: Sequence[int]) -> LatentDeltas | None:
-        """Join the runs of a pack, padding smaller ranks; None if their spaces differ in kind.
-
-        Factors of a smaller rank are a prefix of a larger one's, so a padded R gives the same delta.
-        """
+        """Join the runs of a pack, padding smaller ranks with zeros; None if their spaces differ in kind."""
         space = max((run.space for run in runs), key=lambda space: space.rank)
         kinds = {(run.space.sigma_side, run.space.kind) for run in runs}
         if len(kinds) > 1 or not all(run.uniform for run in runs):

@@ -137,10 +137,7 @@ def summed(pairs: Sequence[LoraPair], outputs: Sequence[int], scale: float, dtyp
 def merged(
     pairs: Sequence[LoraPair], weights: Tensor, outputs: Sequence[int], scale: float, dtype: torch.dtype
 ) -> Sequence[Delta]:
-    """Weight pairs row by row, `sum_t w_t(x) s B_t A_t`, with weights (B, T) or, for all rows, (1, T).
-
-    Pairs without weight in any row are skipped.
-    """
+    """Weight pairs row by row, `sum_t w_t(x) s B_t A_t`, with weights (B, T) or, for all rows, (1, T)."""
     used = [t for t in range(len(pairs)) if bool(weights[:, t].any())]
     if not used:
         return ()

@@ -19,11 +19,7 @@ class NotStatic(Exception):
 
 
 def layout_of(deltas: Sequence[Delta]) -> Hashable:
-    """Return what deltas have in common that can share a graph: classes, numbers, and shapes and types of tensors.
-
-    Raises:
-        NotStatic: a class is not of this package, declares `static = False`, or holds other objects.
-    """
+    """Return what deltas that can share a graph have in common; NotStatic if they cannot use one."""
     numbers: dict[int, int] = {}
     return tuple(_layout(delta, numbers) for delta in deltas)
 

@@ -90,10 +90,7 @@ def _build(family: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
-    """Give the head an empty weight of its own if the checkpoint has one; return whether it does.
-
-    FLAN-T5 has, although its configuration ties the head.
-    """
+    """Give the head an empty weight if the checkpoint has one although it is tied (FLAN-T5); return whether."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
     if head.weight is not table.weight or name not in stored:

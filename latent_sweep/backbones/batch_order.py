@@ -59,11 +59,7 @@ def mixed_batches(
 
 
 def taking_turns(count: int, start: int, end: int, generator: Callable[[int], torch.Generator]) -> list[int]:
-    """Return entries start to end of an endless sequence that shuffles `count` indices anew in each turn.
-
-    Args:
-        generator: returns the generator of a turn (0-based).
-    """
+    """Return entries start to end of an endless sequence that shuffles `count` indices anew in each turn."""
     turns = range(start // count, -(-end // count))
     order = [i for turn in turns for i in torch.randperm(count, generator=generator(turn)).tolist()]
     return order[start - turns.start * count : end - turns.start * count]

@@ -191,10 +191,7 @@ def _encoder_decoder(runs: Sequence[Sequence[Example]], backbone: Backbone, roun
 def read(
     backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
 ) -> None:
-    """Run the backbone over rows within `reading`, which observes the inputs of its projections.
-
-    It is called with the multiplicity of each token, (sequences, tokens), of prompts and of a decoder's input.
-    """
+    """Run the backbone over rows within `reading`, called with the multiplicity of tokens, (sequences, tokens)."""
     batch = collate([rows], backbone, adaptation.uniform)
     multiplicities = (batch.multiplicity, batch.target_multiplicity)
     counts = [None if each is None else to_device(each, backbone.device) for each in multiplicities]
@@ -305,10 +302,7 @@ def forward(
     denominator: float = 1.0,
     drop_out: bool | None = None,
 ) -> Outputs:
-    """Run the backbone over rows under an adaptation: for a teacher, for a task's statistics, for validation.
-
-    The backbone's own dropout is active with `drop_out`, or by default if gradients are enabled.
-    """
+    """Run the backbone over rows under an adaptation; its dropout is on with `drop_out`, by default with gradients."""
     batch = collate([rows], backbone, adaptation.uniform)
     active = torch.is_grad_enabled() if drop_out is None else drop_out
     with bank.active(adaptation), nullcontext() if active else backbone.dropout(0.0):

@@ -59,10 +59,7 @@ class CheckpointWeights:
 
 
 def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
-    """Locate a backbone's weights in a local folder or the hub's cache; reads names only.
-
-    None, with a log message, if there are no safetensors files, or their tensor names differ from the model's.
-    """
+    """Locate a backbone's weights on this machine; None, with a log message, if their names are not the model's."""
     spec = describe(settings)
     if spec is not None and spec.source == "config":
         return None

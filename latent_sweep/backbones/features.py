@@ -100,10 +100,7 @@ def _by_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 def features(
     backbone: Backbone, bank: AdapterBank, rows: Sequence[Sequence[int]], layer: int | None, folder: Path | None
 ) -> Features:
-    """Return features of prompts, (rows, d), cached below the storage's folder unless that is None.
-
-    Without a layer they are mean token embeddings; see `mean_states`.
-    """
+    """Return features of prompts, (rows, d), cached in `folder`: mean token embeddings, or states of a layer."""
     if empty := [index for index, row in enumerate(rows) if not len(row)]:
         raise ConfigError(f"features: row {empty[0]:,} (0-based) has no token; expected one or more in every row")
     if not rows:

@@ -40,11 +40,7 @@ class Outputs:
         whole: Sequence[int] | None = None,
         targets: Sequence[int] | None = None,
     ) -> list[Outputs]:
-        """Split a pass over the examples of several learners.
-
-        Args:
-            targets: labels of each learner, if some are padding; `by_row` cannot split those.
-        """
+        """Split a pass over the examples of several learners; `by_row` cannot split labels padded to `targets`."""
         if targets is None:
             targets = [sum(len(row["target_ids"]) for row in own) for own in rows]
         shared = CrossEntropy(logits, labels, targets) if sum(map(bool, targets)) > 1 else None

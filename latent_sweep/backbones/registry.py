@@ -166,10 +166,7 @@ def registered_backbone(name: str) -> BackboneSpec | None:
 
 
 def describe(settings: BackboneSettings) -> BackboneSpec | None:
-    """Return a backbone's family, source and configuration without loading it; None if only the hub has them.
-
-    Raises ConfigError if a local folder is not a checkpoint of a supported model.
-    """
+    """Return a backbone without loading it; None if only the hub knows it, ConfigError for an unsupported folder."""
     spec = registered_backbone(settings.name)
     if spec is not None:
         return spec

@@ -102,11 +102,7 @@ class TokenGraphs:
     def answers(
         self, read: ReadPrompts | None, first: Tensor, bank: AdapterBank, longest: int, extend: Extend
     ) -> list[list[int]] | Comparison | None:
-        """Generate a batch's answers of up to `longest` tokens, the first of which are `first`, (rows,).
-
-        Returns:
-            The answers; answers to compare; or None if they must be generated without graphs.
-        """
+        """Generate answers of up to `longest` tokens; or answers to compare, or None to generate without graphs."""
         if self.off or read is None or longest < 2:
             return None
         try:

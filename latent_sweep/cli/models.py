@@ -152,11 +152,7 @@ def _into_mlflow(options: argparse.Namespace) -> list[str]:
 
 
 def _target(words: Sequence[str]) -> tuple[str, str]:
-    """Parse the values of `--to`: a format and its folder, if any.
-
-    Raises:
-        ConfigError: the format is unknown, or the number of folders is wrong.
-    """
+    """Parse the values of `--to`: a format and its folder, if any. ConfigError if they are not valid."""
     kind, *folders = words
     if kind not in KINDS:
         raise ConfigError(f"--to: found {quoted(kind)}; expected one of {', '.join(KINDS)}")

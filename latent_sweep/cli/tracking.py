@@ -119,11 +119,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _check_relative_address(uri: str) -> None:
-    """Refuse a relative address without a database or folder: a repair would create a second one.
-
-    Raises:
-        ConfigError: there is no such database or folder.
-    """
+    """Refuse a relative address without a database or folder: a repair would create a second one."""
     from latent_sweep.sweep.tracking_uris import relative_place
 
     path = relative_place(uri)

@@ -38,11 +38,7 @@ class Chat:
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """Derive the chat texts from a tokenizer's template, with thinking disabled.
-
-    Raises:
-        ConfigError: there is no template, it writes today's date, or it does not write a user's message exactly once.
-    """
+    """Derive the chat texts from a tokenizer's template, without thinking; ConfigError if it is not usable."""
     template, name = tokenizer.chat_template, quoted(tokenizer.name_or_path)
     if not template:
         raise ConfigError(

@@ -36,13 +36,7 @@ class Example:
 
 
 def to_example(where: str, record: Any, default_id: str, reader: RecordReader | None) -> Example | None:
-    """Convert a record to an example; return None if the source's filter drops it.
-
-    Args:
-        where: location of the record, for errors.
-        default_id: id of an example whose record has none.
-        reader: applies the task's `source`; None if it has none.
-    """
+    """Convert a record at `where` to an example; None if the source's filter drops it."""
     if isinstance(record, DuplicateKeys):
         raise DataError(f"{where}: {record.fault}")
     if not isinstance(record, dict):

@@ -37,10 +37,7 @@ def pinned(source: SourceSpec) -> SourceSpec:
 
 
 def hub_split(source: SourceSpec, name: str) -> Path:
-    """Return the Arrow file of a split, downloading it on first use.
-
-    Raises MissingData if the split is not cached and cannot be downloaded.
-    """
+    """Return the Arrow file of a split, downloading it on first use; MissingData if that fails."""
     key = [source.hub, source.config, source.revision, name]
     target = cache_folder() / "hub_data" / content_hash(key, length=32)
     if not _is_cached(target):

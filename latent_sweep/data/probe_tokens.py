@@ -69,11 +69,7 @@ class ProbeEncoder:
         return columns
 
     def chunks(self, text: str) -> Columns:
-        """Return a text's chunks; a remainder no longer than a prompt is left out.
-
-        Raises:
-            DataError: the text has no chunk.
-        """
+        """Return a text's chunks, without a remainder no longer than a prompt; DataError if there is none."""
         ids = self.ids(text)
         size = min(len(ids), CHUNK)
         prompt = min(PROMPT, size // 2)
@@ -84,10 +80,7 @@ class ProbeEncoder:
         return self.rows(pairs)
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a context and its continuation.
-
-        A causal model reads both as one text, so that the continuation begins with the space that ends the context.
-        """
+        """Return the token ids of a context and its continuation; a causal model reads both as one text."""
         if not self._encoder_decoder:
             stripped = context.rstrip()
             context, continuation = stripped, context[len(stripped) :] + continuation

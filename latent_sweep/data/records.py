@@ -38,10 +38,7 @@ class DuplicateKeys(dict[str, Any]):
 
 
 def read_records(path: Path, columns: Collection[str] | None = None) -> Records:
-    """Open a data file or a saved data set; of a columnar file, only these columns are read.
-
-    Raises DataError, also while records are iterated, if the file is unreadable or does not match its suffix.
-    """
+    """Open a data file or a saved data set; of a columnar file only these columns. DataError, also while iterated."""
     try:
         if path.is_dir():
             return _read_columns(path, _saved_shards(path), columns)

@@ -55,11 +55,7 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
 
 
 def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
-    """Plan a trial again from the settings in its folder.
-
-    Raises ConfigError if code, data, backbone or the benchmark's file have changed; StorageError if its settings cannot
-    be read.
-    """
+    """Plan a trial again from its folder. ConfigError if code, data, backbone or benchmark have changed."""
     settings = _settings(folder)
     written = WrittenTrial(**{field.name: getattr(settings, field.name) for field in fields(WrittenTrial)})
     trial = plan_trial(written, [path for path, value in folder.values.items() if value is not None])

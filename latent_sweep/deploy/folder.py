@@ -82,10 +82,7 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
 
 
 def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
-    """Read a model, and give it a storage of its own in this machine's cache.
-
-    Raises StorageError if it is not a model folder, or a file is missing or corrupt.
-    """
+    """Read a model, with a storage in this machine's cache; StorageError if part of it is missing or corrupt."""
     path = local_path(folder).resolve()
     description = _checked(path)
     try:

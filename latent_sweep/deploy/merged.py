@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 def export_merged(model: ContinualModel, folder: str | Path, task: str | None = None) -> Path:
-    """Write the backbone with a task's adapter, or the only one, added to its weights; return the folder.
+    """Write the backbone with a task's adapter, or the only one, added to its weights.
 
-    Raises ConfigError if the adapter is ambiguous or no LoRA adapter, or the folder is not empty; StorageError if it
-    cannot be written.
+    Raises ConfigError if the adapter is ambiguous or no LoRA adapter, or the folder is not empty; StorageError.
     """
     backbone = model.context.backbone
     if not backbone.whole:

@@ -40,10 +40,7 @@ LOST = {
 
 
 def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
-    """Write each adapter into its own folder below this one; return these folders.
-
-    Raises ConfigError if the snapshots are not LoRA adapters, or the folder is not empty.
-    """
+    """Write each adapter into its own folder below this one. ConfigError if it is not empty, or they are no LoRA."""
     adapters = adapters_of(model)
     for adapter in adapters:
         _ = adapter.pairs  # refused before a folder is made

@@ -25,10 +25,7 @@ from latent_sweep.training.context import Context
 
 
 def records_combiner(context: Context, trial: Trial) -> Combiner:
-    """Return a combiner that gathers records of a trial's tasks.
-
-    Its test examples have verbatim prompts, whatever the trial was tested on, as a model's texts do.
-    """
+    """Return a combiner that gathers records of a trial's tasks, with verbatim prompts as a model's texts have."""
     benchmark = trial.settings.benchmark.model_copy(update={"prompts": PromptSettings()})
     verbatim = replace(trial, settings=trial.settings.model_copy(update={"benchmark": benchmark}))
     return context.combiner(verbatim, _no_gates)
@@ -39,10 +36,7 @@ def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
 
 
 def records_at(combiner: Combiner, position: int) -> Records:
-    """Gather the router's records of a task; missing ones are computed from its training examples.
-
-    Raises DataError if the examples are needed and missing, or have changed since planning.
-    """
+    """Gather the router's records of a task. DataError if they need its examples, which are missing or changed."""
     if combiner.settings.combine in ROUTED:
         shrunk, abstains = combiner.settings.shrinkage == "ledoit_wolf", combiner.settings.abstain is not None
         return Records(

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def engine_of(settings: EngineSettings, group: WorkerGroup = ALONE, graphs: Literal["off", "auto"] = "off") -> Engine:
-    """Return the engine that `run.engine` asks for; ConfigError if DeepSpeed does not accept a setting.
-
-    Args:
-        graphs: as `run.graphs`.
-    """
+    """Return the engine of `run.engine`; `graphs` as `run.graphs`. ConfigError if DeepSpeed refuses a setting."""
     if settings.name == "torch":
         use_graphs = graphs == "auto" and group.size == 1 and torch.cuda.is_available()
         return Engine(group, graphs=cuda_pool if use_graphs else None)

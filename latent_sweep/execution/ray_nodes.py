@@ -200,10 +200,7 @@ _shutdown: Future[None] | None = None
 
 
 def begin_shutdown() -> None:
-    """Start to end this process's cluster in the background: Ray waits for its processes for more than a second.
-
-    Call it within `await_shutdown`.
-    """
+    """Start to end this process's cluster in the background, within `await_shutdown`: it takes over a second."""
     global _shutdown
     thread = ThreadPoolExecutor(1, "shutdown")
     _shutdown = thread.submit(disconnect)

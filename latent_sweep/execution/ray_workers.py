@@ -34,10 +34,7 @@ Measures = dict[str, float]
 
 
 class AskedToStop:
-    """Whether the driver has asked this run's workers to save their work and end.
-
-    The sign is that a named actor exists: workers on all nodes can see it, and it costs nothing until it is needed.
-    """
+    """Whether the driver has asked this run's workers to save their work and end: then a named actor exists."""
 
     def __init__(self, name: str):
         self._name = name
@@ -66,10 +63,7 @@ class _Sign:
 
 
 def limit_to_share(resources: ResourceSettings) -> None:
-    """Hide all GPUs from a process that asked for none, and limit its GPU memory to its share; Ray does neither.
-
-    Must be called before CUDA is initialized.
-    """
+    """Before CUDA is initialized, hide GPUs that were not asked for, and limit memory to this process's share."""
     if resources.gpus == 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif resources.gpus < 1:

@@ -91,11 +91,7 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
 
 
 def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], settings: RunSettings) -> Pack | None:
-    """Return the part of a pack to run next, or None; record trials that are given up as failed.
-
-    Args:
-        launched: length of each trial's journal at the launch; earlier failures do not count.
-    """
+    """Return the part of a pack to run next, or None; `launched` has the length of each trial's journal then."""
     runs: list[Run] = []
     halved: frozenset[Phase] = frozenset()
     for run in pack.runs:

@@ -217,11 +217,7 @@ class _Axis:
 
 
 def check_classes(sweep: Sweep, local: bool) -> None:
-    """Check that the searcher and the scheduler can be made.
-
-    Raises:
-        ConfigError: their package is missing, or their class or arguments are not valid.
-    """
+    """Check that the searcher and the scheduler can be made; ConfigError if not."""
     own_scheduler = not local and ":" in sweep.run.scheduler.name
     if sweep.is_adaptive or own_scheduler:
         prepare_import()
@@ -232,11 +228,7 @@ def check_classes(sweep: Sweep, local: bool) -> None:
 
 
 def build_searcher(sweep: Sweep, n_points: int) -> tuple[Any, Mapping[str, _Axis]]:
-    """Return a searcher for the sweep's space, and the axes in its terms.
-
-    Args:
-        n_points: recorded points; a searcher that takes them gets another seed, or it would draw their values again.
-    """
+    """Return a searcher for the sweep's space, and the axes in its terms; its seed depends on recorded points."""
     settings = sweep.run.search
     kind = _searcher_class(settings)
     arguments = dict(settings.options)
@@ -292,11 +284,7 @@ def takes_earlier_points(kind: type[Any]) -> bool:
 
 
 def build_scheduler(settings: SchedulerSettings) -> Any:
-    """Return the class of a scheduler with its arguments bound.
-
-    Raises:
-        ConfigError: it is not a class of Ray Tune's, or copies weights between trials.
-    """
+    """Return a scheduler's class with its arguments bound; ConfigError if it copies weights or is not Tune's."""
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
     from ray.tune.schedulers.pbt import PopulationBasedTrainingReplay
 

@@ -94,10 +94,7 @@ def gate_chunks(d: int, w: int, chunks: int) -> list[Chunk]:
 
 
 def gate_identity(settings: Mapping[str, Any], position: int) -> dict[str, Any]:
-    """Return the gate's settings that learning the task at this position reads.
-
-    `padded` is a version, raised when memories began to pool the batches that inputs are read in.
-    """
+    """Return the gate's settings that learning the task at this position reads; `padded` is a version."""
     identity = without(settings, *(() if position else ("rescale_rows",)))
     if position == 0 and identity["key_design"] == "svd_then_random":
         identity["key_design"] = "svd"

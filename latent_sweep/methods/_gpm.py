@@ -106,11 +106,7 @@ def added_columns(
 
 
 def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> None:
-    """Read the inputs of two examples of the first task, as training does after each task.
-
-    ConfigError if they cannot be split into `chunks`, if projections that should read one input read two, or if the
-    model pads rows by itself.
-    """
+    """Read the inputs of two examples of the first task; ConfigError if that is not possible after each task."""
     import torch
 
     from latent_sweep.adapters.bank import Adaptation

@@ -101,11 +101,7 @@ class KeepingLearner(LoraLearner):
 
 
 class AGemLearner(KeepingLearner):
-    """Projects the gradients of its pair, away from those that would undo earlier tasks.
-
-    Args:
-        pools: kept rows, a batch of each of which is read at every step.
-    """
+    """Projects the gradients of its pair; a batch of each pool of kept rows is read at every step."""
 
     def __init__(self, method: AGem, pair: LoraPair, task: TaskData, pools: Sequence[Sequence[Example]]):
         import torch
@@ -169,12 +165,7 @@ def away(dots: Tensor, squares: Tensor) -> Tensor:
 
 
 def least_change(gram: Array, dots: Array, margin: float) -> Array:
-    """Return GEM's v: the multiples of the references G that a gradient g changes by; zeros if no product is negative.
-
-    Args:
-        gram: G G', (tasks, tasks).
-        dots: G g, (tasks,).
-    """
+    """Return GEM's v, zeros if no product is negative, from G G', (tasks, tasks), and G g, (tasks,)."""
     import numpy as np
     from scipy.optimize import nnls
 

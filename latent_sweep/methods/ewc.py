@@ -149,10 +149,7 @@ def diagonal_fisher(
     context: MethodContext,
     batch_size: int = FISHER_BATCH,
 ) -> LoraPair:
-    """Average the squared gradients of each row's own loss, the mean over its target tokens: A (M, r, n), B (O, r).
-
-    Each row of a batch gets its own copy of the pair, so that one backward pass gives all rows' gradients.
-    """
+    """Average the squared gradients of each row's own loss, the mean over its target tokens: A (M, r, n), B (O, r)."""
     import torch
 
     A, B = (tensor.detach() for tensor in pair)

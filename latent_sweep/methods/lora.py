@@ -264,11 +264,7 @@ class TaskAdapterMethod(LoraMethod):
 
 
 class LoraLearner(Learner):
-    """Trains one pair (a copy), or its B alone; A is part of the snapshot either way.
-
-    Args:
-        earlier: deltas of earlier pairs that are active in training.
-    """
+    """Trains one pair (a copy), or its B alone, next to the active deltas of `earlier` pairs."""
 
     mask: RowMask | None = None
     """Of `migu`, if it is set; see `latent_sweep.methods._migu`."""

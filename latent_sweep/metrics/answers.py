@@ -35,10 +35,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def to_nfc(text: str) -> str:
-    """Return `text` in Unicode normalization form NFC, in which answers and references are compared.
-
-    NFKC, which T5's tokenizers produce, would also unite `x²` with `x2`.
-    """
+    """Return `text` in Unicode normalization form NFC; NFKC, which T5's tokenizers produce, unites `x²` with `x2`."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 

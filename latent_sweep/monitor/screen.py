@@ -48,11 +48,9 @@ class Screen(Protocol):
 
 
 def screen_for(sweep: SweepFolder, log: bool) -> Screen:
-    """Return a live screen if standard output is a terminal with a movable cursor, else plain lines.
+    """Return a live screen for a terminal with a movable cursor, else plain lines.
 
-    Args:
-        log: redirect other output to a file in the sweep's folder, and survive a closed pipe: for the process that runs
-            the sweep.
+    With `log`, other output goes to a file in the sweep's folder, and a closed pipe ends nothing.
     """
     lines = Lines(say if log else None)
     if not sys.stdout.isatty() or find_spec("rich") is None:
@@ -153,11 +151,7 @@ def watch(sweep: SweepFolder) -> None:
 
 
 class Lines:
-    """Prints plain lines, for a pipe or a job's log.
-
-    Args:
-        interval_seconds: between progress lines; a tenth of the elapsed time once that is more.
-    """
+    """Prints plain lines, for a pipe or a job's log; progress lines at `interval_seconds`, later less often."""
 
     def __init__(self, write: Callable[[str], None] | None = None, interval_seconds: float = LINE_SECONDS):
         self._write, self._interval = write or _print, interval_seconds

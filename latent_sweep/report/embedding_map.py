@@ -23,10 +23,7 @@ _FEWEST = 4
 
 
 def embedding_map(sweep: SweepFolder, folder: TrialFolder) -> list[Picture] | str:
-    """Draw the pooled embeddings of a trial's test examples, laid out by t-SNE; or return why that is impossible.
-
-    They are read from the storage, scaled as the trial's router reads them; no backbone is needed.
-    """
+    """Draw the pooled embeddings of a trial's test examples by t-SNE; or return why that is impossible."""
     trial = finished_trial(sweep, folder)
     if trial is None:
         return f"{folder.trial_id}: it has not finished, or its journal cannot be read"

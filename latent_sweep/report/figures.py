@@ -82,10 +82,7 @@ def score_matrix_png(tasks: Sequence[str], scores: Sequence[Sequence[float | Non
 
 @lru_cache(maxsize=16)  # up to 3 MB each; trials may stop after any task, or learn them in another order
 def _empty_score_matrix(tasks: tuple[str, ...]) -> tuple[Image.Image, npt.NDArray[np.float64], float]:
-    """Draw a score matrix without scores; also return its dpi, and the corners of its cells by column and row.
-
-    Corners are (n + 1, n + 1, 2) pixels from the upper left.
-    """
+    """Draw a score matrix without scores; also return its cells' corners, (n + 1, n + 1, 2) pixels, and dpi."""
     figure = score_matrix_figure(tasks, [[None] * (i + 1) for i in range(len(tasks))])
     figure.set_dpi(QUICK_DPI)
     canvas = FigureCanvasAgg(figure)

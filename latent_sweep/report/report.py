@@ -42,11 +42,7 @@ DECIMALS = 4
 
 
 def records(summary: Summary, all_measures: bool = False) -> list[dict[str, Any]]:
-    """Return one flat row per configuration, with scores in percent and None for missing values.
-
-    Args:
-        all_measures: include the further measures and the costs that some configuration has.
-    """
+    """Return one flat row per configuration, with scores in percent and None for missing values."""
     tasks = tasks_of(summary)
     measures = routing_columns(summary) if any(one.router for one in summary.configurations) else ()
     with_constants = any(one.constants for one in summary.configurations)

@@ -188,10 +188,7 @@ Stages = dict[int, list[float]]
 
 
 def novelty_by_stage(sweep: SweepFolder) -> dict[str, Stages]:
-    """Return the AUROC of telling unseen tasks from seen ones by the router's distance, by configuration and stage.
-
-    Trials that differ only in settings that a router does not read have the same AUROC and count once.
-    """
+    """Return the AUROC of telling unseen tasks by distance, by configuration and stage; equal routers once."""
     by_name: dict[str, Stages] = {}
     for name, trial in routed_apart(sweep, finished_trials(sweep)):
         for stage in trial.stages:

@@ -583,10 +583,7 @@ def _router(summary: Summary) -> Table | None:
 
 
 def _importance(summary: Summary) -> list[Section]:
-    """Return the importance of each setting, if at least two vary; only a detail without Optuna.
-
-    Settings that repeat a configuration are among them: they show how much is chance.
-    """
+    """Return the importance of each setting, if at least two vary, the repeating ones included to show chance."""
     n, title = len(summary.observations), "Parameter importance (%)"
     varying = importance.varying(summary.observations)
     if n < importance.FEWEST or len([name for name in varying if name not in summary.repeats]) < 2:

@@ -35,10 +35,7 @@ Repetition = Mapping[Hashable, Array]
 def bootstrap_means(
     comparisons: Sequence[Sequence[Repetition]], resamples: int = RESAMPLES, seed: int = 0
 ) -> list[Array]:
-    """Return for each comparison the mean over repetitions, tasks and examples of every resample, (resamples,).
-
-    Comparisons share the draws of examples, and those of equal size the draws of repetitions.
-    """
+    """Return each comparison's mean of every resample, (resamples,); all share the draws of examples."""
     generator = np.random.default_rng(seed)
     means = _means_of_repetitions([r for repetitions in comparisons for r in repetitions], resamples, generator)
     ends = itertools.accumulate(map(len, comparisons))

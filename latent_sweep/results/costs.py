@@ -70,11 +70,7 @@ def stored_bytes(stages: Sequence[Stage] | Sequence[StageUse]) -> int | None:
 
 
 def costs_of(stages: Sequence[StageUse], learned: Mapping[str, StageCost]) -> dict[str, float]:
-    """Return a trial's costs by the names of `COSTS`, without unknown ones.
-
-    Args:
-        learned: by lineage, the costs of the stages that the sweep's trials learned.
-    """
+    """Return a trial's costs by the names of `COSTS`, given those of learned stages by lineage."""
     distinct = {stage.lineage: stage for stage in stages}
     costs = [learned.get(lineage) for lineage in distinct]
     known = [cost for cost in costs if cost is not None]

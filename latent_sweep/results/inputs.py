@@ -40,10 +40,7 @@ def read_test_examples(settings: BenchmarkSettings, task: str) -> TaskExamples:
 
 
 class InputTexts:
-    """Reads the inputs of the examples that a trial has answered.
-
-    LATENT_SWEEP_DATA replaces a `data_dir` that does not exist here.
-    """
+    """Reads the inputs of a trial's examples; LATENT_SWEEP_DATA replaces a `data_dir` that does not exist here."""
 
     def __init__(self, trial: TrialFolder):
         settings = BenchmarkSettings.model_validate(trial.settings["benchmark"])

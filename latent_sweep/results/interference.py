@@ -36,10 +36,7 @@ PENALTY = "method.ortho_lambda"
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """Interference of each pair of tasks for ||psi|| = 1, averaged over projections; (pairs,) each.
-
-    Pairs are (0, 1), (0, 2), ..., (T - 2, T - 1).
-    """
+    """Interference of pairs (0, 1), (0, 2), ..., for ||psi|| = 1, averaged over projections; (pairs,) each."""
 
     bound: Array
     """The paper's: s^2 ||R~_i' R~_j||_2."""
@@ -144,10 +141,7 @@ def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:
 
 
 def compared_trials(trials: Sequence[TrialResults], most: int = MOST_DRAWN) -> list[TrialResults]:
-    """Select one trial per training: those that differ only in the penalty's weight, if one of them has none.
-
-    Otherwise select the first repetition of each of the first configurations.
-    """
+    """Select trials that differ only in the penalty's weight, with one without; else first repetitions."""
     trainings = list({trial.folder.training_id: trial for trial in reversed(trials)}.values())[::-1]
     alike: dict[str, dict[float, TrialResults]] = {}
     for trial in trainings:

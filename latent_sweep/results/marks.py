@@ -31,10 +31,7 @@ def marks_of(trial: TrialFolder) -> Marks:
 
 
 def answers_alone(trial: TrialFolder) -> bool:
-    """Return whether each task, when new, is answered by what was trained on its own rows alone, without a start.
-
-    False for a plugin, whose code is not run to read results.
-    """
+    """Return whether each task, when new, is answered by training on its own rows alone; False for a plugin."""
     method, n = _method(trial), trial.n_tasks
     if method is None or trial.params.get("router.combine") not in ("oracle", "last"):
         return False

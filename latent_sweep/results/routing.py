@@ -135,10 +135,7 @@ def routings(sweep: SweepFolder) -> tuple[list[Routing], list[str]]:
 
 
 def routed_apart(sweep: SweepFolder, trials: Sequence[TrialResults]) -> list[tuple[str, TrialResults]]:
-    """Return the trials whose routers differ, each with its configuration by the settings that a router reads.
-
-    Trials that differ only in the method or its training route every example alike.
-    """
+    """Return the trials that a router tells apart, each with its configuration by the settings that it reads."""
     if not trials:
         return []
     names = {path: name for path, name in short_names(sweep.axes).items() if path.startswith(READ)}

@@ -202,10 +202,7 @@ class Summary:
 
     @cached_property
     def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
-        """The highest mean AP for each `tested_on`.
-
-        Configurations with stopped trials are left out: schedulers stop the worse trials.
-        """
+        """The highest mean AP for each `tested_on`, without configurations with stopped trials."""
         best: dict[tuple[str, ...], float] = {}
         for one in self.configurations:
             if one.average_performance is not None and not one.n_stopped:
@@ -616,10 +613,7 @@ def _outcomes(sweep: SweepFolder, group: Sequence[TrialSummary], repeats: Sequen
 
 
 def _repeat(trial: TrialFolder, axis: str) -> str | None:
-    """Return a trial's value on a repeating axis, as JSON; None if it does not read or set it.
-
-    A null setting, such as `training.max_steps: null`, is a value like any other.
-    """
+    """Return a trial's value on a repeating axis, as JSON, also null; None if it does not read or set it."""
     if axis not in trial.params or not is_read(axis, trial.params):
         return None
     resolved = trial.params[axis]

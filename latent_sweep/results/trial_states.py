@@ -169,10 +169,7 @@ class Tally:
         return sum((end - begin for begin, end in self._at_work), 0.0)
 
     def seconds_left(self, now: float) -> float | None:
-        """Estimate the time left by the mean gap between the ends of the newest learned stages.
-
-        Failed trials count as done. None for fewer than `ENOUGH` gaps and if nothing remains.
-        """
+        """Estimate the time left by the mean gap between newest stages; None for fewer than `ENOUGH`, or at the end."""
         if not self._ends:
             return None
         gaps = [end - before for (before, _), (end, reused) in itertools.pairwise(self._ends) if not reused]

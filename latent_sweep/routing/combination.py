@@ -184,11 +184,7 @@ class Combiner:
         return weigh(mode, self.fitted(tasks_seen), rows, task)
 
     def weights_for(self, tasks_seen: int, tokens: Mapping[str, Sequence[Sequence[int]]]) -> Array:
-        """Return the weights of the snapshots in rows of no task, (rows, tasks_seen): for an oracle 0.
-
-        Args:
-            tokens: the columns `prompt_ids` and `input_ids`.
-        """
+        """Return the weights of the snapshots in rows of no task, (rows, tasks_seen), zero for `oracle`."""
         prompts = tokens["prompt_ids"]
         if self.settings.combine == "oracle":
             return np.zeros((len(prompts), tasks_seen))

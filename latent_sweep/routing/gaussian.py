@@ -535,10 +535,7 @@ class TaskRouter:
         raise NotImplementedError
 
     def distances(self, embeddings: npt.NDArray[Any]) -> Array | None:
-        """Return a novelty score of embeddings (n, d) as (n,), larger for those far from all tasks; None if undefined.
-
-        The same errors as `log_posterior`.
-        """
+        """Return a novelty score of embeddings (n, d), (n,); None if undefined. Errors as `log_posterior`."""
         return None
 
     def task_distances(self, embeddings: npt.NDArray[Any]) -> Array:
@@ -549,10 +546,7 @@ class TaskRouter:
         return np.exp(self.log_posterior(embeddings))
 
     def weights(self, embeddings: npt.NDArray[Any], mode: Literal["soft", "hard"]) -> Array:
-        """Return the weights of the snapshots (Eq. 15) for embeddings (n, d) as (n, T).
-
-        Rows sum to one, or to zero if the router abstains.
-        """
+        """Return the weights of the snapshots (Eq. 15), (n, T): rows sum to one, or to zero if the router abstains."""
         return self.withheld(self.weights_of(self.log_posterior(embeddings), mode), embeddings)
 
     def weights_of(self, log_posterior: Array, mode: Literal["soft", "hard"]) -> Array:

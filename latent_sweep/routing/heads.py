@@ -150,10 +150,7 @@ def ledoit_wolf_share(pooled: PooledScatter, norms: Sequence[TaskNorms]) -> floa
 def head_covariance(
     settings: RouterSettings, pooled: PooledScatter, gmms: Sequence[TaskGmm], norms: Sequence[TaskNorms] = ()
 ) -> Array:
-    """Return the regularized covariance of the head, like `pooled_covariance`, whose errors it raises.
-
-    `norms` of the pooled tasks are read by `shrinkage: ledoit_wolf` alone.
-    """
+    """Return the head's regularized covariance; `norms` are for `shrinkage: ledoit_wolf`. See `pooled_covariance`."""
     shrunk = settings.head != "ncm" and settings.shrinkage == "ledoit_wolf"
     if settings.head != "ncm" and not shrunk:
         return pooled_covariance(pooled, gmms, settings)

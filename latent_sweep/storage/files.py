@@ -88,11 +88,7 @@ _WHAT_TO_DO = {
 
 
 def read_file(path: Path, offset: int = 0) -> bytes:
-    """Return a file's bytes from `offset` on; empty if there is no file.
-
-    Raises:
-        StorageError: it is not a regular file, or cannot be read.
-    """
+    """Return a file's bytes from `offset` on; empty without a file, StorageError if it is not a regular one."""
     try:
         return read_regular(path, offset=offset)
     except FileNotFoundError:

@@ -95,11 +95,7 @@ class Inventory:
         return references
 
     def with_tuning(self, name: str) -> list[SweepFolder]:
-        """Return the named sweep, which may not exist while it is tuned, preceded by its tuning sweeps.
-
-        Raises:
-            ConfigError: there is neither.
-        """
+        """Return the named sweep, if it exists yet, preceded by its tuning sweeps; ConfigError without either."""
         by_name = {sweep.name: sweep for sweep in self.sweeps}
         tuning = [by_name[other] for other in self.readable if by_name[other].tuning_of == name]
         if name not in by_name and not tuning:
@@ -363,10 +359,7 @@ _ELSEWHERE = "delete it (latent-sweep delete), or copy into another storage"
 
 
 def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: bool) -> Iterator[Path]:
-    """Yield the local paths of the files that sweeps need, except journals and `sweep.json`.
-
-    Ray Tune's files are left out: pickles, and paths of the original run. A snapshot is complete if its facts exist.
-    """
+    """Yield the local paths of the files that sweeps need, except journals, `sweep.json` and Ray Tune's pickles."""
     for sweep in sweeps:
         for path in sorted(path for path in sweep.path.rglob("*") if path.is_file()):
             name = path.relative_to(sweep.path)

@@ -40,11 +40,7 @@ class Lease(Protocol):
     """An exclusive right of one process. Its methods raise `StorageError` if the storage fails."""
 
     def take(self, wait: Callable[[], None] | None = None) -> bool:
-        """Take the lease if it is free; return whether this process has it.
-
-        Args:
-            wait: wait for the lease, and call this every few seconds; it may raise.
-        """
+        """Take the lease if it is free, or wait for it, calling `wait` repeatedly; return whether it is held."""
 
     def release(self) -> None: ...
 
@@ -74,10 +70,7 @@ def held(
 
 
 class FileLease:
-    """A lease as a file lock, which the operating system releases when its process ends.
-
-    The file stays after release: removing it would let waiting and new processes lock different files.
-    """
+    """A lease as a file lock, which ends with its process. The file stays, so that all lock the same one."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, FileLock(str(path))
@@ -126,11 +119,7 @@ class FileLease:
 
 
 class Presence:
-    """Shows that this process is alive: a heartbeat object per object store, renewed while it holds leases.
-
-    Args:
-        heartbeat: returns this process's heartbeat for the sweep with this folder name.
-    """
+    """Shows that this process is alive: a heartbeat object per object store, renewed while it holds leases."""
 
     def __init__(self, bucket: Bucket, heartbeat: Callable[[str], Heartbeat]):
         self._bucket, self._heartbeat = bucket, heartbeat

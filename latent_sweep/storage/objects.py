@@ -88,10 +88,7 @@ class Bucket:
         return None if (facts := facts or self.info(key)) is None else (content, facts)
 
     def info(self, key: str) -> ObjectFacts | None:
-        """Return an object's facts; None if there is none. One request.
-
-        pyarrow's own call would send a second request for a missing object, to look for a folder.
-        """
+        """Return an object's facts; None if there is none. One request; pyarrow's own call would look for a folder."""
         opened = self._open(key, content=False)
         if opened is None or opened[1] is not None:
             return opened and opened[1]

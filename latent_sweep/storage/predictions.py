@@ -57,11 +57,7 @@ def changes(answers: Answers, before: Answers) -> bytes:
 
 
 def changed(before: Answers, content: bytes) -> Answers:
-    """Apply a stage's file to the answers of the stage before; the inverse of `changes`.
-
-    Raises:
-        ValueError: a line is malformed, or names a row whose predecessor is missing.
-    """
+    """Apply a stage's file to the answers of the stage before; ValueError for a malformed line."""
     answers = {task: list(rows) for task, rows in before.items()}
     for line in content.splitlines():
         match json.loads(line):
@@ -91,12 +87,7 @@ def saves_answers(stage: Stage) -> bool:
 
 
 def saved_answers(folder: Path, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Answers]]:
-    """Yield the stages with saved answers, in order, with all answers of each.
-
-    Raises:
-        OSError: a file is missing or unreadable.
-        ValueError: a file is corrupt.
-    """
+    """Yield the stages with saved answers, in order, with all answers. OSError or ValueError for a bad file."""
     answers: Answers = {}
     for stage in stages:
         if saves_answers(stage):

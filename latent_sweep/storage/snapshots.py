@@ -45,10 +45,7 @@ class Snapshot:
 
 
 class SnapshotStorage:
-    """Append-only, content-addressed snapshots in a storage's folder `snapshots`, shared by all its sweeps.
-
-    Every method may raise `StorageError`.
-    """
+    """Append-only, content-addressed snapshots of all sweeps of a storage. Methods may raise `StorageError`."""
 
     def __init__(self, storage: Storage):
         self.folder, self._storage = storage.folder / "snapshots", storage
@@ -111,10 +108,7 @@ class SnapshotStorage:
         return None if self._facts(lineage, files[0].read_bytes()) is not None else "does not match its digest"
 
     def arrays(self, lineage: str) -> dict[str, npt.NDArray[np.float64]]:
-        """Return the tensors of a snapshot in float64, without importing torch if NumPy has their types.
-
-        Raises StorageError if it is missing or corrupt; the files are left as they are.
-        """
+        """Return the tensors of a snapshot in float64; StorageError if it is missing or corrupt, which stays so."""
         from safetensors import numpy
 
         if (fault := self.fault(lineage)) is not None:

@@ -216,11 +216,7 @@ def newest_scored(folder: Path, stage: Stage) -> dict[str, Scored]:
 
 
 def scores_when_new(folder: Path, recorded: Sequence[Stage]) -> dict[str, list[float]]:
-    """Return the scores of each task's examples at the stage that learned it, for stages with saved answers.
-
-    Raises:
-        OSError, ValueError: a file is missing or corrupt.
-    """
+    """Return the scores of tasks at the stage that learned them. OSError or ValueError for a bad file."""
     saved = saved_answers(folder, recorded)
     return {stage.task: [answer.score for answer in answers[stage.task]] for stage, answers in saved}
 
@@ -234,11 +230,7 @@ def checked_answers(folder: Path, recorded: Sequence[Stage]) -> Iterator[tuple[S
 
 
 def recorded_matrix(recorded: Sequence[Stage]) -> ScoreMatrix:
-    """Return the score matrix of a journal's stages, over the tasks learned so far.
-
-    Raises:
-        ValueError: the rows do not form a score matrix.
-    """
+    """Return the score matrix of the tasks learned so far; ValueError if the rows do not form one."""
     tasks = tuple(recorded[-1].scores) if recorded else ()
     return ScoreMatrix(tasks, tuple(tuple(stage.scores.values()) for stage in recorded))
 
@@ -264,11 +256,7 @@ def final_event(events: Sequence[Event]) -> Finished | Stopped | None:
 
 
 class NewRow:
-    """A row of the score matrix whose tasks are being scored, with its unwritten answers.
-
-    Args:
-        written: digests of the files already on disk, by name.
-    """
+    """A row of the score matrix in progress; `written` has the digests of the files on disk, by name."""
 
     def __init__(self, written: Mapping[str, str]):
         self._written = written

@@ -53,11 +53,7 @@ class Declared:
 
 
 def declared() -> Declared:
-    """Return this package's requirements from its metadata or, on a cluster's node, from pyproject.toml.
-
-    Raises:
-        PackageNotFoundError: neither exists, or reading pyproject.toml needs Python 3.11.
-    """
+    """Return this package's requirements, from its metadata or pyproject.toml; PackageNotFoundError without."""
     try:
         own = metadata(OURS)
         return Declared(own["Version"], own["Requires-Python"], tuple(own.get_all("Requires-Dist") or ()))

@@ -91,11 +91,7 @@ def reported_requests(folder: Path, since: float) -> Counter[str]:
 
 @contextmanager
 def watching(storage: Storage, folder: Path) -> Iterator[None]:
-    """Fetch what other nodes push of a sweep during the block, and the rest at its end.
-
-    Raises:
-        StorageError: the object store cannot be reached at the end. Earlier failures are logged and retried.
-    """
+    """Fetch what other nodes push of a sweep during the block, and the rest at its end (may raise StorageError)."""
     if not storage.is_remote:
         yield
         return

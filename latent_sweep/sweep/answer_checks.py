@@ -140,11 +140,7 @@ class Problem:
 
 
 def examine_answers(task: TaskAnswers) -> AnswerReport:
-    """Score answers whose scores should be known.
-
-    Raises:
-        ConfigError: a plugin metric cannot be imported, fails, or returns no number from 0 to 1.
-    """
+    """Score answers whose scores should be known; ConfigError for a plugin metric that does not work."""
     metric_source(task.metric)
     plugin = ":" in task.metric
     rows = spread(range(len(task.references)), TRIED if plugin else ROWS)

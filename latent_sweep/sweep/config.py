@@ -131,11 +131,7 @@ class Sweep(Settings):
 
 
 def load_sweep(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Sweep:
-    """Read a sweep file or its content, apply `--set path=value`, and find storage and tracker (`places.py`).
-
-    Raises:
-        ConfigError: listing every fault with file, path, what was found and what is allowed.
-    """
+    """Read a sweep file or its content, apply `--set path=value`, and find its places. ConfigError lists all faults."""
     if isinstance(source, Mapping):
         content, shown_as = _plain(source), f"sweep {source.get('name', '')}".strip()
     else:
@@ -229,11 +225,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
 
 
 def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:
-    """Return the template at one point of the search.
-
-    Raises:
-        ConfigError: the combination is not valid although each value is.
-    """
+    """Return the template at one point of the search; ConfigError if the combination is not valid."""
     template = _copied(sweep.trial)
     for path, value in point.items():
         _put(template, path.split("."), value)
@@ -634,12 +626,7 @@ def _unknown_key(key: str, allowed: Sequence[str], block: str = "") -> str:
 
 
 def _elsewhere(name: str, block: str = "", method: Any = None) -> str:
-    """Return where in a sweep file a setting of this name is; empty if nowhere.
-
-    Args:
-        block: paths are relative to it.
-        method: the method that lacks the setting.
-    """
+    """Return where in a sweep file a setting of this name is, relative to `block`; empty if nowhere."""
     groups = {group: [facts.path for facts in settings] for group, settings in every_setting().items()}
     if method is not None:
         start = f"trial.method.{name}."

@@ -153,11 +153,7 @@ def _routes_by_inputs(trial: Trial) -> bool:
 
 
 def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
-    """Check the examples of all tasks with the backbone's own tokenizer, unless `folder` marks them as checked.
-
-    Raises:
-        DataError: listing every fault.
-    """
+    """Check all examples with the backbone's own tokenizer, once for a `folder`. DataError lists all faults."""
     findings, checked = Findings(), []
     for case in _cases(pack.trials, reader):
         if not _marker(case.key, folder).exists():
@@ -514,10 +510,7 @@ def _by_share(
     allowance: Allowance,
     of_tokenizer: bool = False,
 ) -> Problem:
-    """Return a problem that is a fault if it concerns all examples, or more than a few.
-
-    Long targets are a fault only if all are too long: in published tasks up to a fifth are.
-    """
+    """Return a problem that is a fault if it concerns too many examples; for long targets only if all."""
     of = len(case.examples[split])
     most = of - 1 if allowance == "long_targets" else min(of - 1, SPOILED_SHARE * of)
     return Problem(topic, case.count(count, split), example, advice, count > most, (allowance,), of_tokenizer)

@@ -156,11 +156,7 @@ def _counted(counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def examine_benchmark(name: str, backbone: str = EMBEDDED) -> BenchmarkReport:
-    """Check every example of every task of a benchmark as a sweep would before it starts, and more.
-
-    Raises:
-        ConfigError: there is no such benchmark or backbone, or the benchmark's file is not valid.
-    """
+    """Check every example of every task of a benchmark as a sweep would before it starts, and more; ConfigError."""
     spec = load_benchmark(name)
     read_by = BackboneSettings(name=backbone)
     if faults := folder_faults(read_by):
@@ -286,10 +282,7 @@ def _problems(case: Case, report: TaskReport) -> Iterator[Problem]:
 
 
 def near_duplicates(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return pairs (i, j), i < j, of different texts whose shingles have a Jaccard similarity of `ALIKE` or more.
-
-    Of texts with equal shingles only the first one is paired with others.
-    """
+    """Return pairs i < j of different texts with a Jaccard similarity of `ALIKE`; of equal shingles the first only."""
     # any order of all shingles would do; in this one late shingles come first, most of which are rare
     order: dict[tuple[str, ...], int] = {}
     sets: list[frozenset[int]] = []

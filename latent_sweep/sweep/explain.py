@@ -80,11 +80,7 @@ class Comparison:
 
 
 class Stages:
-    """The distinct stages of a sweep, and the stages each is compared with.
-
-    Raises:
-        MissingData: the benchmark's training data is not on this machine.
-    """
+    """The distinct stages of a sweep, and the stages each is compared with; MissingData without training data."""
 
     def __init__(self, sweep: Sweep, trials: Sequence[Trial], store: SnapshotStorage):
         # the settings of each axis; random draws vary together, so they are one axis

@@ -99,12 +99,7 @@ def estimate(
     forward_transfer: bool = False,
     probes: ProbeSettings = NO_PROBES,
 ) -> Estimate:
-    """Estimate the work of trials; rows recorded in the sweep's folder are done.
-
-    Args:
-        forward_transfer: as `run.forward_transfer`.
-        probes: as `run.probes`.
-    """
+    """Estimate the work of trials under `run.forward_transfer` and `run.probes`; rows in the folder are done."""
     reuse, missing = None, None
     try:
         reuse = replace(_reuse(trials, folder, forward_transfer), probe_tokens=_probe_tokens(trials, folder, probes))

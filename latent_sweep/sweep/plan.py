@@ -137,11 +137,7 @@ class Trial:
         return _earlier_rows(self.settings.method, len(self.tasks))
 
     def lineages(self) -> tuple[str, ...]:
-        """Return the lineage of each task's snapshot.
-
-        Raises:
-            MissingData: the training data is not on this machine.
-        """
+        """Return the lineage of each task's snapshot; MissingData without its training data."""
         return self._lineages
 
     @cached_property
@@ -519,10 +515,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
 
 
 def points(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return the points of the search space, each by dotted path: the whole grid for each of `num_samples` draws.
-
-    A searcher's points are unknown before it runs; random ones stand in for them.
-    """
+    """Return the points of the search space, by dotted path; random ones stand in for a searcher's."""
     source = random.Random(sweep.run.search.seed)
     if not sweep.drawn:
         return points_at(sweep, {})
@@ -679,10 +672,7 @@ def router_params(settings: TrialSettings) -> dict[str, Any]:
 
 
 def is_read(path: str, params: Mapping[str, Any]) -> bool:
-    """Return whether a trial with these settings, by dotted path, reads a setting.
-
-    Most settings of the router need a posterior, and each of its heads reads some.
-    """
+    """Return whether a trial with these settings reads a setting: the router's head and combination decide."""
     if not path.startswith("router.") or path == "router.combine":
         return True
     if params.get("router.combine") not in ROUTED:

@@ -34,11 +34,7 @@ def profile_path(storage: Path, backbone: str, dtype: str, device: str = "cpu") 
 
 
 def read_profile(path: Path) -> Profile | None:
-    """Read a profile; None if there is no such file.
-
-    Raises:
-        StorageError: the file is corrupt.
-    """
+    """Read a profile; None if there is no such file, StorageError if it is corrupt."""
     if not path.exists():
         return None
     if not has_valid_checksum(path):

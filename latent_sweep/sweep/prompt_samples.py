@@ -38,12 +38,7 @@ class PromptSample(NamedTuple):
 
 
 def settings_of(place: str, backbone: str | None = None, overrides: Sequence[str] = ()) -> TrialSettings:
-    """Return the settings of a sweep file's first trial, or of a trial on a benchmark.
-
-    Args:
-        place: the path of a sweep file, or the name, folder or file of a benchmark.
-        backbone: replaces the sweep file's.
-    """
+    """Return the settings of the first trial of a sweep file, or of a benchmark with this backbone."""
     overrides = [*overrides, *([] if backbone is None else [override("trial.backbone.name", backbone)])]
     if _is_sweep_file(place):
         sweep = load_sweep(place, overrides)
@@ -60,12 +55,7 @@ def _is_sweep_file(place: str) -> bool:
 
 
 def prompt_samples(settings: TrialSettings, split: Split, count: int) -> Iterator[PromptSample]:
-    """Yield the first `count` examples of each task, in the order in which the tasks are learned.
-
-    Raises:
-        ConfigError: the backbone's tokenizer is not on this machine, or has no chat template but needs one.
-        DataError: the data is missing or malformed.
-    """
+    """Yield the first `count` examples of each task. ConfigError without a tokenizer, DataError for bad data."""
     s, backbone = settings.benchmark, settings.backbone
     spec, family, tokenizer = load_benchmark(s.name), family_of(backbone.name), load_tokenizer(backbone)
     chat = chat_of(tokenizer) if s.chat else None

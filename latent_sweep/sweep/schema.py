@@ -440,12 +440,7 @@ GROUPS: Mapping[str, type[Settings]] = {
 
 
 def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
-    """Read the settings of a trial from plain values.
-
-    Raises:
-        ConfigError: there is no such method.
-        ValidationError, LookupError: the settings are not valid.
-    """
+    """Read the settings of a trial; ConfigError for an unknown method, ValidationError or LookupError for others."""
     method = method_class(content["method"]["name"]).settings_class.model_validate(content["method"])
     groups: dict[str, Any] = {name: kind.model_validate(content[name]) for name, kind in GROUPS.items()}
     return TrialSettings(method=method, seed=content["seed"], **groups)

@@ -25,11 +25,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Parse `3/8`.
-
-        Raises:
-            ConfigError: no such part.
-        """
+        """Parse `3/8`; ConfigError if there is no such part."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if match and 1 <= int(match[1]) <= int(match[2]):
             return cls(int(match[1]), int(match[2]))
@@ -40,11 +36,7 @@ class Shard:
         return f"{self.number}-of-{self.total}"
 
     def of(self, packs: Sequence[Pack], separable: bool = False) -> list[Pack]:
-        """Return this part of a sweep's packs; the parts are disjoint and cover all trainings.
-
-        Args:
-            separable: whether packs may be divided, as with `run.pack: auto`.
-        """
+        """Return this part of a sweep's packs, which it divides if `separable`; the parts cover all trainings."""
         atoms = [pack.runs for pack in packs]
         if separable:
             atoms = [(run,) for runs in atoms for run in runs]

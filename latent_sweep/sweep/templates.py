@@ -111,11 +111,7 @@ NOTHING_TO_EXPECT = "random weights: scores stay at or near 0; it only shows tha
 
 
 def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
-    """Write a sweep file whose stem, in `path`, is the sweep's name; `purpose` is one of `PURPOSES`.
-
-    Raises:
-        ConfigError: the name is not valid, or there is no such backbone or benchmark.
-    """
+    """Write a sweep file for one of `PURPOSES`; ConfigError for a bad name, or an unknown backbone or benchmark."""
     name, why, spec = Path(path).stem, PURPOSES[purpose], load_benchmark(benchmark)
     room = _room(backbone)
     ranks = [rank for rank in RANKS if rank <= room] or [room]

@@ -65,11 +65,7 @@ class Selection:
 
 
 def find_selections(sweep: Sweep) -> list[Selection]:
-    """Return the selections that a sweep's `tune:` block asks for; none without the block.
-
-    Raises:
-        ConfigError: listing every fault, also tuning trials that would read the rows that trials are judged on.
-    """
+    """Return the selections that a `tune:` block asks for. ConfigError lists all faults, also rows judged on."""
     tune = sweep.tune
     if tune is None:
         return []
@@ -240,11 +236,7 @@ class SelectionResult:
 
 
 def select(selections: Sequence[Selection], folder: SweepFolder) -> list[SelectionResult]:
-    """Make each selection from the folder of the tuning trials: highest score, lowest loss, smallest values.
-
-    Raises:
-        NoSelection: a tuning trial has not ended, or a selection has no trial with a score.
-    """
+    """Make each selection: highest score, lowest loss, smallest values. NoSelection if one cannot be made."""
     trials = {trial.trial_id: trial for trial in folder} if any(s.tuning_trials for s in selections) else {}
     return [_select(selection, trials) for selection in selections]
 

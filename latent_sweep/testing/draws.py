@@ -73,10 +73,7 @@ def validated_rows(stages: Stages, trial: Trial, position: int, held_out: Sequen
 
 
 def shared_draws(stages: Stages, trial: Trial, position: int) -> dict[str, set[str]]:
-    """Train a stage; return the shared generators that its method draws from, by caller, and `step` for steps.
-
-    Steps may draw if the method is not packable: outside packs their draws are repeatable.
-    """
+    """Train a stage; return the shared generators that its method draws from, by caller; steps may if not packable."""
     draws, kind = Draws(), type(trial.method())
     begin, packable = kind.begin_task, trial.method().packable
 

@@ -72,13 +72,7 @@ class Stages:
     def snapshot(
         self, trial: Trial, position: int, longer: int = 0, largest_rank: int = 16, validation: Sequence[Example] = ()
     ) -> Mapping[str, Tensor]:
-        """Return the snapshot of a stage, trained on six examples in two batches.
-
-        Args:
-            longer: number of additional tasks in the trial.
-            largest_rank: of the sweep.
-            validation: held-out examples that the best epoch is chosen by.
-        """
+        """Return the snapshot of a stage, trained on six examples in two batches."""
         s, task = trial.settings, trial.tasks[position]
         method = type(trial.method())(s.method, MethodContext(self._backbone, self._bank, self._folder, largest_rank))
         reads = range(position if method.reads_history(position) else 0)

@@ -89,10 +89,7 @@ def _knock(host: str, port: int) -> str:
 
 
 def check_tracking_address(uri: str, allow_insecure: bool) -> None:
-    """Refuse to send results to an MLflow server on another machine without TLS or credentials.
-
-    Databases and Databricks authenticate in their own ways and are not checked.
-    """
+    """Refuse an MLflow server on another machine without TLS or credentials; databases are not checked."""
     parts = _split(uri)
     if allow_insecure or parts.scheme not in ("http", "https") or _is_here(parts.hostname):
         return

@@ -173,10 +173,7 @@ def configuration_contents(sweep: SweepFolder, summary: summaries.Summary) -> It
 
 
 def configuration_content(sweep: SweepFolder, configuration: summaries.Configuration, trial: TrialFolder) -> RunContent:
-    """Return the summary run of a configuration with a finished trial: params, and mean, std and count over seeds.
-
-    Tags count all its trials, and those that are in no mean.
-    """
+    """Return the summary run of a configuration: params, and mean, std and count over its finished trials."""
     seed_name = short_names(sweep.axes).get(sweep.seed_axis, "seed")
     values: dict[str, float | None] = {"n": float(configuration.n_finished)}
     measures: dict[str, summaries.Statistic | None] = {

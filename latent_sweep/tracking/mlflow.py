@@ -156,10 +156,7 @@ class MlflowTracker:
             self._save_view()
 
     def sync(self) -> int:
-        """Upload everything in the journals that MLflow lacks; return the number of trial runs that changed.
-
-        An error of a single trial (a corrupt file, a refused run) is raised after all others have been uploaded.
-        """
+        """Upload what MLflow lacks; return the number of changed trials, or raise a trial's error after the others."""
         self.sweep.refresh()
         with self._connected():
             self._parent()

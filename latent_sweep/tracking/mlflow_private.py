@@ -15,10 +15,7 @@ def enabled() -> bool:
 
 
 def skip_databricks_detection() -> None:
-    """Keep MLflow from checking at every request whether it runs inside Databricks.
-
-    Elsewhere the check is a dozen failing imports, which take longer than the rest of a request.
-    """
+    """Keep MLflow from checking at every request, by a dozen failing imports, whether Databricks runs it."""
     if not enabled():
         return
     from mlflow.tracking.request_header import registry

@@ -52,11 +52,7 @@ class SyncThread:
         self._stopping.set()
 
     def stop(self, timeout_seconds: float = 120.0, away_seconds: float = 10.0) -> bool:
-        """Request a last sync and close the tracker; return whether both completed in time.
-
-        Args:
-            away_seconds: how long to wait for a tracker that did not answer its last request.
-        """
+        """Request a last sync and close the tracker; return whether both completed in time."""
         self._stopping.set()
         self._thread.join(min(away_seconds, timeout_seconds) if self._behind_since else timeout_seconds)
         log_line, self.log_line = self.log_line, lambda line: None  # silences the thread if it still runs

@@ -25,11 +25,7 @@ CURSOR = "journal"
 
 
 class TensorboardTracker(LocalTracker):
-    """Writes each trial's settings as text and hyperparameters, and its scores and losses as scalars.
-
-    Args:
-        folder: for `tensorboard --logdir`.
-    """
+    """Writes each trial's settings, scores and losses into `folder`, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, sweep: SweepFolder):
         super().__init__(sweep)

@@ -16,11 +16,7 @@ from latent_sweep.tracking.wandb import WandbTracker
 
 
 def trackers_for(settings: Mapping[str, Any], sweep: SweepFolder, allow_insecure: bool = False) -> list[Tracker]:
-    """Return the trackers that the settings `run.tracking` ask for.
-
-    Raises:
-        ConfigError: MLflow does not accept the address, or it is a remote server without TLS or credentials.
-    """
+    """Return the trackers that `run.tracking` asks for; ConfigError for an unusable or insecure address."""
     trackers: list[Tracker] = []
     if (mlflow := tracker_for(settings.get("uri"), sweep, allow_insecure)) is not None:
         trackers.append(mlflow)

@@ -32,12 +32,7 @@ _QUIET: dict[str, Any] = {
 
 
 class WandbTracker(LocalTracker):
-    """Writes each trial's settings as its config, its scores by tasks seen and its losses by step.
-
-    Args:
-        project: `project`, or `entity/project`.
-        folder: in which W&B makes its folder `wandb`.
-    """
+    """Writes each trial's config, scores and losses; `project` may be `entity/project`, W&B's folder is in `folder`."""
 
     def __init__(self, project: str, folder: Path, sweep: SweepFolder):
         super().__init__(sweep)

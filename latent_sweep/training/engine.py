@@ -25,10 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _condition(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return a fingerprint of what a method could change in a frozen model: parameters, hooks and `forward`, by name.
-
-    torch counts the writes to a parameter. Hooks of this package are left out.
-    """
+    """Return a fingerprint of parameters (torch counts writes), others' hooks and `forward`, by name."""
     condition: dict[str, tuple[int, ...]] = {
         name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()
     }
@@ -49,11 +46,7 @@ def forget_backbone() -> None:
 
 
 class Engine:
-    """Plain torch: every worker of the group holds the whole backbone.
-
-    Args:
-        graphs: reserves memory for graphs on the backbone's device; None is without graphs.
-    """
+    """Plain torch: every worker holds the whole backbone. `graphs` reserves memory for graphs, if there are any."""
 
     answers_apart = True
     """Whether workers can answer different batches at the same time."""

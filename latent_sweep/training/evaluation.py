@@ -138,11 +138,7 @@ def answer(
     engine: Engine,
     bank: AdapterBank,
 ) -> list[Results]:
-    """Answer batches, at most one per worker of the engine's group; all workers call this at the same time.
-
-    Returns:
-        The results of every batch on the group's first worker; an empty list on the others.
-    """
+    """Answer batches, one per worker at most, on all workers; results are on the first one, others get []."""
     backbone = engine.backbone
     engine.begin_answering()
 

@@ -13,10 +13,7 @@ from typing import Any
 
 
 def give_back_memory() -> None:
-    """Return free memory of the C heap to the OS, if the C library is glibc.
-
-    glibc keeps free pieces below memory in use: a worker that used 1.6 GiB held 11 GiB after an hour.
-    """
+    """Return glibc's free memory to the OS: else a worker that used 1.6 GiB held 11 GiB after an hour."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 
@@ -64,11 +61,7 @@ def _resident_peak() -> int | None:
 
 @contextmanager
 def loading_modules() -> Iterator[None]:
-    """Pause garbage collection while torch and transformers are imported, and exempt their objects from it afterward.
-
-    Collections take a fifth of that time. If transformers is loaded already, nothing is exempted, as the objects might
-    be garbage.
-    """
+    """Pause garbage collection, a fifth of the time, while torch and transformers are imported; exempt these."""
     first = "transformers" not in sys.modules
     gc.disable()
     try:

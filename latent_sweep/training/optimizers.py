@@ -25,10 +25,7 @@ def optimizer_of(trainers: Sequence[Trainer]) -> AdamW | Adafactor:
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, 2019) on the parameters of P trainers as the rows of one matrix, (P, N).
-
-    The parameters become views of its rows, each row padded to the longest.
-    """
+    """AdamW (Loshchilov & Hutter, 2019) on P trainers' parameters, which become views of a matrix's rows, (P, N)."""
 
     def __init__(self, trainers: Sequence[Trainer]):
         self._trainers = trainers

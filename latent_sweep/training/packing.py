@@ -52,10 +52,7 @@ class PackTiming:
 
 
 def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[PackTiming]:
-    """Time a few steps of the pack's first task in packs of 1, 2, 4 and 8, until a larger one is slower.
-
-    The timings are stored by hardware, method, backbone and batch; nothing else is.
-    """
+    """Time steps of packs of 1, 2, 4 and 8 until a larger one is slower; only the timings are stored."""
     if threads is not None:
         torch.set_num_threads(threads)
     path = storage.folder / "profiles" / f"pack-{_key(pack)}.json"

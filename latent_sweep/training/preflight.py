@@ -114,10 +114,7 @@ def _leaving(run: ActiveRun, active: ActiveTrial) -> Iterator[None]:
 
 
 def _try_storage(parameters: Mapping[str, int], runs: int, context: Context) -> None:
-    """Write to the folders of snapshots and checkpoints, and compare their future sizes with the free space.
-
-    `parameters` counts those of each snapshot to learn, by lineage; each run has a checkpoint.
-    """
+    """Write to the storage's folders, and compare the future size, of `parameters` by lineage, with the free space."""
     folder = context.storage.folder
     for path in (context.store.folder, folder / "checkpoints", folder / "predictions"):
         if path.is_dir():  # may belong to another user

@@ -71,12 +71,7 @@ class _Graph:
 
 
 class StepGraphs:
-    """Takes the optimizer steps of a pack, and replays those whose shapes have occurred often enough.
-
-    Args:
-        gradients: accumulates the gradients of a step and returns its loss terms.
-        step: changes the parameters and returns the gradients' norms, (P,).
-    """
+    """Takes the optimizer steps of a pack by `gradients` and `step`, and replays those of frequent shapes."""
 
     def __init__(
         self,
