@@ -22,9 +22,9 @@ from helpers.sweeps import TINY, end, results, start, sweep_folder, tiny, write,
 from helpers.tiny import load_tiny
 
 import latent_sweep
-from latent_sweep import settings
 from latent_sweep.adapters.factors import load_factors
 from latent_sweep.cli.main import main
+from latent_sweep.settings import strict_yaml
 from latent_sweep.storage.files import cache_folder
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import status
@@ -291,8 +291,8 @@ def test_what_looks_hostile_and_is_not(tmp_path, capsys):
 def test_text_that_looks_like_a_number_is_written_so_that_it_stays_text():
     for text in ("1e5", "8e12345", "3.e-4", "+.5E3", "1:30", "010", "yes", "null", "2024-01-01", "~", "=", "<<", ""):
         for value in (text, {text: [text]}):
-            assert settings.parse_yaml(settings.yaml_text(value), "test") == value
-            assert settings.parse_yaml(settings.yaml_text(value, one_line=True), "test") == value
+            assert strict_yaml.parse_yaml(strict_yaml.yaml_text(value), "test") == value
+            assert strict_yaml.parse_yaml(strict_yaml.yaml_text(value, one_line=True), "test") == value
 
 
 # --- where things are stored -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.execution.driver import write_sweep
-from latent_sweep.settings import parse_yaml, yaml_text
+from latent_sweep.settings.strict_yaml import parse_yaml, yaml_text
 from latent_sweep.storage.journal import status
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep

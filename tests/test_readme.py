@@ -21,7 +21,7 @@ from latent_sweep.cli.main import main, make_parser
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.methods import METHODS
 from latent_sweep.metrics.answers import METRICS
-from latent_sweep.settings import parse_yaml
+from latent_sweep.settings.strict_yaml import parse_yaml
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import every_setting

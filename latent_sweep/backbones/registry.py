@@ -23,7 +23,8 @@ from latent_sweep.backbones.families import (
 )
 from latent_sweep.backbones.outlines import SUPPORTED, outline
 from latent_sweep.errors import ConfigError
-from latent_sweep.settings import LEFT_OUT_AT_DEFAULT, PathText, Settings, canonical_json, local_path
+from latent_sweep.settings import LEFT_OUT_AT_DEFAULT, Settings, canonical_json
+from latent_sweep.settings.paths import PathText
 
 EMBEDDED = "smollm2-135m"
 """SmolLM2-135M-Instruct, quantized to Q4_1 by its package and converted back: not the published weights."""
@@ -56,11 +57,6 @@ class BackboneSettings(Settings):
     targets: Literal["all-linear"] | tuple[str, ...] | None = Field(None, json_schema_extra=LEFT_OUT_AT_DEFAULT)
     """Adapted projections; None is query and value of every attention block, as in the paper. Otherwise names such as
     `[q_proj, v_proj, o_proj]`, ends of names, or `all-linear` for every linear projection but the output head."""
-
-    @field_validator("name", "tokenizer")
-    @classmethod
-    def _without_tilde(cls, name: str | None) -> str | None:
-        return str(local_path(name)) if name is not None and name.startswith("~") else name
 
     @field_validator("targets", mode="before")
     @classmethod

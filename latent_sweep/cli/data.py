@@ -65,7 +65,7 @@ def _init(options: argparse.Namespace) -> int:
     from latent_sweep.data.draft import draft_benchmark
     from latent_sweep.data.schema import BENCHMARK_FILE
     from latent_sweep.errors import ConfigError
-    from latent_sweep.settings import local_path
+    from latent_sweep.settings.paths import local_path
     from latent_sweep.storage.files import write_file
 
     folder = local_path(options.folder)

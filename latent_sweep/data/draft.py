@@ -23,7 +23,7 @@ from latent_sweep.data.records import SUFFIXES, read_json, read_records
 from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSettings, BenchmarkSpec, Split, located
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics.answers import first_equivalent, rouge_coverage
-from latent_sweep.settings import parse_yaml, yaml_text
+from latent_sweep.settings.strict_yaml import parse_yaml, yaml_text
 
 MOST_LABELS, LABEL_WORDS = 20, 4
 """Most distinct answers of a classification task, and most words of one."""

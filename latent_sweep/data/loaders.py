@@ -40,7 +40,8 @@ from latent_sweep.data.schema import DATA_VARIABLE, BenchmarkSettings, Benchmark
 from latent_sweep.data.tokenized import TokenizedExamples, write_tokenized
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.memo import memo_active, memoized
-from latent_sweep.settings import content_hash, local_path
+from latent_sweep.settings import content_hash
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage import versions
 from latent_sweep.storage.files import committing
 

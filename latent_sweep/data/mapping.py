@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from latent_sweep.errors import DataError
 from latent_sweep.security import quoted
-from latent_sweep.settings import NOT_IDENTITY, PathText, Settings, canonical_json
+from latent_sweep.settings import NOT_IDENTITY, Settings, canonical_json
+from latent_sweep.settings.paths import PathText
 
 SUPERNI_TEST = 100
 """Default number of test instances in a task file: the first ones, as in Super-NaturalInstructions."""
@@ -69,7 +70,9 @@ class SourceSpec(Settings):
 
     train: Paths = Field((), json_schema_extra=NOT_IDENTITY)
     """Files with the training rows: .json, .jsonl, .csv, .tsv, .parquet, .arrow, or a folder of `save_to_disk`."""
-    test: Annotated[tuple[str, ...] | int, BeforeValidator(_paths_or_count)] = Field((), json_schema_extra=NOT_IDENTITY)
+    test: Annotated[tuple[PathText, ...] | int, BeforeValidator(_paths_or_count)] = Field(
+        (), json_schema_extra=NOT_IDENTITY
+    )
     """Files with the test rows; with `superni`, the number of instances, from the first, that are test rows (100)."""
     superni: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
     """A task file of Super-NaturalInstructions; its first `Instances` are test rows, the others training rows."""

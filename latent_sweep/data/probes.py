@@ -26,7 +26,8 @@ from pydantic import Field
 from latent_sweep.data.examples import is_encodable
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
-from latent_sweep.settings import Settings, content_hash, local_path
+from latent_sweep.settings import Settings, content_hash
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.trial_files import PROBES
 
 Kind = Literal["text", "choices", "lm_eval"]

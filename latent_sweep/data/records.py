@@ -17,7 +17,8 @@ from typing import Any
 
 from latent_sweep.data.caches import file_digest
 from latent_sweep.errors import DataError, MissingData, clause
-from latent_sweep.settings import content_hash, read_regular
+from latent_sweep.settings import content_hash
+from latent_sweep.settings.paths import read_regular
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 BATCH = 1000  # records of a columnar file held in memory at a time

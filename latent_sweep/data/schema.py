@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from latent_sweep.data.faults import unknown_name, validation_faults
 from latent_sweep.data.hub import pinned
 from latent_sweep.data.mapping import SourceSpec
 from latent_sweep.data.templates import reads_instruction, template_fault
@@ -22,17 +21,10 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.memo import memoized
 from latent_sweep.metrics.answers import check_metric, first_equivalent
 from latent_sweep.security import quoted
-from latent_sweep.settings import (
-    FROM_PRESET,
-    INFERENCE_ONLY,
-    LEFT_OUT_AT_DEFAULT,
-    NOT_IDENTITY,
-    PathText,
-    Settings,
-    filled,
-    local_path,
-    read_yaml,
-)
+from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, LEFT_OUT_AT_DEFAULT, NOT_IDENTITY, Settings, filled
+from latent_sweep.settings.faults import unknown_name, validation_faults
+from latent_sweep.settings.paths import PathText, local_path
+from latent_sweep.settings.strict_yaml import read_yaml
 from latent_sweep.storage import versions
 from latent_sweep.storage.files import FileState, state_of
 
@@ -319,7 +311,11 @@ class BenchmarkSettings(Settings):
 
 
 def load_benchmark(name: str) -> BenchmarkSpec:
-    """Return a packaged benchmark, or that of a user's folder or YAML file; cached until the file changes."""
+    """Return a packaged benchmark, or that of a user's folder or YAML file; cached until the file changes.
+
+    Args:
+        name: as in `BenchmarkSettings`, so that `~` is expanded.
+    """
     path = _benchmark_file(name)
     return _loaded(path, state_of(path))
 
@@ -342,7 +338,7 @@ def _located(task: TaskSpec, folder: Path) -> TaskSpec:
         return task
 
     def absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(str((folder / local_path(path)).resolve()) for path in paths)
+        return tuple(str((folder / path).resolve()) for path in paths)
 
     update: dict[str, Any] = {"train": absolute(source.train)}
     if not isinstance(source.test, int):
@@ -359,7 +355,7 @@ def resolved_benchmark(written: BenchmarkSettings, spec: BenchmarkSpec, max_sour
     if data_dir := written.data_dir or os.environ.get(DATA_VARIABLE):
         located["data_dir"] = str(local_path(data_dir).resolve())
     if spec.layout == "folder":
-        located["name"] = str(local_path(written.name).resolve())
+        located["name"] = str(Path(written.name).resolve())
     lengths = {"max_source_length": max_source_length, "max_target_length": spec.max_target_length}
     return filled(written.model_copy(update=located), BenchmarkSettings, lengths)
 
@@ -411,7 +407,7 @@ def _benchmark_file(name: str) -> Path:
     packaged = _packaged()
     if name in packaged:
         return packaged[name]
-    path = local_path(name)
+    path = Path(name)
     if path.is_dir():
         path = path / BENCHMARK_FILE
     if not path.exists() or path.is_dir():

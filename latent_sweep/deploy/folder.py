@@ -28,7 +28,7 @@ from latent_sweep.methods.protocol import Method
 from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.routing.heads import TaskDistances, TaskNorms
 from latent_sweep.routing.ngram import TaskNgrams
-from latent_sweep.settings import local_path
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import has_valid_checksum, write_checksummed_json
 from latent_sweep.storage.files import cache_folder, committing, write_file

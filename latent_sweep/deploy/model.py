@@ -27,7 +27,7 @@ from latent_sweep.routing.combination import FittedTasks, Rows, pool, table_std,
 from latent_sweep.routing.gaussian import ROUTED, TaskRouter, normalize_embeddings
 from latent_sweep.routing.heads import random_map
 from latent_sweep.security import quoted
-from latent_sweep.settings import local_path
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.memory import with_checkpointing

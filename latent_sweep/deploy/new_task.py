@@ -16,6 +16,7 @@ from latent_sweep.metrics.answers import metric_source
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings import content_hash
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.files import cache_folder, write_file
 from latent_sweep.sweep.plan import SPLITS, Trial
 
@@ -49,7 +50,7 @@ def new_task(
                 f"task: found the name {quoted(task)} with rows; expected a TaskSpec with rows, or the name of a "
                 "benchmark's task without rows"
             )
-        source = trial.spec if benchmark is None else load_benchmark(str(benchmark))
+        source = trial.spec if benchmark is None else load_benchmark(str(local_path(benchmark)))
         named = {one.name: one for one in source.tasks}
         if task not in named:
             raise ConfigError(f"task: found {quoted(task)}; benchmark {source.name} has {', '.join(named)}")

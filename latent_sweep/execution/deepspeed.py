@@ -23,9 +23,9 @@ from latent_sweep.backbones.checkpoint import checkpoint_weights, read_weight
 from latent_sweep.backbones.files import local_folder, tensor_files
 from latent_sweep.backbones.loading import Backbone, assemble
 from latent_sweep.backbones.registry import BackboneSettings
-from latent_sweep.data.faults import validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
+from latent_sweep.settings.faults import validation_faults
 from latent_sweep.sweep.schema import EngineSettings
 from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.worker_group import WorkerGroup

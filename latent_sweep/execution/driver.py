@@ -20,7 +20,8 @@ from latent_sweep.execution.search import PackList, PackSource, SearchedPacks, c
 from latent_sweep.memo import memo_scope
 from latent_sweep.monitor.screen import COMMAND, Display, Following, Screen
 from latent_sweep.monitor.state import TrialEvent
-from latent_sweep.settings import Settings, canonical_json, content_hash, yaml_text
+from latent_sweep.settings import Settings, canonical_json, content_hash
+from latent_sweep.settings.strict_yaml import yaml_text
 from latent_sweep.storage.checksummed import checksummed_json
 from latent_sweep.storage.files import read_file
 from latent_sweep.storage.folders import LOCKS, SWEEP_FILE, SweepFolder, driven_since, driving

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from latent_sweep.settings import Settings, parse_yaml
+from latent_sweep.settings import Settings
+from latent_sweep.settings.strict_yaml import parse_yaml
 
 TASKS = 15
 """Number of tasks of every stream that has cells here."""

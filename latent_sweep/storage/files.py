@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from latent_sweep.errors import StorageError
-from latent_sweep.settings import local_path, read_regular
+from latent_sweep.settings.paths import local_path, read_regular
 
 
 def private_folder(folder: Path) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.labels import distinct_labels, label, short_names
-from latent_sweep.settings import flatten, local_path
+from latent_sweep.settings import flatten
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.checksummed import has_valid_checksum
 from latent_sweep.storage.files import state_of
 from latent_sweep.storage.journal import Event, Journal

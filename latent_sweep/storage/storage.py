@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from latent_sweep.errors import ConfigError, StorageError
-from latent_sweep.settings import content_hash, local_path
+from latent_sweep.settings import content_hash
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.files import cache_folder, committing, modified, private_folder, read_file, stamp, write_file
 from latent_sweep.storage.heartbeat import FOLDER, heartbeat_of
 from latent_sweep.storage.leases import FileLease, Lease, ObjectLease, Presence

@@ -23,23 +23,16 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from latent_sweep.data.faults import close_name, shown, validation_faults
 from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError, fault_report
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.security import quoted, redact
-from latent_sweep.settings import (
-    Settings,
-    as_written,
-    canonical_json,
-    flatten,
-    local_path,
-    parse_yaml,
-    read_yaml,
-    yaml_text,
-)
+from latent_sweep.settings import Settings, as_written, canonical_json, flatten
+from latent_sweep.settings.faults import close_name, shown, validation_faults
+from latent_sweep.settings.paths import local_path
+from latent_sweep.settings.strict_yaml import parse_yaml, read_yaml, yaml_text
 from latent_sweep.storage.storage import NODE_LOCAL
 from latent_sweep.sweep.matching import match_faults
 from latent_sweep.sweep.places import placed
@@ -231,7 +224,7 @@ def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:
         _put(template, path.split("."), value)
     settings, faults = _trial(template)
     if settings is None:
-        raise fault_report(sweep.source, [f"trial.{fault}" for fault in faults])
+        raise ConfigError("; ".join(f"trial.{fault}" for fault in faults))
     return settings
 
 

@@ -21,6 +21,7 @@ from latent_sweep.data.schema import BenchmarkSettings, Split, load_benchmark
 from latent_sweep.data.text_tokens import special_tokens
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics.answers import normalize_answer
+from latent_sweep.settings.paths import local_path
 from latent_sweep.sweep.answer_checks import AnswerReport, Problem, other_form
 from latent_sweep.sweep.data_checks import Case, Findings, TaskPrompts, check_case
 from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
@@ -157,7 +158,7 @@ def _counted(counts: Mapping[str, int]) -> Iterator[str]:
 
 def examine_benchmark(name: str, backbone: str = EMBEDDED) -> BenchmarkReport:
     """Check every example of every task of a benchmark as a sweep would before it starts, and more; ConfigError."""
-    spec = load_benchmark(name)
+    spec = load_benchmark(str(local_path(name)))
     read_by = BackboneSettings(name=backbone)
     if faults := folder_faults(read_by):
         raise ConfigError("; ".join(faults))

@@ -14,7 +14,7 @@ from typing import Any
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
-from latent_sweep.settings import local_path
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.storage import STORAGE_VARIABLE, default_location, in_job_package
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.sweep.tracking_uris import (

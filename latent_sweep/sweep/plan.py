@@ -29,7 +29,6 @@ from latent_sweep.backbones.families import sizes
 from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, resolved_backbone
 from latent_sweep.backbones.registry import PACKAGES, REGISTRY, BackboneSettings, describe, family_of
-from latent_sweep.data.faults import validation_faults
 from latent_sweep.data.loaders import count_examples, data_digest, source_digest, truncation_identity
 from latent_sweep.data.probes import NO_PROBES, ProbeSettings, read_probes
 from latent_sweep.data.prompts import CUE, cue_of, template_identity
@@ -61,6 +60,7 @@ from latent_sweep.settings import (
     json_object,
     text_hash,
 )
+from latent_sweep.settings.faults import validation_faults
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
@@ -526,11 +526,14 @@ def points(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def points_at(sweep: Sweep, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    axes = [[(axis, value) for value in values] for axis, values in sweep.crossed.items()]
-    combinations = (dict(pairs) | dict(drawn) for pairs in itertools.product(*axes))
+    return combinations({**sweep.crossed, **{axis: (value,) for axis, value in drawn.items()}})
+
+
+def combinations(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return every combination of the values of these axes, each by dotted path."""
     return [
-        {path: leaf for axis, value in values.items() for path, leaf in flatten(axis, value).items()}
-        for values in combinations
+        {path: leaf for axis, value in zip(axes, values, strict=True) for path, leaf in flatten(axis, value).items()}
+        for values in itertools.product(*axes.values())
     ]
 
 
@@ -538,11 +541,11 @@ def corners(sweep: Sweep) -> list[dict[str, Any]]:
     """Return points that try the extremes of a searcher's axes: all combinations or, if they are many, each value."""
     extremes = {axis: draw.extremes for axis, draw in sweep.drawn.items()}
     if math.prod(map(len, extremes.values())) <= MOST_CORNERS:
-        combinations = [dict(zip(extremes, values, strict=True)) for values in itertools.product(*extremes.values())]
+        drawn = [dict(zip(extremes, values, strict=True)) for values in itertools.product(*extremes.values())]
     else:
         first = {axis: values[0] for axis, values in extremes.items()}
-        combinations = [first | {axis: value} for axis, values in extremes.items() for value in values]
-    return list(itertools.chain.from_iterable(points_at(sweep, values) for values in combinations))
+        drawn = [first | {axis: value} for axis, values in extremes.items() for value in values]
+    return list(itertools.chain.from_iterable(points_at(sweep, values) for values in drawn))
 
 
 def _draw(draw: Draw, source: random.Random) -> Any:
@@ -564,8 +567,7 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
         elsewhere: paths of numbers that vary only in other trials; `values` includes those that this trial reads.
     """
     s = resolve(written)
-    spec = load_benchmark(s.benchmark.name)
-    stream = _stream(s.benchmark, spec)
+    stream = _stream(s.benchmark)
     backbone, backbone_text = _backbone(s.backbone)
     source = _source_of(s.method.name)
     training = json_object(
@@ -595,7 +597,7 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
         settings=s,
         values={path: setting(s, path) for path in read},
         tasks=stream.tasks,
-        spec=spec,
+        spec=stream.spec,
         backbone=backbone,
         method_source=source,
         metric_sources=stream.metric_sources,
@@ -609,6 +611,7 @@ _source_of = memoized(lambda name: (name,))(source_of)
 class _Stream(NamedTuple):
     """The parts of a trial that follow from `benchmark:`; see `Trial`."""
 
+    spec: BenchmarkSpec
     tasks: tuple[TaskSpec, ...]
     metric_sources: Mapping[str, str]
     sources: Mapping[tuple[str, str], str | None]
@@ -632,14 +635,15 @@ def _text(settings: Any, identity: Callable[[Any], dict[str, Any]]) -> str:
     return canonical_json(identity(settings))
 
 
-@memoized(lambda *parts: parts)
-def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
+@memoized(lambda settings: (settings,))
+def _stream(settings: BenchmarkSettings) -> _Stream:
+    spec = load_benchmark(settings.name)
     tasks = task_sequence(settings, spec)
     # the benchmark's file is part of the identity, not the path of its folder
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
-    if sources := {task.name: decides for task in tasks if task.source and (decides := task.source.decides())}:
-        named["sources"] = sources
+    if decisive := {task.name: decides for task in tasks if task.source and (decides := task.source.decides())}:
+        named["sources"] = decisive
     if cues := {task.name: cue for task in tasks if (cue := cue_of(spec, task)) != CUE}:
         named["cues"] = cues
     if templates := {task.name: template for task in tasks if (template := template_identity(spec, task))}:
@@ -647,6 +651,7 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
     lengths = {task.name: target_length(settings, task) for task in tasks}
     if shorter := {name: length for name, length in lengths.items() if length < settings.max_target_length}:
         named["target_lengths"] = shorter
+    sources = {(t.name, split): source_digest(spec, t, split, settings) for t in tasks for split in SPLITS}
     scored: dict[str, Any] = {"stop": list(spec.stop)}
     if stops := {task.name: task.stop for task in tasks if task.stop not in (None, spec.stop)}:
         scored["stops"] = stops
@@ -658,9 +663,10 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
     if settings.prompts.definition == "paraphrase":
         scored["paraphrases"] = [list(task.paraphrases) for task in tasks]
     return _Stream(
+        spec=spec,
         tasks=tasks,
         metric_sources=metric_sources,
-        sources={(t.name, split): source_digest(spec, t, split, settings) for t in tasks for split in SPLITS},
+        sources=sources,
         training=canonical_json(settings.training_identity() | named),
         inference=canonical_json(settings.identity() | named | scored),
     )

@@ -12,7 +12,8 @@ from latent_sweep.data.chat import chat_of
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import encode_prompt, encode_target, split_prompts
 from latent_sweep.data.schema import Split, load_benchmark, target_length, task_sequence
-from latent_sweep.settings import local_path, read_yaml
+from latent_sweep.settings.paths import local_path
+from latent_sweep.settings.strict_yaml import read_yaml
 from latent_sweep.sweep.config import load_sweep, override, trial_settings
 from latent_sweep.sweep.plan import points, resolve
 from latent_sweep.sweep.schema import TrialSettings

@@ -25,8 +25,8 @@ from latent_sweep.settings import (
     Settings,
     as_written,
     group_of,
-    yaml_text,
 )
+from latent_sweep.settings.strict_yaml import yaml_text
 from latent_sweep.storage.predictions import KeepAnswers
 from latent_sweep.storage.storage import DEFAULT_LOCATION, location_faults
 from latent_sweep.sweep.tracking_uris import address_faults

@@ -7,7 +7,6 @@ rows. They form a sweep of their own, `<name>-tuning`, which runs, resumes and i
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,17 +14,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from latent_sweep.data.probes import NO_PROBES
-from latent_sweep.data.schema import load_benchmark, task_sequence
+from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, LatentSweepError, StorageError, fault_report
 from latent_sweep.labels import format_value, label, label_paths, short_names
+from latent_sweep.memo import memoized
 from latent_sweep.routing.gaussian import ROUTED
-from latent_sweep.settings import Settings, canonical_json, flatten
+from latent_sweep.settings import Settings, as_written, canonical_json, flatten
 from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
 from latent_sweep.storage.journal import Failed, stages, status
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, trial_settings
 from latent_sweep.sweep.plan import (
     Trial,
+    combinations,
     has_setting,
     is_read,
     plan_trial,
@@ -72,22 +73,19 @@ def find_selections(sweep: Sweep) -> list[Selection]:
     selections: dict[str, Selection] = {}
     unread: dict[str, frozenset[str]] = {}
     faults: list[str] = []
-    methods, streams, unknown = set(), set(), set(tune.apply_to)
+    methods, unknown = set(), set(tune.apply_to)
     for point in points(sweep):
-        settings = resolve(trial_settings(sweep, point))
-        methods.add(settings.method.name)
-        unknown -= {path for path in unknown if has_setting(settings, path)}
-        shared = _shared(settings, tune)
-        key, b = canonical_json(shared), settings.benchmark
-        if (stream := (b.name, b.order, b.tasks)) not in streams:  # trials that share a selection may differ in these
-            streams.add(stream)
-            try:
-                _rows_read(tune, settings)
-            except ConfigError as error:
-                faults.append(str(error))
-                continue
-        unread.setdefault(key, _unread(tune, settings))
-        if missed := sorted(unread[key] - _unread(tune, settings)):
+        try:
+            settings = resolve(trial_settings(sweep, point))
+            methods.add(settings.method.name)
+            unknown -= {path for path in unknown if has_setting(settings, path)}
+            held_out = _held_out(tune, settings.benchmark)  # trials that share a selection may differ in their stream
+        except ConfigError as error:
+            faults.append(str(error))
+            continue
+        shared, not_read = _shared(settings, tune), _unread(tune, settings)
+        key = canonical_json(shared)
+        if missed := sorted(unread.setdefault(key, not_read) - not_read):
             faults.append(
                 f"tune: the first trial of a selection does not read {', '.join(missed)}, but a trial with "
                 f"router.combine {settings.router.combine} that shares it does; add router.combine to "
@@ -95,7 +93,7 @@ def find_selections(sweep: Sweep) -> list[Selection]:
             )
         if key not in selections:
             try:
-                tuning_trials = tuple(_tuning_trials(sweep, tune, point, settings))
+                tuning_trials = tuple(_tuning_trials(sweep, tune, point, settings.method.name, held_out))
             except ConfigError as error:
                 faults.append(str(error))
                 continue
@@ -154,16 +152,13 @@ def _unread(tune: TuneSettings, settings: TrialSettings) -> frozenset[str]:
 
 
 def _tuning_trials(
-    sweep: Sweep, tune: TuneSettings, point: Mapping[str, Any], settings: TrialSettings
+    sweep: Sweep, tune: TuneSettings, point: Mapping[str, Any], method: str, held_out: Mapping[str, Any]
 ) -> Iterator[TuningTrial]:
-    """Yield the distinct tuning trials of a selection; `point` and `settings` are of the first trial that needs it."""
-    changed = {**point, **_rows_read(tune, settings), "seed": tune.seed}
+    """Yield the distinct tuning trials of a selection; `point` and `method` are of the first trial that needs it."""
+    changed = {**point, **held_out, "seed": tune.seed}
     reported = [path for path in point if any(path == p or path.startswith(f"{p}.") for p in tune.apply_to)]
-    tried = tune.tried(settings.method.name)
     seen = set()
-    for values in itertools.product(*tried.values()):
-        axes = zip(tried, values, strict=True)
-        combination = {leaf: value for axis, values in axes for leaf, value in flatten(axis, values).items()}
+    for combination in combinations(tune.tried(method)):
         trial = plan_trial(trial_settings(sweep, {**changed, **combination}), [*reported, *combination])
         if not any(trial.method().learns_from(i, len(trial.tasks)) for i in range(len(trial.tasks))):
             return
@@ -172,10 +167,13 @@ def _tuning_trials(
             yield TuningTrial(combination, trial)
 
 
-def _rows_read(tune: TuneSettings, settings: TrialSettings) -> dict[str, Any]:
-    judged = settings.benchmark
-    held_out: dict[str, Any] = {"score_on": "validation", "validation_fraction": tune.validation_fraction}
-    held_out["prompts.definition"] = "verbatim"  # as all training rows have it
+@memoized(lambda tune, judged: (tune, judged))
+def _held_out(tune: TuneSettings, judged: BenchmarkSettings) -> dict[str, Any]:
+    """Return the settings of `benchmark:` with which tuning trials read other examples than the trials do.
+
+    Raises:
+        ConfigError: they would read the examples that trials are judged on, or there are no such tasks.
+    """
     spec = load_benchmark(judged.name)
     if isinstance(tune.on, str):
         names = [task.name for task in task_sequence(judged, spec)]
@@ -184,26 +182,23 @@ def _rows_read(tune: TuneSettings, settings: TrialSettings) -> dict[str, Any]:
                 f"tune.tasks: found {tune.tasks}, but trials learn {len(names)} tasks of {spec.name}; expected fewer, "
                 "as nothing may be chosen on the whole stream that trials are judged on"
             )
-        changed = {"order": judged.order, "tasks": names[: tune.tasks]} | held_out
+        stream: dict[str, Any] = {"order": judged.order, "tasks": names[: tune.tasks]}
     else:
-        other = load_benchmark(str(tune.on["name"]))
-        if other.name == spec.name:
+        other = as_written(BenchmarkSettings).model_validate(tune.on)
+        its_spec = load_benchmark(other.name)
+        if its_spec.name == spec.name:
             raise ConfigError(
-                f"tune.on: found {other.name}, the benchmark that trials are judged on; name another one, or write "
+                f"tune.on: found {spec.name}, the benchmark that trials are judged on; name another one, or write "
                 "first_tasks"
             )
-        named = {"order": None, "tasks": None} | dict(tune.on)
-        asked = judged.model_copy(update={"order": named["order"], "tasks": _tuple(named["tasks"])})
         try:
-            names = [task.name for task in task_sequence(asked, other)]
+            names = [task.name for task in task_sequence(other, its_spec)]
         except ConfigError as error:
             raise ConfigError(str(error).replace("benchmark.", "tune.on.", 1)) from error
-        changed = named | {"tasks": names[: tune.tasks]} | held_out
-    return {f"benchmark.{name}": value for name, value in changed.items()}
-
-
-def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if names is None else tuple(names)
+        stream = {"order": None} | dict(tune.on) | {"tasks": names[: tune.tasks]}
+    rows = {"score_on": "validation", "validation_fraction": tune.validation_fraction}
+    prompts = {"prompts.definition": "verbatim"}  # as all training rows have it
+    return {f"benchmark.{name}": value for name, value in (stream | rows | prompts).items()}
 
 
 # --- selecting -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from latent_sweep.results.definition import defined_events
 from latent_sweep.results.marks import UNKNOWN, marks_of
 from latent_sweep.results.measures import NEEDS_OTHERS
 from latent_sweep.security import redact
-from latent_sweep.settings import content_hash, yaml_text
+from latent_sweep.settings import content_hash
+from latent_sweep.settings.strict_yaml import yaml_text
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Finished, Stage, Status, attempts, restarts, stages, status
 from latent_sweep.storage.predictions import answers_file, saves_answers

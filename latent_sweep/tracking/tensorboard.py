@@ -14,7 +14,7 @@ from typing import Any
 
 from latent_sweep.results.definition import defined_events
 from latent_sweep.security import redact
-from latent_sweep.settings import yaml_text
+from latent_sweep.settings.strict_yaml import yaml_text
 from latent_sweep.storage.files import read_file, write_file
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, final_metrics, status

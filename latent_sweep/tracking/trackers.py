@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.settings import local_path
+from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.tracking.mlflow import tracker_for
 from latent_sweep.tracking.tensorboard import TensorboardTracker

@@ -6,7 +6,7 @@ from helpers.sweeps import TINY, tiny, write
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.execution.driver import write_sweep
-from latent_sweep.settings import parse_yaml, yaml_text
+from latent_sweep.settings.strict_yaml import parse_yaml, yaml_text
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand

@@ -13,7 +13,7 @@ from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import load_benchmark
-from latent_sweep.settings import parse_yaml
+from latent_sweep.settings.strict_yaml import parse_yaml
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import status
 from latent_sweep.sweep import templates as starting

@@ -20,7 +20,8 @@ from latent_sweep.cli.main import make_parser
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, checked, method_class
 from latent_sweep.methods.protocol import Method
-from latent_sweep.settings import Settings, as_written, flatten, yaml_text
+from latent_sweep.settings import Settings, as_written, flatten
+from latent_sweep.settings.strict_yaml import yaml_text
 from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.schema import every_setting
 

@@ -7,10 +7,10 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from latent_sweep.data.faults import group_advice, unknown_name, validation_faults
 from latent_sweep.data.schema import BenchmarkSpec
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import as_written
+from latent_sweep.settings.faults import group_advice, unknown_name, validation_faults
 from latent_sweep.sweep.schema import (
     GROUPS,
     RunSettings,
