@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from latent_sweep.data.schema import TaskSpec
 from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 
 if TYPE_CHECKING:
     from latent_sweep.routing.heads import TaskDistances, TaskNorms

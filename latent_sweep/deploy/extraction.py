@@ -16,8 +16,9 @@ from latent_sweep.security import quoted
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import final_metrics, repair_advice, stages
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.sweep.plan import Trial, plan_trial
+from latent_sweep.sweep.plan import plan_trial
 from latent_sweep.sweep.schema import TrialSettings, WrittenTrial, resolved_settings
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 
 BEST = "best"

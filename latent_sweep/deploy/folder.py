@@ -34,8 +34,8 @@ from latent_sweep.storage.checksummed import has_valid_checksum, write_checksumm
 from latent_sweep.storage.files import cache_folder, committing, write_file
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
-from latent_sweep.sweep.plan import Trial
 from latent_sweep.sweep.schema import resolved_settings
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 
 MODEL_FILE = "model.json"

@@ -31,7 +31,8 @@ from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.memory import with_checkpointing
-from latent_sweep.sweep.plan import Run, Trial
+from latent_sweep.sweep.packs import Run
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.evaluation import AnswerEnd, Evaluator

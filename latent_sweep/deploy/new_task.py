@@ -18,7 +18,8 @@ from latent_sweep.security import quoted
 from latent_sweep.settings import content_hash
 from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.files import cache_folder, write_file
-from latent_sweep.sweep.plan import SPLITS, Trial
+from latent_sweep.sweep.plan import SPLITS
+from latent_sweep.sweep.trial import Trial
 
 ExampleLike = Mapping[str, Any]
 """`{"input": text, "output": text or texts}`, as in a benchmark's files."""

@@ -20,7 +20,7 @@ from latent_sweep.routing.gaussian import (
     spread,
 )
 from latent_sweep.routing.heads import fit_router
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 
 

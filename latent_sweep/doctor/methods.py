@@ -24,11 +24,13 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import RESERVE, predict
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import RunSettings
 
 if TYPE_CHECKING:
-    from latent_sweep.sweep.plan import Pack, Trial
+    from latent_sweep.sweep.packs import Pack
+    from latent_sweep.sweep.trial import Trial
     from latent_sweep.training.engine import Engine
 
 FAMILIES = ("tiny-llama", "tiny-t5")

@@ -13,7 +13,8 @@ from latent_sweep.errors import MissingData
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.memory import GIB, RESERVE, decided, predict
-from latent_sweep.sweep.plan import Run, Trial, pack
+from latent_sweep.sweep.packs import Run, pack
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.tracking.addresses import ray_address
 
 if TYPE_CHECKING:

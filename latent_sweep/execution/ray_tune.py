@@ -39,7 +39,7 @@ from latent_sweep.storage.failures import failure_facts, failure_kind, free_fram
 from latent_sweep.storage.folders import TUNE_FOLDER, SweepFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage, question, sees, unseen_message
-from latent_sweep.sweep.plan import Pack
+from latent_sweep.sweep.packs import Pack
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 from latent_sweep.training.memory_housekeeping import loading_modules
 from latent_sweep.training.time_limit import TimeLimit

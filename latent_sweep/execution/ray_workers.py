@@ -16,7 +16,7 @@ from latent_sweep.errors import Paused
 from latent_sweep.security import log_without_secrets
 from latent_sweep.storage.failures import failure_kind
 from latent_sweep.storage.folders import SweepFolder
-from latent_sweep.sweep.plan import Pack
+from latent_sweep.sweep.packs import Pack
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 from latent_sweep.training.memory_housekeeping import loading_modules
 from latent_sweep.training.time_limit import TimeLimit

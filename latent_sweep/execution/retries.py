@@ -24,8 +24,9 @@ from latent_sweep.security import redact
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Event, Failed, Journal, Lost, Stage, status
-from latent_sweep.sweep.plan import Pack, Run, Trial
+from latent_sweep.sweep.packs import Pack, Run
 from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.sweep.trial import Trial
 
 WHILE: Mapping[Phase, str] = {
     "learning": "while learning",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.errors import StorageError
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.heartbeat import heartbeat_of
-from latent_sweep.sweep.plan import Pack
+from latent_sweep.sweep.packs import Pack
 
 if TYPE_CHECKING:
     from latent_sweep.training.events import Activity, Step

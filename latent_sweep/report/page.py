@@ -28,7 +28,7 @@ from latent_sweep.results.summaries import Configuration, Summary, summarize_all
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import printable
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
-from latent_sweep.sweep.plan import values_read
+from latent_sweep.sweep.settings_read import values_read
 
 
 def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()) -> str:

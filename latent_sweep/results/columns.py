@@ -7,8 +7,8 @@ from typing import Any
 
 from latent_sweep.labels import format_value
 from latent_sweep.settings import identity_fields
-from latent_sweep.sweep.plan import is_read
 from latent_sweep.sweep.schema import GROUPS
+from latent_sweep.sweep.settings_read import is_read
 
 LOCATION_AND_SPEED = frozenset(
     f"{group}.{name}" for group, kind in GROUPS.items() for name in kind.model_fields.keys() - identity_fields(kind)

@@ -33,7 +33,7 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Stage, attempts, repair_advice
 from latent_sweep.storage.predictions import Answer, saves_answers
 from latent_sweep.storage.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines
-from latent_sweep.sweep.plan import values_read
+from latent_sweep.sweep.settings_read import values_read
 
 _TIME = "datetime64[ns, UTC]"
 _KEY = {"sweep": "string", "trial_id": "string"}

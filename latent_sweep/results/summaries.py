@@ -28,8 +28,8 @@ from latent_sweep.results.probes import ProbeSummary, at_both_ends, probe_result
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
 from latent_sweep.storage.journal import Event, Failed, Lost, Stage, Status, Stopped, attempts, restarts
-from latent_sweep.sweep.plan import is_read, values_read
 from latent_sweep.sweep.prices import Item
+from latent_sweep.sweep.settings_read import is_read, values_read
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
 

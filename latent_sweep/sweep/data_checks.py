@@ -56,8 +56,10 @@ from latent_sweep.sweep.answer_checks import (
     examine_answers,
 )
 from latent_sweep.sweep.config import Sweep
-from latent_sweep.sweep.plan import SPLITS, Pack, Trial
+from latent_sweep.sweep.packs import Pack
+from latent_sweep.sweep.plan import SPLITS
 from latent_sweep.sweep.reader import SAMPLE, Reader, equal_prompts, reader_of, spread, surely_kept
+from latent_sweep.sweep.trial import Trial
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from latent_sweep.metrics.answers import normalize_answer
 from latent_sweep.settings.paths import local_path
 from latent_sweep.sweep.answer_checks import AnswerReport, Problem, other_form
 from latent_sweep.sweep.data_checks import Case, Findings, TaskPrompts, check_case
-from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
+from latent_sweep.sweep.defaults import SOURCE_LENGTHS
+from latent_sweep.sweep.plan import SPLITS
 from latent_sweep.sweep.reader import reader_of
 
 SHINGLE = 3

@@ -17,8 +17,8 @@ from latent_sweep.labels import format_value
 from latent_sweep.settings import canonical_json, content_hash, flatten
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.sweep.config import Sweep
-from latent_sweep.sweep.plan import Trial
 from latent_sweep.sweep.plan_text import common_values, count_text
+from latent_sweep.sweep.trial import Trial
 
 SHOWN = 6
 

@@ -52,8 +52,9 @@ from latent_sweep.backbones.families import FUSIBLE, Family, Sizes, Stack, sizes
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
 from latent_sweep.data.probe_tokens import CHUNK, MOST_LOGITS, PROMPT
-from latent_sweep.sweep.plan import Pack, Trial
+from latent_sweep.sweep.packs import Pack
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
+from latent_sweep.sweep.trial import Trial
 
 GIB = 1 << 30
 

@@ -18,10 +18,12 @@ from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import Draw, Sweep
 from latent_sweep.sweep.forecast import CHARACTERS_PER_TOKEN, Estimate, Work, costs_of, estimate, trainings_of, work_of
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
-from latent_sweep.sweep.plan import Pack, Run, Trial, count_points
+from latent_sweep.sweep.packs import Pack, Run
 from latent_sweep.sweep.planning import Plan
+from latent_sweep.sweep.points import count_points
 from latent_sweep.sweep.prices import Item, bytes_text, items_text, stored_bytes
 from latent_sweep.sweep.schema import RunSettings, SearchSettings
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.sweep.tuning import Selection, selection_names, tuning_lines
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}

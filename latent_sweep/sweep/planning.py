@@ -21,8 +21,11 @@ from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.trial_files import final_event, recorded_rows
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.data_checks import check_sweep
-from latent_sweep.sweep.plan import Pack, Trial, corners, expand, pack
+from latent_sweep.sweep.packs import Pack, pack
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.points import corners
 from latent_sweep.sweep.search import recorded_trials
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.sweep.tuning import (
     Selection,
     SelectionResult,

@@ -10,7 +10,9 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.sweep.config import Sweep
-from latent_sweep.sweep.plan import Trial, expand, points_at
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.points import points_at
+from latent_sweep.sweep.trial import Trial
 
 POINTS = "points.json"
 """File in the sweep's folder with the values of every point by axis, in the order they were chosen."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from latent_sweep.errors import ConfigError, MissingData
-from latent_sweep.sweep.plan import Pack, Run
+from latent_sweep.sweep.packs import Pack, Run
 
 
 @dataclass(frozen=True)

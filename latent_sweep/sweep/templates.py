@@ -17,7 +17,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.settings.strict_yaml import parse_yaml, yaml_text
 from latent_sweep.sweep.config import parse_sweep, trial_settings
-from latent_sweep.sweep.plan import resolve
+from latent_sweep.sweep.defaults import resolve
 from latent_sweep.sweep.planning import plan_sweep
 from latent_sweep.sweep.schema import TrainingSettings
 

@@ -24,19 +24,13 @@ from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksu
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
 from latent_sweep.storage.journal import Failed, stages, status
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, trial_settings
-from latent_sweep.sweep.plan import (
-    Trial,
-    combinations,
-    has_setting,
-    is_read,
-    plan_trial,
-    points,
-    resolve,
-    router_params,
-    setting,
-    trial_faults,
-)
+from latent_sweep.sweep.defaults import resolve
+from latent_sweep.sweep.plan import plan_trial
+from latent_sweep.sweep.points import combinations, points
 from latent_sweep.sweep.schema import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
+from latent_sweep.sweep.settings_read import has_setting, is_read, router_params, setting
+from latent_sweep.sweep.trial import Trial
+from latent_sweep.sweep.trial_faults import trial_faults
 
 EXACT = 9
 """Decimals to which mean scores are compared; further ones depend on the order of summation."""

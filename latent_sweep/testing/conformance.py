@@ -23,7 +23,7 @@ from latent_sweep.backbones.loading import Backbone, load_backbone
 from latent_sweep.backbones.outlines import outline
 from latent_sweep.backbones.registry import REGISTRY, BackboneSettings
 from latent_sweep.methods.protocol import Method
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.testing.draws import shared_draws, validated_rows
 from latent_sweep.testing.runs import Event, Runs
 from latent_sweep.testing.stages import Stages, random_rows, undeclared, untried, with_group

@@ -21,7 +21,7 @@ from torch import Tensor
 from latent_sweep.backbones.batches import forward
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.protocol import Learner, Method
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.testing.stages import Stages
 from latent_sweep.training import loop, trainer
 

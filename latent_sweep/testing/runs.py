@@ -11,7 +11,8 @@ from typing import Any
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import Pack, expand, pack
+from latent_sweep.sweep.packs import Pack, pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.training.events import Activity, StageDone, Step, ignore_event
 from latent_sweep.training.pack import run_pack
 

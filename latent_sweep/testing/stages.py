@@ -27,7 +27,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.methods import checked
 from latent_sweep.methods.protocol import MethodContext, TaskData
 from latent_sweep.settings import Settings, as_written, flatten
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.loop import train_one
 from latent_sweep.training.trainer import derived_seed
 

@@ -29,7 +29,7 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, Finished, Stage, Status, attempts, restarts, stages, status
 from latent_sweep.storage.predictions import answers_file, saves_answers
 from latent_sweep.storage.trial_files import PREDICTIONS
-from latent_sweep.sweep.plan import values_read
+from latent_sweep.sweep.settings_read import values_read
 from latent_sweep.sweep.tuning import TUNING
 
 Kind = Literal["sweep", "trial", "summary"]

@@ -37,7 +37,8 @@ from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.predictions import KeepAnswers
 from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage
-from latent_sweep.sweep.plan import SPLITS, Trial
+from latent_sweep.sweep.plan import SPLITS
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.evaluation import AnswerBatch, AnswerEnd, Evaluator, Recent
 from latent_sweep.training.events import Activity, ActivityName, Emit, ignore_event

@@ -16,7 +16,7 @@ from latent_sweep.storage.failures import failure_facts
 from latent_sweep.storage.journal import PAUSED, attempts, stages, status
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import AHEAD, TrialFiles, newest_scored, scores_when_new
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context, computed_with, hardware
 from latent_sweep.training.trainer import TrainingSummary
 

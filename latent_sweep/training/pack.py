@@ -15,8 +15,9 @@ from latent_sweep.storage.failures import during, failure_kind
 from latent_sweep.storage.folders import SweepFolder, writing
 from latent_sweep.storage.predictions import KeepAnswers
 from latent_sweep.sweep.data_checks import check_pack
-from latent_sweep.sweep.plan import Pack, learns_in_turn
+from latent_sweep.sweep.packs import Pack
 from latent_sweep.sweep.reader import Reader
+from latent_sweep.sweep.trial import learns_in_turn
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.events import Emit, StageDone, ignore_event

@@ -23,9 +23,10 @@ from latent_sweep.storage.failures import free_frames
 from latent_sweep.storage.snapshots import Snapshot, TaskCheckpoint
 from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.versions import installed
-from latent_sweep.sweep.plan import Pack, Trial
+from latent_sweep.sweep.packs import Pack
 from latent_sweep.sweep.profile import Profile
 from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context, hardware
 from latent_sweep.training.engine import forget_backbone
 from latent_sweep.training.loop import train_pack

@@ -22,7 +22,7 @@ from latent_sweep.routing.combination import Array
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.storage.failures import failure_kind
 from latent_sweep.storage.files import write_file
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 from latent_sweep.training.run import ActiveRun, ActiveRuns, ActiveTrial
 

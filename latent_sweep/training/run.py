@@ -19,7 +19,8 @@ from latent_sweep.storage.failures import failure_kind, free_frames
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import TrialFiles
-from latent_sweep.sweep.plan import Pack, Run, Trial
+from latent_sweep.sweep.packs import Pack, Run
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context, backbone_facts, computed_with
 from latent_sweep.training.journaling import record_failed
 from latent_sweep.training.loop import recomputing

@@ -11,7 +11,7 @@ from latent_sweep.methods import checked
 from latent_sweep.metrics.answers import takes_input
 from latent_sweep.routing.combination import Array
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.evaluation import AnswerEnd, CachedTensors, Evaluator, Recent, TaskScore
 from latent_sweep.training.run import ActiveRun
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from latent_sweep.errors import Paused, StorageError
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.sweep.plan import Pack
+from latent_sweep.sweep.packs import Pack
 from latent_sweep.training.context import Context
 from latent_sweep.training.evaluation import CombinedAdapters, answer
 from latent_sweep.training.events import ignore_event

@@ -32,7 +32,8 @@ from latent_sweep.backbones.token_graphs import TokenGraphs
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import shape_of
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.plan_text import _memory_unknown
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.loop import recomputing

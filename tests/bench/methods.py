@@ -16,7 +16,8 @@ from torch import Tensor
 from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.methods import METHODS
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.sweep.plan import Run, Trial
+from latent_sweep.sweep.packs import Run
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.evaluation import path_of
 from latent_sweep.training.packing import of_steps
 from latent_sweep.training.run import ActiveRun

@@ -196,7 +196,8 @@ def _measure_start(subject: Subject, began: str) -> None:
 
     from latent_sweep.storage.folders import SweepFolder
     from latent_sweep.sweep.config import parse_sweep
-    from latent_sweep.sweep.plan import expand, pack
+    from latent_sweep.sweep.packs import pack
+    from latent_sweep.sweep.plan import expand
     from latent_sweep.training.events import Step
     from latent_sweep.training.pack import run_pack
 

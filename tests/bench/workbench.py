@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from latent_sweep.methods.protocol import Method
     from latent_sweep.routing.combination import Array
     from latent_sweep.storage.snapshots import Snapshot
-    from latent_sweep.sweep.plan import Trial
+    from latent_sweep.sweep.trial import Trial
     from latent_sweep.training.context import Context
     from latent_sweep.training.engine import Engine
     from latent_sweep.training.trainer import Trainer, TrainingSummary

@@ -19,7 +19,9 @@ from latent_sweep.data.prompts import definitions, split_prompts
 from latent_sweep.data.schema import BenchmarkSettings, TaskSpec, load_benchmark
 from latent_sweep.errors import ConfigError
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import Trial, expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.trial import Trial
 
 PACKAGED = ("superni", "long_sequence", "builtin")
 

@@ -27,7 +27,8 @@ from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import stages, status
 from latent_sweep.storage.storage import question
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 
 TWO_CPUS = (os.cpu_count() or 1) >= 2

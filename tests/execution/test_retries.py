@@ -15,7 +15,8 @@ from latent_sweep.execution.retries import Attempt, GivenUp, next_attempt, still
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import restarts, status
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.training import evaluation, stage, trainer
 from latent_sweep.training import loop as training
 from latent_sweep.training import pack as trial

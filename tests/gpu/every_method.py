@@ -54,7 +54,8 @@ def _run(method: dict[str, Any], family: str, device: str) -> tuple[Sequence[flo
     from latent_sweep.storage.folders import SweepFolder
     from latent_sweep.storage.storage import Storage
     from latent_sweep.sweep.config import parse_sweep
-    from latent_sweep.sweep.plan import expand, pack
+    from latent_sweep.sweep.packs import pack
+    from latent_sweep.sweep.plan import expand
     from latent_sweep.training.events import StageDone, Step
     from latent_sweep.training.pack import run_pack
 

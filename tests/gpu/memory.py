@@ -14,7 +14,8 @@ from latent_sweep.storage.failures import free_memory
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.training.engine import forget_backbone
 from latent_sweep.training.events import Event, StageDone
 from latent_sweep.training.pack import run_pack

@@ -101,7 +101,8 @@ def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) 
     from latent_sweep.execution.engines import engine_of
     from latent_sweep.storage.folders import open_sweep
     from latent_sweep.sweep.config import parse_sweep
-    from latent_sweep.sweep.plan import expand, pack
+    from latent_sweep.sweep.packs import pack
+    from latent_sweep.sweep.plan import expand
     from latent_sweep.sweep.schema import EngineSettings
     from latent_sweep.training.events import Step
     from latent_sweep.training.pack import run_pack

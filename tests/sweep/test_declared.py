@@ -15,7 +15,8 @@ from latent_sweep.methods.latent_lora import LatentLora
 from latent_sweep.settings import Settings
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.testing.stages import Stages, undeclared, variants, with_group
 from latent_sweep.training.pack import run_pack

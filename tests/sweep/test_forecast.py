@@ -19,7 +19,8 @@ from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.forecast import Span, estimate, training_tokens
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.reader import Reader
 
 NOWHERE = open_sweep(Path("nowhere") / "tiny")

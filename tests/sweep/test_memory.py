@@ -29,7 +29,8 @@ from latent_sweep.sweep.memory import (
     shape_of,
     with_checkpointing,
 )
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.training.engine import Engine
 

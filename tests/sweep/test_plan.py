@@ -21,7 +21,9 @@ from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep, trial_settings
 from latent_sweep.sweep.forecast import estimate
-from latent_sweep.sweep.plan import corners, expand, pack, plan_trial, points
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand, plan_trial
+from latent_sweep.sweep.points import corners, points
 
 SWEEPS = sorted((Path(__file__).parents[2] / "sweeps").glob("*.yaml"))
 

@@ -20,7 +20,8 @@ from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.forecast import training_tokens
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.plan_text import describe_plan, describe_whole_plan
 from latent_sweep.sweep.planning import Plan, plan_sweep
 from latent_sweep.sweep.profile import profile_path

@@ -21,7 +21,8 @@ from latent_sweep.storage.objects import Bucket
 from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.forecast import plan_record
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.plan_text import describe_plan
 from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, gpu_price, items_text

@@ -7,7 +7,8 @@ from helpers.sweeps import tiny
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.packs import pack
+from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.shards import Shard
 
 SEARCH = {"seed": [0, 1, 2, 3], "method.ortho_lambda": [0.0, 1e-5, 1e-3], "router.epsilon": [0.01, 0.1]}

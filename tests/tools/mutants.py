@@ -61,6 +61,7 @@ SUBJECTS: Mapping[str, str] = {
     "storage/predictions.py": "storage/test_predictions.py",
     "storage/trial_files.py": "storage/test_trial_files.py results/test_rescore.py",
     "sweep/plan.py": "sweep/test_plan.py sweep/test_identities.py",
+    "sweep/trial.py": "sweep/test_plan.py sweep/test_identities.py",
     "sweep/tuning.py": "sweep/test_tuning.py",
     "training/evaluation.py": "training/test_evaluation.py",
     "training/loop.py": "training/test_loop.py",

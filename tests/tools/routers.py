@@ -32,7 +32,8 @@ from latent_sweep.settings import content_hash
 from latent_sweep.storage.checksummed import verified, write_checksummed
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import Trial, expand
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 
 ORDERS = {"superni": "1", "long_sequence": "3"}

@@ -20,7 +20,8 @@ import numpy as np
 from latent_sweep.data.schema import PromptSettings
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.plan import Trial, expand
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 
 ROUTERS: Mapping[str, Mapping[str, Any]] = {

@@ -1,0 +1,68 @@
+"""Resolve the settings that a sweep file leaves out: from the method, the paper's protocol, or their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from latent_sweep.backbones.identity import resolved_backbone
+from latent_sweep.backbones.registry import PACKAGES, family_of
+from latent_sweep.data.schema import (
+    load_benchmark,
+    resolved_benchmark,
+)
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods import method_class
+from latent_sweep.routing.gaussian import RouterSettings
+from latent_sweep.settings import (
+    Settings,
+    filled,
+)
+from latent_sweep.settings.faults import validation_faults
+from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTrial
+
+PROTOCOL: Mapping[str, Mapping[str, Any]] = {
+    "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30),
+    "llama": dict(learning_rate=5e-5, batch_size=4, epochs=15),
+    # the paper has no backbones of this size; a few dozen steps at this rate learn a task on a CPU
+    **{name: dict(learning_rate=4e-3, batch_size=8, epochs=2) for name in PACKAGES},
+}
+"""Defaults of `training:` by backbone family, from the paper's appendix "Training" (A29, A30)."""
+
+
+SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, **dict.fromkeys(PACKAGES, 512)}
+"""Longest prompt in tokens, by backbone family (A27)."""
+
+
+def resolve(written: WrittenTrial) -> TrialSettings:
+    kind, name = method_class(written.method.name), written.backbone.name
+    family = name if name in PROTOCOL else family_of(name)
+    backbone = resolved_backbone(written.backbone)
+    spec = load_benchmark(written.benchmark.name)
+    benchmark = resolved_benchmark(written.benchmark, spec, SOURCE_LENGTHS[family])
+    group: tuple[str, type[Settings]] = "method", kind.settings_class
+    try:
+        method = kind.resolve(written.method, name, spec.name)
+        group = "training", TrainingSettings
+        own = kind.training_defaults(method, name, spec.name)
+        training = filled(written.training, TrainingSettings, own, PROTOCOL[family])
+    except ValidationError as error:  # a written setting conflicts with a default
+        faults = validation_faults(error, group[1])
+        named = [f"{group[0]}.{fault}".replace(".the file: ", ": ", 1) for fault in faults]
+        raise ConfigError("; ".join(named)) from error
+    return TrialSettings(
+        method=method,
+        router=filled(
+            written.router,
+            RouterSettings,
+            kind.router_defaults(method, name, spec.name),
+            {"combine": kind(method).combinations[0]},
+        ).as_read(),
+        backbone=backbone,
+        benchmark=benchmark,
+        training=training,
+        evaluation=written.evaluation,
+        seed=written.seed,
+    )

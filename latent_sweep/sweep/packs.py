@@ -1,0 +1,98 @@
+"""Group trials by training, and trainings into packs that learn side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from latent_sweep.data.schema import (
+    TaskSpec,
+)
+from latent_sweep.settings import (
+    content_hash,
+    flatten,
+)
+from latent_sweep.storage.failures import Phase
+from latent_sweep.sweep.trial import Trial
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, with the trials that share it: they differ only in inference settings."""
+
+    trials: tuple[Trial, ...]
+    largest_rank: int
+    """Of any trial that adapts the same projections; they share factors of this rank."""
+
+    @property
+    def training_id(self) -> str:
+        return self.trials[0].training_id
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The work of one worker: runs that learn side by side, in one forward pass of a shared backbone."""
+
+    runs: tuple[Run, ...]
+    halved: frozenset[Phase] = frozenset()
+    """Phases that use half the examples per pass after running out of memory."""
+
+    @property
+    def pack_id(self) -> str:
+        ids = [run.training_id for run in self.runs]
+        return ids[0] if len(ids) == 1 else content_hash(ids)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        return tuple(trial for run in self.runs for trial in run.trials)
+
+    @property
+    def tasks(self) -> tuple[TaskSpec, ...]:
+        return self.trials[0].tasks
+
+
+def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"] = 1) -> list[Pack]:
+    """Group trials by training, and trainings into packs.
+
+    Args:
+        together: `run.pack`: a number of trainings, or the axes whose values learn side by side. `auto` packs all that
+            can; `latent_sweep.training.packing` splits them later. Trainings that cannot share a forward pass (with
+            another method, backbone or task sequence, or dropout) never share a pack.
+    """
+    ranks: dict[Any, int] = {}
+    for trial in trials:
+        adapted = _adapted(trial)
+        ranks[adapted] = max(ranks.get(adapted, 0), trial.method().rank())
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.training_id, []).append(trial)
+    runs = [Run(tuple(group), ranks[_adapted(group[0])]) for group in groups.values()]
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(_pack_key(run, together), []).append(run)
+    size = together if isinstance(together, int) else max(1, len(runs))
+    return [Pack(tuple(group[i : i + size])) for group in alike.values() for i in range(0, len(group), size)]
+
+
+def _adapted(trial: Trial) -> tuple[str, Any]:
+    return trial.settings.backbone.name, trial.settings.backbone.targets
+
+
+def _pack_key(run: Run, together: int | Sequence[str]) -> str:
+    trial = run.trials[0]
+    s = trial.settings
+    if not trial.method().packable or s.training.backbone_dropout:  # dropout masks are drawn for a whole batch
+        return trial.training_id
+    shared = {
+        "method": s.method.name,
+        "backbone": s.backbone.identity(),
+        "benchmark": s.benchmark.training_identity(),
+        "tasks": [task.name for task in trial.tasks],
+        "gradient_checkpointing": s.training.gradient_checkpointing,
+    }
+    if isinstance(together, int) or together == "auto":
+        return content_hash(shared)
+    own = {"seed": s.seed}
+    own |= flatten("method", s.method.training_identity()) | flatten("training", s.training.training_identity())
+    return content_hash(shared | {path: value for path, value in own.items() if path not in together})
