@@ -29,12 +29,12 @@ from latent_sweep.storage.predictions import cached_stages
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.trial_files import AHEAD, recorded_files, recorded_rows
-from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.plan import SPLITS
 from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 from latent_sweep.sweep.reader import Reader, reader_of
+from latent_sweep.sweep.shapes import shape_of
 from latent_sweep.sweep.trial import Trial, learns_in_turn, router_identity
 from latent_sweep.sweep.tuning import tuning_lines
 

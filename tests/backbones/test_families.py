@@ -31,11 +31,11 @@ from latent_sweep.backbones.registry import REGISTRY, BackboneSettings, Backbone
 from latent_sweep.backbones.token_graphs import TokenGraphs
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.packs import pack
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.plan_text import _memory_unknown
 from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.sweep.shapes import shape_of
 from latent_sweep.training.loop import recomputing
 
 LLAMA = {name: value for name, value in REGISTRY["tiny-qwen3"].config.items() if name != "head_dim"}

@@ -10,8 +10,8 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.matching import TOLERANCE, nearest
-from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.shapes import shape_of
 
 
 @given(st.integers(1, 60), st.integers(1, 4000), st.integers(0, 50), st.sampled_from([1, 2]))

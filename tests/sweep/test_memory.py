@@ -16,22 +16,22 @@ from helpers.tiny import bank_of, checkpoint_at, task_data
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, BackboneSettings, BackboneSpec
+from latent_sweep.sweep.answer_memory import GENERATION_ROOM
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import (
     GATHER_ROOM,
-    GENERATION_ROOM,
     GIB,
     RESERVE,
     ZERO_DEFAULTS,
     cards,
     decided,
     predict,
-    shape_of,
     with_checkpointing,
 )
 from latent_sweep.sweep.packs import pack
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.sweep.shapes import shape_of
 from latent_sweep.training.engine import Engine
 
 LLAMA = dict(REGISTRY["tiny-llama"].config, hidden_size=128, num_hidden_layers=3, intermediate_size=344, vocab_size=600)

@@ -22,8 +22,8 @@ from latent_sweep.methods import METHODS, checked, method_class
 from latent_sweep.methods.protocol import Method
 from latent_sweep.settings import Settings, as_written, flatten
 from latent_sweep.settings.strict_yaml import yaml_text
-from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.schema import every_setting
+from latent_sweep.sweep.shapes import shape_of
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"T5": "t5-large", "Llama": "llama-2-7b"}
