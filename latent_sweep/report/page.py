@@ -22,6 +22,7 @@ from latent_sweep.report.measure_tables import sections_with_measures
 from latent_sweep.report.pictures import loss_pictures, sweep_pictures
 from latent_sweep.report.router_pictures import router_pictures
 from latent_sweep.report.tables import counts, has_held_out, joint_sections, without_comparison
+from latent_sweep.report.trade_off_pictures import trade_off_pictures
 from latent_sweep.results.definition import trial_name
 from latent_sweep.results.flips import Flip, flips
 from latent_sweep.results.summaries import Configuration, Summary, summarize_all
@@ -47,7 +48,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
 def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], list[str]]:
     """Draw every picture for which a sweep has the data; also return why others are missing."""
     pictures, not_drawn = sweep_pictures(summary)
-    pictures += loss_pictures(sweep, summary)
+    pictures += [*trade_off_pictures(summary), *loss_pictures(sweep, summary)]
     for draw in (router_pictures, interference_pictures):
         drawn, gaps = draw(sweep)
         pictures += drawn
@@ -113,11 +114,13 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
     fixed = {path: next(iter(each)) for path, each in others.items() if len(each) == 1 and each.keys() != {"-"}}
     varied = {path: each for path, each in others.items() if len(each) > 1}
     cost = summary.cost
+    times = {"learning": cost.seconds_learning, "answering": cost.seconds_answering}
+    times |= {"probing": cost.seconds_probes} if cost.seconds_probes else {}
     facts = [
         ("varies", "; ".join(f"{axis}: {', '.join(each)}" for axis, each in values.items()) or "nothing"),
         ("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items())),
         ("varies with these", "; ".join(f"{path}: {', '.join(each)}" for path, each in varied.items())),
-        ("time", f"{time_spent(cost.seconds_learning)} learning, {time_spent(cost.seconds_answering)} answering"),
+        ("time", ", ".join(f"{time_spent(seconds)} {what}" for what, seconds in times.items())),
         ("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or in the store"),
     ]
     if cost.generated_share is not None:

@@ -53,7 +53,7 @@ MATRICES = 6
 ROWS = 30
 EQUAL = 4
 """Maximum number of groups of equal configurations in a caption, and of names in a group."""
-_GRAY = "#c8c8c8"
+GRAY = "#c8c8c8"
 
 Array = npt.NDArray[np.float64]
 Line = tuple[str, Any, Array, Array]
@@ -61,7 +61,7 @@ Line = tuple[str, Any, Array, Array]
 
 def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
     """Draw a summary; also return a line for each picture for which a scheduler has left too few configurations."""
-    ranked = _ranked(summary)
+    ranked = rank_configurations(summary)
     if not ranked:
         return [], []
     different, equal = _different(ranked)
@@ -82,7 +82,7 @@ def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
     return [*first, *pictures, *_flips(ranked)], [*no_curves, *no_interactions]
 
 
-def _ranked(summary: Summary) -> list[Configuration]:
+def rank_configurations(summary: Summary) -> list[Configuration]:
     """Return the configurations with finished trials, the highest AP first; those with stopped trials last."""
     finished = [one for one in summary.configurations if one.average_performance is not None and one.matrices]
     return sorted(finished, key=by_performance)
@@ -93,7 +93,7 @@ def _different(ranked: Sequence[Configuration]) -> tuple[list[Configuration], st
     alike: dict[tuple[ScoreMatrix, ...], list[Configuration]] = {}
     for one in ranked:
         alike.setdefault(one.matrices, []).append(one)
-    groups = [_listed(list(map(_name, equal))) for equal in alike.values() if len(equal) > 1]
+    groups = [_listed(list(map(name_of, equal))) for equal in alike.values() if len(equal) > 1]
     more = f"; and {len(groups) - EQUAL} more groups" if len(groups) > EQUAL else ""
     clause = f"; drawn once, as their scores are the same: {'; '.join(groups[:EQUAL])}{more}" if groups else ""
     return [equal[0] for equal in alike.values()], clause
@@ -116,7 +116,7 @@ def _left_out(configurations: Sequence[Configuration], shown: Sequence[Configura
 
 
 def _stopped_last(configurations: Sequence[Configuration]) -> str:
-    names = [_name(one) for one in configurations if one.n_stopped]
+    names = [name_of(one) for one in configurations if one.n_stopped]
     return f"; last, as a scheduler has stopped their worse trials: {_listed(names)}" if names else ""
 
 
@@ -133,7 +133,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:EQUAL]) + more
 
 
-def _name(configuration: Configuration) -> str:
+def name_of(configuration: Configuration) -> str:
     values = dict(configuration.values)
     method = values.pop("method", None)
     return " ".join(filter(None, (method, label(values)))) or "all trials"
@@ -143,7 +143,7 @@ def _wrapped(name: str, width: int) -> str:
     return plain("\n".join(textwrap.wrap(name, width, max_lines=3, placeholder=" …")))
 
 
-def _behind(ranked: Sized) -> str:
+def behind(ranked: Sized) -> str:
     left = len(ranked) - NAMED
     return f"; the {NAMED} with the highest AP are named, the other {left} are gray" if left > 0 else ""
 
@@ -161,7 +161,7 @@ def _band(values: npt.ArrayLike) -> tuple[Array, Array]:
 def _draw_lines(axes: Axes, lines: Sequence[Line], title: str, x_name: str) -> None:
     for position, (name, x, mean, deviation) in reversed(list(enumerate(lines))):
         if position >= NAMED:
-            axes.plot(x, mean, color=_GRAY, linewidth=0.6)
+            axes.plot(x, mean, color=GRAY, linewidth=0.6)
             continue
         color, dash = COLORS[position], DASHES[position % len(DASHES)]
         (line,) = axes.plot(x, mean, color=color, label=name, linestyle=dash, linewidth=1.3)
@@ -176,7 +176,7 @@ def _draw_lines(axes: Axes, lines: Sequence[Line], title: str, x_name: str) -> N
     tidy(axes)
 
 
-def _add_legend(figure: Figure, axes: Axes) -> None:
+def add_legend(figure: Figure, axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
     if len(names) > 1:
         options: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}
@@ -189,7 +189,7 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
     left, right = figure.subplots(1, 2, sharey=True)
     performance, new = [], []
     for one in ranked:
-        name, stages = _name(one), np.arange(1, len(one.matrices[0].rows) + 1)
+        name, stages = name_of(one), np.arange(1, len(one.matrices[0].rows) + 1)
         performance.append((name, stages, *_band([list(map(np.mean, matrix.rows)) for matrix in one.matrices])))
         diagonals = [[row[-1] for row in matrix.rows] for matrix in one.matrices]
         mean_new, deviation = _band(np.cumsum(diagonals, axis=1) / stages)
@@ -198,12 +198,12 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
     for axes, lines, title in ((left, performance, "AP of the tasks seen"), (right, new, "mean score when new")):
         _draw_lines(axes, lines, title, "tasks seen")
         axes.xaxis.get_major_locator().set_params(integer=True)
-    _add_legend(figure, left)
+    add_legend(figure, left)
     return Picture(
         "over_tasks",
         "Over the tasks seen",
         "left: mean score over the tasks seen so far; right: mean score of these tasks right after they were learned, "
-        f"if tasks are learned in turn; means over finished trials, bands of one standard deviation{_behind(ranked)}",
+        f"if tasks are learned in turn; means over finished trials, bands of one standard deviation{behind(ranked)}",
         figure,
     )
 
@@ -213,10 +213,10 @@ def loss_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
     learned = {trial.trial_id: stages(trial.events()) for trial in sweep}
     with_losses = {stage.lineage: stage for each in learned.values() for stage in each if len(stage.loss_steps) > 1}
     curves: dict[tuple[str, ...], tuple[str, list[float], list[float]]] = {}
-    for one in _ranked(summary)[:NAMED] if with_losses else ():
+    for one in rank_configurations(summary)[:NAMED] if with_losses else ():
         own = {stage.lineage: with_losses.get(stage.lineage, stage) for stage in learned[one.finished_ids[0]]}
         if any(stage.losses for stage in own.values()):
-            curves.setdefault(tuple(own), (_name(one), *_loss_curve(list(own.values()))))
+            curves.setdefault(tuple(own), (name_of(one), *_loss_curve(list(own.values()))))
     if not curves:
         return []
     figure = new_figure(PAGE, 2.7 + 0.13 * len(curves))
@@ -227,7 +227,7 @@ def loss_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
     axes.grid(color=FAINT, linewidth=0.5)
     axes.set(xlabel="optimizer steps of all tasks", ylabel="loss")
     tidy(axes)
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     caption = "training loss of the first finished trial of each configuration, those with the highest AP; a line per "
     caption += "task, whose points are means over `run.loss_every` steps; trials with the same snapshots are drawn once"
     return [Picture("losses", "Training loss", caption, figure)]
@@ -257,7 +257,7 @@ def _forgetting(ranked: Sequence[Configuration]) -> Picture:
     axes = figure.add_subplot()
     largest = max(10.0, float(np.abs(values).max()))
     norm, size = Normalize(-largest, largest), SMALL if len(tasks) <= 10 else 6
-    names = [_wrapped(_name(one), 36) for one in shown]
+    names = [_wrapped(name_of(one), 36) for one in shown]
     image = heat_map(axes, names, tasks, values, decimals(0), norm, cmap="PuOr_r", size=size)
     axes.set_xticks(range(len(tasks)), tasks, rotation=40, ha="right")
     color_bar([axes], image)
@@ -283,10 +283,10 @@ def _flips(ranked: Sequence[Configuration]) -> list[Picture]:
     axes.axvline(0, color=INK, linewidth=0.7)
     axes.xaxis.set_major_formatter(lambda value, position: f"{abs(value):g}")
     axes.set_xlabel("share of the answers to earlier tasks (%)")
-    axes.set_yticks(rows, [_wrapped(_name(one), 36) for one in shown])
+    axes.set_yticks(rows, [_wrapped(name_of(one), 36) for one in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     tidy(axes)
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     caption = (
         "answers to earlier tasks that were right when the task was new and are wrong after the last one, to the left, "
         f"and the reverse, to the right; means over tasks and finished trials{_best_of(shown, flipped)}"
@@ -309,7 +309,7 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
             mean[i, : i + 1] = 100 * np.mean([matrix.rows[i] for matrix in one.matrices], axis=0)
         letters = SMALL if size <= 8 else 5
         image = heat_map(axes, tasks, tasks, mean, decimals(0), Normalize(0, 100), size=letters, aspect="equal")
-        axes.set_title(_wrapped(_name(one), 84 // columns if columns > 1 else 40), fontsize=SMALL)
+        axes.set_title(_wrapped(name_of(one), 84 // columns if columns > 1 else 40), fontsize=SMALL)
         axes.set_xticks(range(len(tasks)), tasks, rotation=60, ha="right")
         axes.tick_params(labelsize=6)
     color_bar(figure.axes, image)
@@ -336,7 +336,7 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
         axes.grid(axis="x", color=FAINT, linewidth=0.5)
         tidy(axes)
     figure.supxlabel("difference (percentage points)", fontsize=NORMAL)
-    columns[0].set_yticks(range(len(shown)), [_wrapped(_name(one), 36) for one, _ in shown])
+    columns[0].set_yticks(range(len(shown)), [_wrapped(name_of(one), 36) for one, _ in shown])
     columns[0].set_ylim(len(shown) - 0.5, -0.5)
     caption = (
         "means of the pairs, with 95 % intervals; gray and hollow if the interval contains 0, or without one"
@@ -389,24 +389,24 @@ def _curve(ranked: Sequence[Configuration], axis: str) -> Picture:
             drawn.append((name, [one.values[axis] for one in points], mean, deviation))
         scale_x(axes, sorted({x for _, values, _, _ in drawn for x in values}))
         _draw_lines(axes, drawn, f"{title} (%)", axis)
-    _add_legend(figure, columns[0])
+    add_legend(figure, columns[0])
     caption = (
         "average performance and forgetting measure, means over finished trials, bands of one standard deviation"
-        f"{_behind(lines)}{_without_stopped(_along(ranked, axis))}"
+        f"{behind(lines)}{_without_stopped(_along(ranked, axis))}"
     )
     return Picture(f"against_{_file_name(axis)}", f"Against {axis}", caption, figure)
 
 
 def curve_axis(summary: Summary) -> str | None:
     """Return the first axis against which there is a curve."""
-    ranked = _ranked(summary)
+    ranked = rank_configurations(summary)
     axes = numeric_axes([one.values for one in summary.configurations])
     return next((axis for axis in axes if _lines(ranked, axis)), None)
 
 
 def curve_png(summary: Summary, axis: str) -> bytes:
     content = io.BytesIO()
-    _curve(_ranked(summary), axis).figure.savefig(content, format="png")
+    _curve(rank_configurations(summary), axis).figure.savefig(content, format="png")
     return content.getvalue()
 
 

@@ -26,6 +26,8 @@ COSTS = (
     CostColumn("replayed_share", "replayed (%)", 0.01, 2, "share of the rows trained on that are of earlier tasks"),
     CostColumn("seconds_learning", "learning (s)", 1, 1, "time of all optimizer steps, a pack's divided by its runs"),
     CostColumn("seconds_answering", "answering (s)", 1, 1, "time of scoring; answers from the cache take none"),
+    CostColumn("seconds_ahead", "ahead (s)", 1, 1, "time of answering tasks before they are learned, for FWT"),
+    CostColumn("seconds_probes", "probing (s)", 1, 1, "time of reading probes of general ability"),
     CostColumn("tokens", "tokens (M)", 1e6, 3, "tokens trained on, of prompts and targets"),
     CostColumn("peak_bytes", "peak (GiB)", 2**30, 2, "largest memory of a worker while it learned, of its whole pack"),
 )
@@ -51,6 +53,11 @@ class StageCost:
         return cls(metrics["seconds_train"], tokens, share, peak)
 
 
+def other_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the time of forward transfer and of probes among a finished trial's metrics, by the names of `COSTS`."""
+    return {name: metrics[name] for name in ("seconds_ahead", "seconds_probes") if name in metrics}
+
+
 class StageUse(NamedTuple):
     """What one trial's stage used, as its journal records it."""
 
@@ -70,7 +77,7 @@ def stored_bytes(stages: Sequence[Stage] | Sequence[StageUse]) -> int | None:
 
 
 def costs_of(stages: Sequence[StageUse], learned: Mapping[str, StageCost]) -> dict[str, float]:
-    """Return a trial's costs by the names of `COSTS`, given those of learned stages by lineage."""
+    """Return the known costs of a trial by the names of `COSTS`, given those of learned stages by lineage."""
     distinct = {stage.lineage: stage for stage in stages}
     costs = [learned.get(lineage) for lineage in distinct]
     known = [cost for cost in costs if cost is not None]

@@ -20,7 +20,7 @@ import pandas as pd
 from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.labels import short_names
 from latent_sweep.results.columns import differing, value_read
-from latent_sweep.results.costs import stored_bytes
+from latent_sweep.results.costs import other_seconds, stored_bytes
 from latent_sweep.results.definition import defined_metrics
 from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.marks import marks_of
@@ -41,6 +41,7 @@ _TRIAL = {**_KEY, "training_id": "string", "name": "string", "status": "string"}
 _PROGRESS = {
     **{"n_tasks": "Int64", "tasks_seen": "Int64"},
     **dict.fromkeys(("AP", "FM", "LA", "BWT", "seconds_train", "seconds_eval"), "float64"),
+    **dict.fromkeys(("seconds_ahead", "seconds_probes"), "float64"),
     **{"earlier_rows": "string", "knows_task": "boolean", "trainable_parameters": "Int64", "stored_bytes": "Int64"},
     **{"attempts": "Int64", "node": "string", "started": _TIME, "ended": _TIME, "reason": "string"},
 }
@@ -130,6 +131,8 @@ class SweepFrames:
                 for a single task
             seconds_train (float64): of learning, without reused stages
             seconds_eval (float64): of scoring
+            seconds_ahead (float64): of answering tasks before they are learned, with `run.forward_transfer`
+            seconds_probes (float64): of reading probes of general ability, with `run.probes`
             earlier_rows (string): rows of other tasks that it learns from: none, real, generated or all; missing for a
                 plugin in a sweep that did not record it
             knows_task (boolean): whether it knows the task of every test example (`router.combine: oracle`)
@@ -370,6 +373,7 @@ class SweepFrames:
                 name: sum(stage.metrics.get(name, 0.0) for stage in learned) if learned else None
                 for name in ("seconds_train", "seconds_eval")
             },
+            **other_seconds(metrics),
             **marks_of(trial.folder)._asdict(),
             "trainable_parameters": max((stage.trainable_parameters or 0 for stage in learned), default=None),
             "stored_bytes": stored_bytes(learned),

@@ -18,7 +18,7 @@ from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
 from latent_sweep.results.compute_used import AtWork, compute_used, held_at_work
-from latent_sweep.results.costs import StageCost, StageUse, costs_of
+from latent_sweep.results.costs import StageCost, StageUse, costs_of, other_seconds
 from latent_sweep.results.definition import Measure
 from latent_sweep.results.importance import Observation
 from latent_sweep.results.marks import Marks, marks_of
@@ -27,7 +27,7 @@ from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.probes import ProbeSummary, at_both_ends, probe_results, summarize_probes
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
-from latent_sweep.storage.journal import Event, Failed, Lost, Stage, Status, Stopped, attempts, restarts
+from latent_sweep.storage.journal import Event, Failed, Lost, Stage, Status, Stopped, attempts, final_metrics, restarts
 from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.settings_read import is_read, values_read
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
@@ -135,6 +135,8 @@ class Cost:
     stages: dict[str, StageCost] = field(default_factory=dict)
     """By lineage, of the stages that a trial of the sweep learned itself."""
     seconds_answering: float = 0.0
+    """With forward transfer."""
+    seconds_probes: float = 0.0
     reused: int = 0
     """Stages found in the storage, or shared by trials of one training."""
     generated: float = 0.0
@@ -153,6 +155,9 @@ class Cost:
             if "answers_asked" in metrics:
                 self.generated += metrics["generated_share"] * metrics["answers_asked"]
                 self.asked += metrics["answers_asked"]
+        others = other_seconds(final_metrics(trial.events))
+        self.seconds_answering += others.get("seconds_ahead", 0.0)
+        self.seconds_probes += others.get("seconds_probes", 0.0)
 
     @property
     def learned(self) -> int:
@@ -427,7 +432,7 @@ class TrialSummary:
     probes: Mapping[str, tuple[ProbeResult, ProbeResult]] = field(default_factory=dict)
     """By probe, of the untouched backbone and after the last task."""
     used: tuple[StageUse, ...] = ()
-    costs: Mapping[str, float] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 def _with_references(trials: Mapping[str, TrialSummary], cost: Cost) -> dict[str, TrialSummary]:
@@ -439,7 +444,7 @@ def _with_references(trials: Mapping[str, TrialSummary], cost: Cost) -> dict[str
         if each.matrix is None:
             return each
         measures = references.measures(each.folder, each.matrix) if "LA" in each.measures else {}
-        costs = costs_of(each.used, cost.stages)
+        costs = each.costs | costs_of(each.used, cost.stages)
         return replace(each, further={**each.further, **measures}, costs=costs)
 
     return {trial_id: completed(each) for trial_id, each in trials.items()}
@@ -476,6 +481,7 @@ def _trial_summary(trial: TrialResults, read_answers: bool = False) -> TrialSumm
         further=further_measures(trial, read_answers),
         probes=at_both_ends(probe_results(trial)),
         used=tuple(map(StageUse.of, learned)),
+        costs=other_seconds(metrics),
     )
 
 

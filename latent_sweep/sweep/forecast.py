@@ -75,7 +75,9 @@ class Reuse:
     feature_tokens: float
     writing: Writing
     probe_tokens: float = 0.0
-    """Tokens of probes that are left to read, about, without those of lm-evaluation-harness."""
+    """Tokens of probes that are left to read, about, without those of `unknown_probes`."""
+    unknown_probes: tuple[str, ...] = ()
+    """Names of the probes of lm-evaluation-harness that are left to read; only the harness knows their texts."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def estimate(
     """Estimate the work of trials under `run.forward_transfer` and `run.probes`; rows in the folder are done."""
     reuse, missing = None, None
     try:
-        reuse = replace(_reuse(trials, folder, forward_transfer), probe_tokens=_probe_tokens(trials, folder, probes))
+        tokens, unknown = _probes_left(trials, folder, probes)
+        reuse = replace(_reuse(trials, folder, forward_transfer), probe_tokens=tokens, unknown_probes=unknown)
     except MissingData as error:
         missing = str(error)
     lengths = [len(trial.tasks) for trial in trials]
@@ -331,13 +334,19 @@ def _features_read(trials: Sequence[Trial]) -> tuple[int, float]:
     return sum(rows for rows, _ in read.values()), sum(tokens for _, tokens in read.values())
 
 
-def _probe_tokens(trials: Sequence[Trial], folder: SweepFolder, probes: ProbeSettings) -> float:
+def _probes_left(trials: Sequence[Trial], folder: SweepFolder, probes: ProbeSettings) -> tuple[float, tuple[str, ...]]:
+    """Return about the tokens of probes that are left to read, and the names of those whose tokens are not known.
+
+    The backbone's own results are shared.
+    """
     if not probes:
-        return 0.0
-    tokens = sum(probe.characters for probe in read_probes(probes)) / CHARACTERS_PER_TOKEN
+        return 0.0, ()
     left = [trial for trial in trials if not set(trial.probe_files(probes)) <= _recorded_files(trial, folder)]
+    found = read_probes(probes) if left else []
+    tokens = sum(probe.characters for probe in found) / CHARACTERS_PER_TOKEN
     backbones = {content_hash(dict(trial.backbone)) for trial in left}
-    return tokens * (len(backbones) + sum(len(probes.stages(len(trial.tasks))) for trial in left))
+    times = len(backbones) + sum(len(probes.stages(len(trial.tasks))) for trial in left)
+    return tokens * times, tuple(probe.name for probe in found if probe.kind == "lm_eval")
 
 
 @memoized(lambda trial, i, split: (trial.spec, trial.settings.benchmark, trial.settings.router.pool.scope, i, split))

@@ -12,16 +12,28 @@ from latent_sweep.methods.protocol import Method, MethodSettings
 
 TOLERANCE = 0.05
 """Largest relative difference that counts as equal."""
-SETTINGS = ("rank", "prompt_length")
-"""The settings that decide how much a method trains; a method has one of them, or none."""
 _LONGEST_PROMPT = 10_000
 
 
+def size_setting(settings: MethodSettings) -> str | None:
+    """Return the setting that decides how much a method trains: `rank`, `prompt_length` or None."""
+    return next((name for name in ("rank", "prompt_length") if name in type(settings).model_fields), None)
+
+
+def target_key(settings: MethodSettings, backbone: BackboneSettings) -> tuple[str, ...]:
+    """Return what trials of equal sizes have in common.
+
+    Prompts are matched with each other: one with the parameters of a rank would be longer than most texts.
+    """
+    kind = "prompt" if size_setting(settings) == "prompt_length" else "adapter"
+    return backbone.name, str(backbone.targets), kind
+
+
 class Matching:
-    """The target of each backbone: what its first trial that trains anything trains per task."""
+    """The targets: by `target_key`, what the first trial that trains anything trains per task."""
 
     def __init__(self) -> None:
-        self._targets: dict[str, tuple[int, str]] = {}
+        self._targets: dict[tuple[str, ...], tuple[int, str]] = {}
 
     def values(
         self, kind: type[Method], settings: Any, written: MethodSettings, backbone: BackboneSettings
@@ -45,17 +57,17 @@ class Matching:
         def count(**changes: Any) -> int:
             return kind(settings.model_copy(update=changes)).parameter_count(shapes, width)
 
-        own, key = count(), f"{backbone.name} {backbone.targets}"
+        own, key = count(), target_key(settings, backbone)
         if own == 0:  # a reference that trains nothing
             return {}
         target, first = self._targets.setdefault(key, (own, settings.name))
-        name = next((each for each in SETTINGS if each in type(settings).model_fields), None)
+        name = size_setting(settings)
         if name is None or name in written.model_fields_set or own == target:
             if abs(own - target) > TOLERANCE * target:
                 advice = "it has no rank to choose" if name is None else f"leave method.{name} out, and it is chosen"
                 raise ConfigError(
-                    f"match: {settings.name} trains {own:,} parameters per task, and {first}, the first on this "
-                    f"backbone, {target:,}; {advice}"
+                    f"match: {settings.name} trains {own:,} parameters per task, and {first}, the first of its kind on "
+                    f"this backbone, {target:,}; {advice}"
                 )
             return {}
         most = _LONGEST_PROMPT if name == "prompt_length" else min(min(shape) for shape in shapes.values())
@@ -64,8 +76,8 @@ class Matching:
         if abs(count(**{name: best}) - target) > TOLERANCE * target:
             raise ConfigError(
                 f"match: with method.{name} = {best}, {settings.name} trains {count(**{name: best}):,} parameters per "
-                f"task, which is nearest to the {target:,} of {first}, the first on this backbone, but differs by more "
-                f"than {TOLERANCE:.0%}; change the first method's size, or leave {settings.name} out"
+                f"task, which is nearest to the {target:,} of {first}, the first of its kind on this backbone, but "
+                f"differs by more than {TOLERANCE:.0%}; change the first method's size, or leave {settings.name} out"
             )
         return {f"method.{name}": best}
 

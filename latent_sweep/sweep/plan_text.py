@@ -17,6 +17,7 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import Draw, Sweep
 from latent_sweep.sweep.forecast import CHARACTERS_PER_TOKEN, Estimate, Work, costs_of, estimate, trainings_of, work_of
+from latent_sweep.sweep.match_text import match_lines
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
 from latent_sweep.sweep.packs import Pack, Run
 from latent_sweep.sweep.planning import Plan
@@ -76,18 +77,20 @@ def _summary(
         f"  backbone  {', '.join(f'{name} ({dtype})' for name, dtype in work)}",
         f"  data      {'; '.join(streams)}{missing}",
         *([] if sweep.tuning_of else [f"  varies    {_axes_summary(sweep, trials)}"]),
+        *(match_lines(trials) if sweep.match else []),
         *([f"  search    {_search_text(sweep.run.search)}"] if sweep.is_adaptive else []),
         *(["            below, random points stand in for them"] if sweep.is_adaptive else []),
         f"  needs     {_resources_text(sweep.run)} per pack{_memory_summary(memory, sweep.run)}",
         f"  work      {_work_summary(estimated, trials)}",
     ]
-    if estimated.reuse is not None and not (
-        estimated.reuse.to_learn or estimated.reuse.open_passes.most or estimated.reuse.probe_tokens
-    ):
+    r = estimated.reuse
+    if r is not None and not (r.to_learn or r.open_passes.most or r.probe_tokens or r.unknown_probes):
         lines.append("  time      nothing is left to run")
-    elif estimated.reuse is not None:
-        lines.append(f"  time      {_time_summary(plan, work, costs)}")
-        size = bytes_text(stored_bytes(estimated.reuse.writing, sweep.run.keep_answers))
+    elif r is not None:
+        lines.append(
+            f"  time      {_time_summary(plan, work, costs)}{'; without lm-eval tasks' * bool(r.unknown_probes)}"
+        )
+        size = bytes_text(stored_bytes(r.writing, sweep.run.keep_answers))
         requests = [item.text() for item in costs if item.name in ("PUTs", "GETs")]
         lines.append(f"  storage   about {', '.join([size, *requests])}")
     return lines
@@ -169,7 +172,12 @@ def _work_summary(estimated: Estimate, trials: Sequence[Trial]) -> str:
         f"{estimated.passes:,} test passes -> {r.passes}{open_passes}"
         + (f"; the router reads the hidden states of {r.feature_rows:,} examples" if r.feature_rows else "")
         + (f"; probes read about {r.probe_tokens:,.0f} tokens" if r.probe_tokens else "")
+        + (f"; not forecast: the lm-eval {_tasks_text(r.unknown_probes)}" if r.unknown_probes else "")
     )
+
+
+def _tasks_text(names: Sequence[str]) -> str:
+    return f"{'task' if len(names) == 1 else 'tasks'} {', '.join(names)}"
 
 
 def _steps_text(estimated: Estimate) -> str:

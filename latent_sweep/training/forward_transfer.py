@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Untouched(Method):
 
 
 def score_ahead(run: ActiveRun, active: ActiveTrial) -> Ahead:
+    began = time.monotonic()
     trial, context = active.trial, run.context
     run.step = None
     context.check(run.snapshots)
@@ -57,7 +59,8 @@ def score_ahead(run: ActiveRun, active: ActiveTrial) -> Ahead:
         lines += _lines(name, ahead, without)
     differences = [metrics[f"ahead/{t.name}"] - metrics[f"untouched/{t.name}"] for t in trial.tasks[1:]]
     content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    return Ahead({"FWT": statistics.fmean(differences)} | metrics, content.encode())
+    measures = {"FWT": statistics.fmean(differences)} | metrics
+    return Ahead(measures, content.encode(), time.monotonic() - began)
 
 
 def _ahead(scoring: TaskScoring, run: ActiveRun, position: int) -> TaskScore:

@@ -13,7 +13,7 @@ from latent_sweep.metrics.more import TaskFacts, more_measures
 from latent_sweep.security import redact
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import failure_facts
-from latent_sweep.storage.journal import PAUSED, attempts, stages, status
+from latent_sweep.storage.journal import PAUSED, attempts, final_metrics, stages, status
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import AHEAD, TrialFiles, newest_scored, scores_when_new
 from latent_sweep.sweep.trial import Trial
@@ -31,6 +31,7 @@ class Ahead(NamedTuple):
     """FWT, and by task `ahead/<task>` and `untouched/<task>`."""
     lines: bytes
     """The answers, one JSON object per example."""
+    seconds: float
 
 
 class Probed(NamedTuple):
@@ -39,6 +40,7 @@ class Probed(NamedTuple):
     metrics: Mapping[str, float]
     """By the prefixes of `latent_sweep.metrics.probes`."""
     files: Mapping[str, bytes]
+    seconds: float
 
 
 def record_started(files: TrialFiles, trial: Trial, context: Context) -> None:
@@ -107,17 +109,21 @@ def record_finished(
         return
     metrics = files.matrix.measures() | more_measures_of(files, trial) | dict(ahead.metrics if ahead else {})
     metrics |= dict(probed.metrics if probed else {})
+    events = files.journal.read()
+    earlier = final_metrics(events)  # of an earlier end, if results were asked for later
+    also = {"seconds_ahead": ahead, "seconds_probes": probed}
+    seconds = {name: earlier.get(name, 0.0) + one.seconds for name, one in also.items() if one}
     timed = ("seconds_train", "seconds_eval")
-    recorded = [event.metrics for event in stages(files.journal.read())]
+    recorded = [event.metrics for event in stages(events)]
     paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
     files.finish(
         {
             "trial_id": trial.trial_id,
             "training_id": trial.training_id,
             "status": "finished",
-            "metrics": metrics,
+            "metrics": metrics | seconds,
             "scores": dict(zip(files.matrix.tasks, files.matrix.rows[-1], strict=True)),
-            "timings": {name: sum(metrics.get(name, 0.0) for metrics in recorded) for name in timed},
+            "timings": {name: sum(metrics.get(name, 0.0) for metrics in recorded) for name in timed} | seconds,
             "generated_share": _generated_share(files, trial, context),
             "snapshots": [str(path) for path in paths],
             "values": dict(trial.values),

@@ -7,6 +7,7 @@ untouched backbone serve all trials. A probe's prompt alone decides the weights.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -88,6 +89,7 @@ class Prober:
 
 def measure_probes(run: ActiveRun, active: ActiveTrial) -> Probed:
     """Probe the untouched backbone and a trial's stages. Raises ConfigError if a probe cannot be read here."""
+    began = time.monotonic()
     context, n_tasks = run.context, len(active.trial.tasks)
     run.step = None
     context.check(run.snapshots)
@@ -108,7 +110,7 @@ def measure_probes(run: ActiveRun, active: ActiveTrial) -> Probed:
             f"run.probes: found a result that is not finite: {', '.join(odd)}. Use backbone.dtype: float32, or leave "
             "the probe out"
         )
-    return Probed(probe_metrics(results), files)
+    return Probed(probe_metrics(results), files, time.monotonic() - began)
 
 
 def _text_lines(prober: Prober, probe: Probe, seen: int) -> list[dict[str, Any]]:

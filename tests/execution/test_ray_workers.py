@@ -1,5 +1,6 @@
 """Worker groups on Ray: placed together, ended together, and resumed from a checkpoint."""
 
+import json
 import os
 
 import psutil
@@ -70,6 +71,27 @@ def test_a_killed_worker_does_not_change_the_result(two_cpus, inside_the_second_
     assert (trial.path / "scores.json").read_bytes() == scores.read_bytes()
     snapshots = {path.name: path.read_bytes() for path in folder.glob("snapshots/*.safetensors")}
     assert snapshots == {path.name: path.read_bytes() for path in (tmp_path / "runs/snapshots").glob("*.safetensors")}
+
+
+def test_a_group_on_ray_answers_ahead_and_reads_probes_as_one_without(two_cpus, tmp_path):
+    (tmp_path / "prose.txt").write_text("The ferry was late again, and nobody on the pier seemed to mind.\n" * 8)
+    probes = {"text": [str(tmp_path / "prose.txt")], "every": 1}
+    content = together(run__forward_transfer=True, run__probes=probes)
+    folder = tmp_path / "without" / "runs"
+    folder.mkdir(parents=True)
+    with group_of(2, tmp_path) as ask:
+        ask(sweep=content, engine=ZERO_3, folder=str(folder))
+    code, printed = run(content, tmp_path, **two_cpus)
+    assert code == 0, printed
+    (trial,) = sweep_folder(tmp_path)
+    (result,) = folder.glob("tiny/trials/*/result.json")
+    names = ["ahead.jsonl", *(f"probes/{path.name}" for path in (result.parent / "probes").iterdir())]
+    assert len(names) == 2
+    assert all((trial.path / name).read_bytes() == (result.parent / name).read_bytes() for name in names)
+    found, expected = trial.read_json("result.json")["metrics"], json.loads(result.read_text())["metrics"]
+    assert {"FWT", "probe_change/prose", "probe_after_1/prose"} <= expected.keys()
+    assert found.keys() == expected.keys()
+    assert min(found[name] for name in ("seconds_ahead", "seconds_probes")) > 0
 
 
 def test_a_failed_group_records_the_cause_and_ends(two_cpus, tmp_path, checkpoint):

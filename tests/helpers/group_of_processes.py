@@ -109,8 +109,9 @@ def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) 
 
     parsed, storage, seen = parse_sweep(sweep, "test"), Path(folder), []
     runs_on = engine_of(EngineSettings.model_validate(engine), group)
+    also = {"forward_transfer": parsed.run.forward_transfer, "probes": parsed.run.probes}
     for each in pack(expand(parsed), parsed.run.pack):
-        run_pack(each, open_sweep(storage / parsed.name), seen.append, engine=runs_on, probes=parsed.run.probes)
+        run_pack(each, open_sweep(storage / parsed.name), seen.append, engine=runs_on, **also)
     return [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
 
 

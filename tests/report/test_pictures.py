@@ -23,7 +23,10 @@ from latent_sweep.report.pictures import (
     forgetting_by_task,
     sweep_pictures,
 )
+from latent_sweep.report.trade_off_pictures import trade_off_pictures
 from latent_sweep.results import summaries
+from latent_sweep.results.comparison import Difference
+from latent_sweep.results.probes import ProbeSummary
 
 
 def pictures_of(sweep):
@@ -181,6 +184,63 @@ def test_flips_are_drawn_to_both_sides(tmp_path):
     (axes,) = picture.figure.axes
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([-30.0, 10.0])
     assert_legible(picture)
+
+
+def with_changes(sweep, **changes):
+    """Return a sweep's summary with these fields in its configurations, a value for each."""
+    summary = summaries.summarize(sweep)
+    values = [dict(zip(changes, each, strict=True)) for each in zip(*changes.values(), strict=True)]
+    configurations = [
+        dataclasses.replace(one, **each) for one, each in zip(summary.configurations, values, strict=True)
+    ]
+    return dataclasses.replace(summary, configurations=tuple(configurations))
+
+
+def test_general_ability_is_drawn_against_ap(tmp_path):
+    sweep = finished_sweep(tmp_path, {"method.name": ["seq_lora", "o_lora"], "seed": [0, 1]}, [0.4, 0.6, 0.7, 0.9])
+    assert trade_off_pictures(summaries.summarize(sweep)) == []  # no probes, and no known costs
+    loss = ProbeSummary("loss", 3.0, (3.5, 3.7), Difference(0.6, (0.5, 0.7), "rows"))
+    share = ProbeSummary("accuracy", 0.9, (0.8,), Difference(-0.1, None, "nothing"))
+    unchanged = dataclasses.replace(loss, change=Difference(0.0, (0.0, 0.0), "rows"))
+    (picture,) = trade_off_pictures(with_changes(sweep, probes=[{"prose": loss, "quiz": share}, {"prose": unchanged}]))
+    assert picture.name == "general_ability"
+    left, right = picture.figure.axes
+    assert [axes.get_title() for axes in (left, right)] == ["prose", "quiz"]
+    for axes, name, at in ((left, "seq_lora", (50, 0.6)), (right, "seq_lora", (50, -10)), (left, "o_lora", (80, 0))):
+        assert line_of(axes, name).get_xydata().tolist() == [pytest.approx(at)]
+    intervals = [line.get_xydata().tolist() for line in left.lines if len(line.get_xdata()) == 2]
+    assert [pytest.approx([50, end]) for end in (0.5, 0.7)] in intervals
+    assert not [line for line in right.lines if line.get_label() == "o_lora"]
+    assert_legible(picture)
+    assert trade_off_pictures(with_changes(sweep, probes=[{"prose": unchanged}] * 2)) == []
+
+
+def test_costs_of_methods_are_drawn_against_ap(tmp_path):
+    axes = {"method.name": ["seq_lora", "o_lora"], "method.rank": [1, 2, 4, 8, 16], "seed": [0]}
+    sweep = finished_sweep(tmp_path, axes, [0.1 * n for n in range(10)])
+    costs = [
+        {"seconds_learning": summaries.Statistic(10.0 + n, None, 1), "stored_bytes": summaries.Statistic(4e6, None, 1)}
+        for n in range(10)
+    ]
+    trained = [(1000 * 2**n,) for n in range(10)]
+    (picture,) = trade_off_pictures(with_changes(sweep, costs=costs, trainable_parameters=trained))
+    assert picture.name == "costs"
+    parameters, learning, stored = picture.figure.axes
+    assert [axes.get_xscale() for axes in picture.figure.axes] == ["log", "linear", "linear"]
+    for axes, values in (
+        (parameters, [each / 1e6 for (each,) in trained]),
+        (learning, [10.0 + n for n in range(10)]),
+    ):
+        points = [tuple(line.get_xydata()[0]) for line in axes.lines]
+        expected = [(value, 10 * n) for n, value in enumerate(values)]
+        assert sorted(points) == [pytest.approx(each) for each in sorted(expected)]
+    assert {line.get_xdata()[0] for line in stored.lines} == {4.0}
+    named = [line for line in parameters.lines if not line.get_label().startswith("_")]
+    assert len(named) == NAMED and mentions(picture.caption, 10 - NAMED)
+    assert_legible(picture)
+    whole = with_changes(sweep, costs=costs, trainable_parameters=trained)
+    few = tuple(one for one in whole.configurations if one.settings["method.name"] == "o_lora")
+    assert trade_off_pictures(dataclasses.replace(whole, configurations=few)) == []
 
 
 def test_exported_pictures_embed_fonts(sweep, tmp_path, monkeypatch):

@@ -11,6 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix
 
+from latent_sweep import ContinualModel
+from latent_sweep.data.loaders import load_examples
+from latent_sweep.data.prompts import prompt_parts
+from latent_sweep.data.schema import load_benchmark
 from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.metrics.more import Scored, TaskFacts, by_category, flips, more_measures, unparsable
 from latent_sweep.results.frames import SweepFrames
@@ -300,6 +304,11 @@ def test_forward_transfer_completes_a_finished_sweep(ran, tmp_path):
     ]
     assert trial.metrics["FWT"] == pytest.approx(np.mean(gains))
     assert further_measures(trial)["FWT"] == trial.metrics["FWT"]
+    *_, learned, _, end = trial.events
+    assert 0 < trial.metrics["seconds_ahead"] < end.time - learned.time
+    costs = {one.settings["method.name"]: one.costs for one in summarize(sweep).configurations}
+    assert costs["seq_lora"]["seconds_ahead"].mean == trial.metrics["seconds_ahead"]
+    assert "seconds_ahead" not in costs["joint_lora"]
     assert trial_named(sweep, "inc_lora").metrics["FWT"] == 0.0  # the oracle knows no adapter of a task to come
     assert "FWT" not in trial_named(sweep, "joint_lora").metrics
     assert all(one.equal for one in rescore(sweep))
@@ -309,6 +318,32 @@ def test_forward_transfer_completes_a_finished_sweep(ran, tmp_path):
     journals = [len(folder.events()) for folder in sweep]
     assert run_locally(path) == 0  # nothing is left to do
     assert [len(folder.events()) for folder in sweep] == journals
+
+
+def test_answers_before_learning_are_those_of_the_model_until_then(ran, tmp_path):
+    """A model that has learned the first task alone answers the second as forward transfer says."""
+    shutil.copytree(ran.storage.folder, tmp_path / "runs")
+    run = {"forward_transfer": True, "tracking": {"uri": "none"}, "page": False}
+    assert run_locally(write(tmp_path, tiny(**CHANGES, run=run))) == 0
+    trial = trial_named(sweep_folder(tmp_path), "seq_lora")
+    first, second, _ = trial.tasks
+    benchmark = {**CHANGES["trial__benchmark"], "tasks": [first]}
+    alone = tiny(**{**CHANGES, "trial__benchmark": benchmark, "search": {"trial": METHODS[1:2]}}, name="one")
+    assert run_locally(write(tmp_path, alone)) == 0
+    spec = load_benchmark("builtin")
+    (task,) = (task for task in spec.tasks if task.name == second)
+    settings = trial.benchmark()
+    rows = load_examples(spec, task, "test", settings)
+    model = ContinualModel.from_sweep(sweep_folder(tmp_path, "one").path)
+    answers = [answer.answer for answer in model.answer(["".join(prompt_parts(spec, task, row.input)) for row in rows])]
+    model.close()
+    lines = [json.loads(line) for line in (trial.folder.path / "ahead.jsonl").read_text().splitlines()]
+    own = [line for line in lines if line["task"] == second]
+    assert [line["prediction"] for line in own] == answers
+    right = [
+        answer.strip().lower() in map(str.lower, row.references) for answer, row in zip(answers, rows, strict=True)
+    ]
+    assert trial.metrics[f"ahead/{second}"] == pytest.approx(np.mean(right))
 
 
 def test_the_backbones_answers_are_those_of_zero_shot(ran, tmp_path):

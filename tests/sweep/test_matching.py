@@ -1,5 +1,8 @@
 """`match: parameters`: ranks with which all methods train equally many parameters, against every possible rank."""
 
+import re
+from pathlib import Path
+
 import pytest
 from helpers.methods import OPTIONS
 from helpers.sweeps import run_locally, sweep_folder, tiny, write
@@ -8,10 +11,13 @@ from hypothesis import strategies as st
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
-from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.match_text import match_lines
 from latent_sweep.sweep.matching import TOLERANCE, nearest
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.shapes import shape_of
+
+EQUAL_SIZES = Path(__file__).parents[2] / "sweeps/equal_sizes.yaml"
 
 
 @given(st.integers(1, 60), st.integers(1, 4000), st.integers(0, 50), st.sampled_from([1, 2]))
@@ -33,8 +39,7 @@ def counts(trials):
 
 
 def test_methods_train_equally_many_parameters():
-    """Those that can: a prompt on SmolLM2 would need 800 vectors, and latent adapters a rank of 88."""
-    names = ["seq_lora", "latent_lora", "inf_lora", "gain_lora", "o_lora", "lfpt5", "zero_shot"]
+    names = ["seq_lora", "latent_lora", "inf_lora", "gain_lora", "o_lora", "zero_shot"]
     trials = expand(sweep_of([{"name": "seq_lora", "rank": 8}, *({"name": name} for name in names[1:])]))
     assert [trial.settings.method.name for trial in trials] == names
     *trained, nothing = counts(trials)
@@ -47,6 +52,40 @@ def test_methods_train_equally_many_parameters():
             shape, settings = shape_of(trial.settings.backbone), trial.settings.method.model_copy(update={"rank": rank})
             other = method_class(settings.name)(settings).parameter_count(shape.targets, shape["width"])
             assert abs(other - target) >= abs(count - target)
+
+
+def test_prompts_are_matched_with_each_other():
+    """On SmolLM2 a prompt with the parameters of LoRA would need 800 vectors."""
+    prompts = [{"name": "lfpt5", "prompt_length": 50}, {"name": "l2p", "pool_size": 10}, {"name": "prog_prompt"}]
+    trials = expand(sweep_of([{"name": "seq_lora", "rank": 8}, *prompts]))
+    assert counts(trials)[1:] == [50 * 576] * 3
+    assert [trial.settings.method.prompt_length for trial in trials[1:]] == [50, 4, 50]  # l2p also trains ten keys
+    with pytest.raises(ConfigError, match="prog_prompt"):
+        expand(sweep_of([prompts[0], {"name": "prog_prompt", "prompt_length": 10}]))
+
+
+@pytest.mark.parametrize("backbone", ["smollm2-135m", "flan-t5-small"])
+def test_all_methods_have_an_equal_size_and_the_plan_names_it(backbone):
+    trials = expand(load_sweep(EQUAL_SIZES, [f"trial.backbone.name={backbone}"]))
+    assert {trial.settings.method.name for trial in trials} == set(METHODS)
+    _, *lines, _ = match_lines(trials)
+    sizes = dict(re.findall(r" {12}(\S[^:]*): ([^:]+)(?=\n {12}\S|$)", "\n".join(lines)))
+    targets, expected = {}, {}
+    for trial, count in zip(trials, counts(trials), strict=True):
+        method = trial.settings.method
+        size = next((each for each in ("rank", "prompt_length") if hasattr(method, each)), None)
+        if size is None:
+            assert (method.name, count) == ("zero_shot", 0)
+            expected.setdefault("nothing", {})[method.name] = None
+            continue
+        target = targets.setdefault(size, count)
+        assert abs(count - target) <= TOLERANCE * target
+        difference = "" if count == target else f" ({100 * (count / target - 1):+.1f} %)"
+        text = f"{count:,}{difference} at {size} {getattr(method, size)}"
+        expected.setdefault(text, {})[method.name] = None
+    assert {size: methods.replace(",", "").split() for size, methods in sizes.items()} == {
+        size: list(methods) for size, methods in expected.items()
+    }
 
 
 def test_experts_share_the_chosen_rank():

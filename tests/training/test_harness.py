@@ -12,7 +12,11 @@ from latent_sweep.deploy.merged import export_merged
 from latent_sweep.errors import ConfigError
 from latent_sweep.results.rescore import rescore
 from latent_sweep.results.trial import TrialResults
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep
+from latent_sweep.sweep.forecast import estimate
+from latent_sweep.sweep.plan_text import describe_plan
 from latent_sweep.sweep.planning import plan_sweep
 
 needs_harness = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('lm_eval')")
@@ -115,6 +119,7 @@ def test_every_kind_of_request_agrees_with_the_harness_on_the_merged_model(backb
     assert len(values) == (6 if backbone == "tiny-llama" else 4)
     assert {name: trial.metrics[name] for name in values} == pytest.approx(values, rel=1e-4)
     assert all(one.equal for one in rescore(sweep))
+    assert left(path, sweep) == ()
     (quiz,) = (folder.path / "probes").glob("quiz-*.jsonl")
     lines = [json.loads(line) for line in quiz.read_text().splitlines()]
     assert [(line["tasks_seen"], line["metric"]) for line in lines] == [
@@ -143,6 +148,21 @@ def test_a_file_without_a_task_is_refused(text, tmp_path):
     (tmp_path / "none.yaml").write_text(text)
     with pytest.raises(ConfigError):
         read_probes(ProbeSettings(lm_eval=[str(tmp_path / "none.yaml")]))
+
+
+@needs_harness
+def test_a_plan_names_the_tasks_that_it_does_not_forecast(tmp_path):
+    path = write(tmp_path, content(tmp_path))
+    planned = plan_sweep(load_sweep(path))
+    storage = Storage(tmp_path / "runs")
+    assert left(path, SweepFolder(storage, "tiny")) == tuple(TASKS)
+    (work,) = [line for line in describe_plan(planned, storage).splitlines() if line.startswith("  work")]
+    assert all(name in work for name in TASKS)
+
+
+def left(path, sweep):
+    planned = plan_sweep(load_sweep(path))
+    return estimate(planned.trials, sweep, False, planned.sweep.run.probes).reuse.unknown_probes
 
 
 def test_a_missing_harness_is_refused_while_planning(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from helpers.group_of_processes import ZERO_3, group_of
+from helpers.methods import OPTIONS
 from helpers.sweeps import brief, run_locally, sweep_folder, tiny, write
 from helpers.tiny import load_tiny
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -32,6 +33,7 @@ from latent_sweep.sweep.memory import predict
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.planning import plan_sweep
 from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.tracking.contents import history
 
 TEXT = "The ferry was late again. Nobody on the pier seemed to mind, for the sun was out.\n" * 7
 QUESTIONS = [
@@ -177,6 +179,8 @@ def test_probes_complete_finished_trials_and_a_changed_text_is_read_again(ran, t
     assert run_locally(path) == 0
     (trial,) = results(sweep_folder(tmp_path))
     before = dict(trial.metrics)
+    *_, learned, _, end = trial.folder.events()
+    assert 0 < before["seconds_probes"] < end.time - learned.time
     known = results(ran[1])[0].metrics
     assert (before["probe/prose"], before["probe/quiz"]) == (known["probe/prose"], known["probe/quiz"])
     assert (trial.folder.path / "scores.json").read_bytes() == scores
@@ -190,6 +194,7 @@ def test_probes_complete_finished_trials_and_a_changed_text_is_read_again(ran, t
     (trial,) = results(sweep_folder(tmp_path))
     assert trial.metrics["probe/quiz"] == before["probe/quiz"]
     assert trial.metrics["probe/prose"] != before["probe/prose"]
+    assert trial.metrics["seconds_probes"] > before["seconds_probes"], "of both times"
 
 
 def test_results_are_cached_and_do_not_depend_on_passes(ran, tmp_path, monkeypatch):
@@ -238,12 +243,45 @@ def test_runs_of_a_pack_find_what_they_find_alone(ran, tmp_path):
     assert_as_alone(ran, tmp_path / "runs", 3)
 
 
+GATED = {"method": {"name": "gain_lora", **OPTIONS["gain_lora"]}}
+PROMPTS = {"method": {"name": "l2p", **OPTIONS["l2p"]}}
+DEEP = {**LATENT, "router": {**LATENT["router"], "features": {"layer": 1}}}
+
+
+@pytest.fixture(scope="module")
+def ask_two(tmp_path_factory):
+    """A group of two processes."""
+    with group_of(2, tmp_path_factory.mktemp("group")) as ask:
+        yield ask
+
+
 @pytest.mark.slow
-def test_a_group_of_workers_with_a_sharded_backbone_finds_the_same(ran, tmp_path):
-    content = yaml.safe_load(Path(probed(tmp_path, [LATENT])).read_text())
-    with group_of(2, tmp_path) as ask:
-        ask(sweep=content, engine=ZERO_3, folder=str(tmp_path / "zero"))
-    assert_as_alone(ran, tmp_path / "zero", 1)
+@pytest.mark.parametrize(
+    ("engine", "trial"),
+    [(ZERO_3, LATENT), (ZERO_3, GATED), ({"name": "torch"}, PROMPTS), ({"name": "torch"}, DEEP)],
+    ids=["zero-3, routed", "zero-3, gates", "torch, prompts", "torch, deep features"],
+)
+def test_a_group_of_workers_completes_trials_as_one_worker(ask_two, engine, trial, tmp_path):
+    """Learned by a group, then forward transfer and probes by a group, as one worker does all at once."""
+    content = yaml.safe_load(Path(probed(tmp_path, [trial], every=1)).read_text())
+    content["trial"]["training"]["learning_rate"] = 0.01
+    content["run"]["forward_transfer"] = True
+    assert run_locally(write(tmp_path, content)) == 0
+    (alone,) = results(sweep_folder(tmp_path))
+    for each in ({**content, "run": RUN}, content):
+        ask_two(sweep=each, engine=engine, folder=str(tmp_path / "group"))
+    (path,) = tmp_path.glob(f"group/tiny/trials/{alone.folder.trial_id}/result.json")
+    found = json.loads(path.read_text())
+    assert found["hardware"]["workers"] == 2
+    expected = {name: value for name, value in alone.metrics.items() if name.startswith(ALSO)}
+    assert len(expected) == 3 + 9 and {"FWT", "probe_after_1/quiz"} <= expected.keys()
+    # AdamW makes a whole step of a gradient that is nothing but rounding
+    assert {name: found["metrics"][name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    ahead, together = (folder / "ahead.jsonl" for folder in (alone.folder.path, path.parent))
+    assert ahead.read_text() == together.read_text()
+
+
+ALSO = ("FWT", "ahead/", "untouched/", "probe")
 
 
 def test_plans_count_the_logits_of_a_pass_over_a_text():
@@ -333,6 +371,8 @@ def test_tables_frames_and_rescoring_hold_the_same_numbers(ran):
         assert own.loc[("quiz", 1), "value"] == metrics["probe_after_1/quiz"]
         assert own.loc[("prose", 2), "change"] == metrics["probe_change/prose"]
         assert own.measure.loc["prose", 2] == "loss"
+        assert one.costs["seconds_probes"].mean == row["seconds_probes"] == metrics["seconds_probes"] > 0
+        assert ("seconds_probes", 2) in {(point.key, point.step) for point in history(trial.folder, trial.events)}
         assert row["probe_change/prose"] == pytest.approx(metrics["probe_change/prose"], abs=1e-4)
         assert row["probe/quiz"] == pytest.approx(100 * metrics["probe/quiz"], abs=1e-4)
         first, last = ([line for line in lines_of(trial, "prose") if line["tasks_seen"] == seen] for seen in (0, 2))
@@ -344,6 +384,9 @@ def test_tables_frames_and_rescoring_hold_the_same_numbers(ran):
         tenth = 0.1 * max(np.ptp(spread), 1e-12)  # two estimates of a quantile from 10,000 resamples
         assert one.probes["prose"].change.interval == pytest.approx(tuple(spread), abs=tenth)
         assert one.probes["prose"].change.resampled == "rows"
+    times = SweepFrames(sweep).trials()["seconds_probes"]
+    assert times.tolist() == [trial.metrics["seconds_probes"] for trial in results(sweep)]
+    assert summary.cost.seconds_probes == pytest.approx(times.sum())
     (section,) = [part for part in sections_with_measures(summary) if part.name == "probes"]
     assert [row[0].text for row in section.table.rows] == [
         "seq_lora",

@@ -1,0 +1,114 @@
+"""Pictures of what the AP of methods costs: change of general ability, parameters, time and storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator
+
+from latent_sweep.report.figures import Picture
+from latent_sweep.report.pictures import GRAY, NAMED, add_legend, behind, name_of, rank_configurations
+from latent_sweep.report.style import COLORS, FAINT, INK, MARKERS, PAGE, new_figure, plain, tidy
+from latent_sweep.results.probes import ProbeSummary
+from latent_sweep.results.summaries import Configuration, Statistic, Summary
+
+PROBES = 3
+"""Largest number of probes in a picture."""
+Value = Callable[[Configuration], float | None]
+
+
+def trade_off_pictures(summary: Summary) -> list[Picture]:
+    """Draw AP against the changes of probes, and against the costs of different methods."""
+    ranked = rank_configurations(summary)
+    return [*_ability(ranked), *_costs(ranked)]
+
+
+def _ability(ranked: Sequence[Configuration]) -> list[Picture]:
+    probed = [one for one in ranked if one.probes]
+    kinds: Mapping[str, ProbeSummary] = {name: each for one in probed for name, each in one.probes.items()}
+    names = list(kinds)[:PROBES]
+    if not any(one.probes[name].change.mean for one in probed for name in one.probes):
+        return []
+    figure = new_figure(PAGE, 2.7 + 0.13 * min(NAMED, len(probed)))
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=True):
+        unit = kinds[name].unit
+        scale = 100.0 if unit == "%" else 1.0
+        axes.axhline(0, color=INK, linewidth=0.7)
+        for position, one in _backwards(probed):
+            if (probe := one.probes.get(name)) is not None:
+                ends = probe.change.interval or (probe.change.mean,) * 2
+                x, y = _mean(one.average_performance, 100), scale * probe.change.mean
+                axes.plot([x, x], [scale * end for end in ends], color=_color(position), linewidth=0.8)
+                _draw_point(axes, position, one, x, y)
+        axes.set(title=plain(name), xlabel="AP (%)")
+        axes.set_ylabel({"nats": "change (nats per token)", "%": "change (percentage points)"}.get(unit, "change"))
+        _finish(axes)
+    add_legend(figure, panels[0])
+    others = f"; without further probes: {len(kinds) - PROBES}" if len(kinds) > PROBES else ""
+    caption = (
+        "change of each probe from the untouched backbone, with 95 % intervals, against AP; a loss (nats) that rises "
+        f"and an accuracy that falls are losses of ability{others}{behind(probed)}"
+    )
+    return [Picture("general_ability", "AP and general ability", caption, figure)]
+
+
+_COSTS: Mapping[str, Value] = {
+    "trained parameters (million)": lambda one: max((n / 1e6 for n in one.trainable_parameters), default=None),
+    "learning (s)": lambda one: _cost(one, "seconds_learning", 1),
+    "stored (MB)": lambda one: _cost(one, "stored_bytes", 1e6),
+}
+
+
+def _costs(ranked: Sequence[Configuration]) -> list[Picture]:
+    known = [one for one in ranked if all(value(one) is not None for value in _COSTS.values())]
+    if len({one.settings.get("method.name") for one in known}) < 2:
+        return []
+    figure = new_figure(PAGE, 2.7 + 0.13 * min(NAMED, len(known)))
+    panels = figure.subplots(1, len(_COSTS), sharey=True)
+    for axes, (title, value) in zip(panels, _COSTS.items(), strict=True):
+        costs = [value(one) or 0.0 for one in known]
+        for position, one in _backwards(known):
+            _draw_point(axes, position, one, costs[position], _mean(one.average_performance, 100))
+        if min(costs) > 0 and max(costs) > 10 * min(costs):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel(title)
+        _finish(axes)
+    panels[0].set_ylabel("AP (%)")
+    add_legend(figure, panels[0])
+    caption = f"means over finished trials, of configurations whose costs are known{behind(known)}"
+    return [Picture("costs", "AP and costs", caption, figure)]
+
+
+def _cost(one: Configuration, name: str, divisor: float) -> float | None:
+    statistic = one.costs.get(name)
+    return None if statistic is None else statistic.mean / divisor
+
+
+def _mean(statistic: Statistic | None, scale: float) -> float:
+    assert statistic is not None, "ranked configurations have an AP"
+    return scale * statistic.mean
+
+
+def _backwards(configurations: Sequence[Configuration]) -> list[tuple[int, Configuration]]:
+    """Return configurations with their positions, the best last: it is drawn on top."""
+    return list(enumerate(configurations))[::-1]
+
+
+def _color(position: int) -> str:
+    return COLORS[position] if position < NAMED else GRAY
+
+
+def _draw_point(axes: Axes, position: int, one: Configuration, x: float, y: float) -> None:
+    named = position < NAMED
+    marker, label = (MARKERS[position], name_of(one)) if named else (".", None)
+    axes.plot([x], [y], marker, color=_color(position), markersize=4.5 if named else 3, label=label)
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(color=FAINT, linewidth=0.5)
+    tidy(axes)
