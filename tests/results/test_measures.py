@@ -321,7 +321,7 @@ def test_forward_transfer_completes_a_finished_sweep(ran, tmp_path):
 
 
 def test_answers_before_learning_are_those_of_the_model_until_then(ran, tmp_path):
-    """A model that has learned the first task alone answers the second as forward transfer says."""
+    """A model that has learned the first task alone gives these answers to the second."""
     shutil.copytree(ran.storage.folder, tmp_path / "runs")
     run = {"forward_transfer": True, "tracking": {"uri": "none"}, "page": False}
     assert run_locally(write(tmp_path, tiny(**CHANGES, run=run))) == 0
@@ -335,7 +335,9 @@ def test_answers_before_learning_are_those_of_the_model_until_then(ran, tmp_path
     settings = trial.benchmark()
     rows = load_examples(spec, task, "test", settings)
     model = ContinualModel.from_sweep(sweep_folder(tmp_path, "one").path)
-    answers = [answer.answer for answer in model.answer(["".join(prompt_parts(spec, task, row.input)) for row in rows])]
+    answers = [
+        answer.answer for answer in model.answer(["".join(prompt_parts(spec, task, row.input)[:2]) for row in rows])
+    ]
     model.close()
     lines = [json.loads(line) for line in (trial.folder.path / "ahead.jsonl").read_text().splitlines()]
     own = [line for line in lines if line["task"] == second]
