@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from latent_sweep.sweep.matching import size_setting, target_key
-from latent_sweep.sweep.memory import shape_of
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.shapes import shape_of
+from latent_sweep.sweep.trial import Trial
 
 _INDENT = " " * 12
 _WIDTH = 120
