@@ -39,13 +39,17 @@ def read_test_examples(settings: BenchmarkSettings, task: str) -> TaskExamples:
     )
 
 
+def with_local_data(settings: BenchmarkSettings) -> BenchmarkSettings:
+    """Return settings in which LATENT_SWEEP_DATA replaces a `data_dir` that does not exist here."""
+    exists = settings.data_dir is not None and Path(settings.data_dir).is_dir()
+    return settings if exists else settings.model_copy(update={"data_dir": None})
+
+
 class InputTexts:
-    """Reads the inputs of a trial's examples; LATENT_SWEEP_DATA replaces a `data_dir` that does not exist here."""
+    """Reads the inputs of a trial's examples."""
 
     def __init__(self, trial: TrialFolder):
-        settings = BenchmarkSettings.model_validate(trial.settings["benchmark"])
-        exists = settings.data_dir is not None and Path(settings.data_dir).is_dir()
-        self._settings = settings if exists else settings.model_copy(update={"data_dir": None})
+        self._settings = with_local_data(BenchmarkSettings.model_validate(trial.settings["benchmark"]))
 
     def of(self, task: str, lines: Sequence[Mapping[str, Any]] | None) -> list[str]:
         """Return the input of each example of a task.

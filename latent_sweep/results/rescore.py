@@ -18,7 +18,7 @@ from latent_sweep.metrics.answers import Metric, score_rows, takes_input
 from latent_sweep.metrics.matrix import ScoreMatrix
 from latent_sweep.metrics.more import Scored, more_measures
 from latent_sweep.metrics.probes import probe_metrics
-from latent_sweep.results.inputs import read_test_examples
+from latent_sweep.results.inputs import read_test_examples, with_local_data
 from latent_sweep.results.measures import task_facts
 from latent_sweep.results.probes import probe_results
 from latent_sweep.results.selection import UNREADABLE
@@ -156,7 +156,7 @@ class _Rescoring:
         }
         self.ids = {task: [line["id"] for line in own] for task, own in lines.items()}
         self.references = {task: [line["references"] for line in own] for task, own in lines.items()}
-        self.settings = trial.benchmark()
+        self.settings = with_local_data(trial.benchmark())
         self._by_stage: dict[tuple[int, str], list[float]] = {}
         """Recomputed scores by tasks seen and task."""
         self._cache: dict[tuple[str, int, str], float] = {}

@@ -12,6 +12,8 @@ from helpers.sweeps import rewrite_line, sweep_folder, tiny, write, write_benchm
 from helpers.tiny import journal_at
 
 from latent_sweep.cli.main import main
+from latent_sweep.data.schema import BenchmarkSettings
+from latent_sweep.results.inputs import with_local_data
 from latent_sweep.results.rescore import rescore
 from latent_sweep.storage.journal import stages
 
@@ -41,6 +43,12 @@ def test_a_whole_sweep_is_equal(finished, capsys):
     assert main(["rescore", str(folder.path), "--json"]) == 0
     first, _ = json.loads(capsys.readouterr().out)
     assert (first["equal"], first["scored_again"], first["differences"]) == (True, 3, [])
+
+
+def test_a_data_folder_of_another_machine_is_replaced(tmp_path):
+    here, elsewhere = (BenchmarkSettings(name="superni", data_dir=str(path)) for path in (tmp_path, tmp_path / "gone"))
+    assert with_local_data(here) == here
+    assert with_local_data(elsewhere).data_dir is None  # so that LATENT_SWEEP_DATA holds
 
 
 def test_a_wrong_score_is_reported(copy, capsys):
