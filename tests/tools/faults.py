@@ -260,7 +260,7 @@ def _snapshot(sweep: Disturbed) -> str:
     printed = sweep.finish(sweep.start("--local"))
     assert f"snapshot {path.stem} does not match its digest" in printed, printed
     assert (path.parent / "corrupt" / path.name).read_bytes() == content
-    return "set aside in `snapshots/damaged`"
+    return "quarantined in `snapshots/corrupt`"
 
 
 def _two_drivers(sweep: Disturbed) -> str:
@@ -279,7 +279,7 @@ class Fault:
 
     injected: str
     disturb: Callable[[Disturbed], str]
-    damaged_stages: int = 0
+    corrupted_stages: int = 0
     """Stages whose snapshots the fault itself corrupts."""
 
 
@@ -311,7 +311,7 @@ def _arrived(sweep: Disturbed) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         codes = [latent_sweep([command, str(sweep.sweep.path)]) for command in ("sync", "verify")]
     assert codes == [0, 0], printed.getvalue()
-    assert printed.getvalue().count("equal; looked at") == 2, printed.getvalue()  # the disk, and MLflow
+    assert printed.getvalue().count("\nequal; ") == 2, printed.getvalue()  # the disk, and MLflow
     return "`sync`, then `verify`: equal"
 
 
@@ -336,8 +336,8 @@ class Outcome:
         promises = [f"lost: {name}" for name in self.lost]
         if (most := max(self.twice, default=0)) > CHECKPOINT_EVERY:
             promises.append(f"a training took {most} steps twice; promised are {CHECKPOINT_EVERY} at most")
-        if self.again != self.fault.damaged_stages:
-            promises.append(f"{self.again} stages were learned twice; expected {self.fault.damaged_stages}")
+        if self.again != self.fault.corrupted_stages:
+            promises.append(f"{self.again} stages were learned twice; expected {self.fault.corrupted_stages}")
         if not self.equal:
             promises.append("the results differ from those of the undisturbed run")
         return promises
@@ -345,7 +345,7 @@ class Outcome:
     def row(self) -> str:
         lost = f"{len(self.lost)} of {self.committed}" if self.committed else "0"
         twice = " + ".join(map(str, self.twice)) or "0"
-        again = f"{self.again} (the damaged one)" if self.fault.damaged_stages else f"{self.again}"
+        again = f"{self.again} (the corrupt one)" if self.fault.corrupted_stages else f"{self.again}"
         equal = "equal" if self.equal else "DIFFERENT"
         cells = (self.fault.injected, lost, twice, again, equal, self.seen, f"{self.seconds:.0f}")
         return f"| {' | '.join(cells)} |"

@@ -41,7 +41,7 @@ def test_a_promise_that_was_not_kept_is_named():
     promises = faults.Outcome(fault, **kept | broken, seen="", seconds=1.0).broken()
     assert [promise.split()[0] for promise in promises] == ["lost:", "a", "1", "the"]
     snapshot = faults.Outcome(faults.FAULTS["snapshot"], **kept, seen="", seconds=1.0)
-    assert snapshot.broken() == ["0 stages were learned twice; expected 1"], "the damaged one was used"
+    assert snapshot.broken() == ["0 stages were learned twice; expected 1"], "the corrupt one was used"
 
 
 def test_what_was_committed_and_is_gone_or_changed_is_seen(tmp_path):
