@@ -30,7 +30,7 @@ CODE = (
     "tests/helpers/__init__.py",
     "tests/helpers/imitated_graph.py",
     "tests/helpers/methods.py",
-    "sweeps/general_ability.yaml",
+    "sweeps/common_rate_superni.yaml",
     "pyproject.toml",
 )
 

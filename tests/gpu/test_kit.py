@@ -93,7 +93,7 @@ def test_files_are_shared_out_over_archives_that_hold_them(tmp_path):
 def test_what_is_archived_is_the_package_and_the_kit():
     names = set(code())
     assert {"latent_sweep/__init__.py", "latent_sweep/py.typed", "tests/gpu/kit.py", "pyproject.toml"} <= names
-    assert [name for name in names if name.startswith("sweeps")] == ["sweeps/general_ability.yaml"]
+    assert [name for name in names if name.startswith("sweeps")] == ["sweeps/common_rate_superni.yaml"]
 
 
 def test_a_file_larger_than_an_archive_travels_in_pieces(tmp_path):
