@@ -163,7 +163,7 @@ def test_an_interrupted_call_resumes(tmp_path, monkeypatch):
     assert [one.event.tasks_seen for one in received if isinstance(one.event, Stage)] == [2, 1, 2]
 
 
-def test_calls_from_two_threads_take_turns(tmp_path, capsys):
+def test_calls_from_two_threads_take_turns(tmp_path):
     def run(name):
         return latent_sweep.run_sweep(QUICK | {"name": name}, storage=tmp_path / name, local=True)
 
@@ -171,7 +171,6 @@ def test_calls_from_two_threads_take_turns(tmp_path, capsys):
         done = list(pool.map(run, ("one", "two")))
     assert [list(each.trials()["status"]) for each in done] == [["finished"] * 2] * 2
     assert done[0].scores()["score"].tolist() == done[1].scores()["score"].tolist()
-    assert capsys.readouterr().out.count("another thread") == 1
 
 
 def test_shards_run_their_parts(tmp_path):
@@ -209,8 +208,7 @@ def test_an_error_in_on_event_is_logged_and_ends_the_calls(tmp_path, caplog):
 
 def test_progress_prints_what_the_command_prints(called, capsys):
     latent_sweep.run_sweep(SMALL, storage=called.folder / "runs", local=True)
-    printed = capsys.readouterr().out
-    assert "1 of 1 trainings are complete" in printed and called.results.report() in printed
+    assert called.results.report() in capsys.readouterr().out
 
 
 ON_RAY = """
@@ -280,7 +278,7 @@ def test_a_notebook_redraws_one_output(called, monkeypatch):
         for _ in range(2):
             cell.show(SweepWatch(sweep_folder(called.folder)).look())
     (content,) = outputs
-    assert "2 trials (2 finished)" in content["text/plain"] and content["text/html"].startswith("<pre")
+    assert "2 finished" in content["text/plain"] and content["text/html"].startswith("<pre")
 
 
 CELL = "latent_sweep.run_sweep({content!r}, storage={storage!r}, local=True)"
@@ -320,7 +318,7 @@ def test_an_interrupted_cell_resumes(tmp_path):
     kinds = [output["msg_type"] for output in outputs]
     assert kinds.count("display_data") == 1 and "update_display_data" in kinds
     shown = [output["content"]["data"] for output in outputs if "data" in output["content"]]
-    assert "2 trials (2 finished)" in shown[-2]["text/plain"] and "<table" in shown[-1]["text/html"]
+    assert "2 finished" in shown[-2]["text/plain"] and "<table" in shown[-1]["text/html"]
     assert [event.reused for event in events(open_sweep(tmp_path / "tiny"), "stage")] == [False] * 4
 
 
@@ -335,8 +333,8 @@ def test_a_cell_on_ray_shows_progress(tmp_path):
     )
     NotebookClient(nbformat.v4.new_notebook(cells=[cell]), timeout=PATIENCE).execute()
     shown = [output.data["text/plain"] for output in cell.outputs if "data" in output]
-    assert len(shown) == 2 and "1 trials (1 finished)" in shown[0]
-    assert cell.outputs[0].text.startswith("checking sweep tiny")
+    assert len(shown) == 2 and "1 finished" in shown[0]
+    assert "tiny" in cell.outputs[0].text
 
 
 # --- the package -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ expected fails the test as the traceback it would be for a user.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -24,7 +25,6 @@ from helpers.tiny import load_tiny
 import latent_sweep
 from latent_sweep.adapters.factors import load_factors
 from latent_sweep.cli.main import main
-from latent_sweep.settings import strict_yaml
 from latent_sweep.storage.files import cache_folder
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import status
@@ -86,34 +86,21 @@ FILES = {
     "UTF-16": ("name: a\n".encode("utf-16"), "UTF-8"),
     "a NUL character": (sweep(backbone='{name: "a\\0b"}'), "NUL"),
     "half a surrogate pair": (sweep('search: {"\\ud800": [1]}\n'), "surrogate"),
-    "not a number": (sweep(training="{learning_rate: .nan}"), "trial.training.learning_rate: found nan"),
     "minus infinity": (sweep(training="{learning_rate: -.inf}"), "trial.training.learning_rate: found -inf"),
     "a fraction beyond all bounds": (sweep(training="{learning_rate: 1e999}"), "learning_rate: found inf"),
     "400 digits": (sweep(seed="9" * 400), "64 bits"),
     "a hundred thousand digits": (sweep(seed="1:" * 50_000 + "1"), "trial.seed: found '1:1:1"),
-    "a draw of 400 digits": (
-        sweep(f"search: {{training.learning_rate: {{uniform: [1, {'9' * 400}]}}}}\n"),
-        "64 bits",
-    ),
-    "true for a number": (sweep(seed="true"), "trial.seed: found true; "),
-    "a number in quotes": (sweep(training="{epochs: '3'}"), "trial.training.epochs: found '3'; "),
-    "unknown key at the top": (sweep("sarch: {seed: [0]}\n"), ("sarch: ", "'search'")),
-    "unknown group": (sweep(rooter="{combine: sum}"), ("trial.rooter: ", "'router'")),
-    "unknown setting": (sweep(training="{epoch: 1}"), ("'epoch'", "'epochs'")),
-    "unknown setting of a setting": (sweep(router="{pool: {trunkate: true}}"), "'truncate'"),
+    "a draw of 400 digits": (sweep(f"search: {{training.learning_rate: {{uniform: [1, {'9' * 400}]}}}}\n"), "64 bits"),
     "a key that is no text": (sweep(training="{1: 2}"), "trial.training.1: "),
+    "a list for a key": (b"? [a, b]\n: 1\n", "line 1, column 3"),
+    "an impossible date": (b"name: 2024-13-45\n", "month"),
+    "an anchor that is not there": (b"trial: *missing\n", "line 1, column 8"),
+    "plain text": (b"lambda", "found 'lambda'"),
     "no seed": (sweep(seed="null"), "trial.seed: found null"),
     "nothing but a name": (b"name: a\ntrial: null\n", "trial.benchmark.name: missing"),
-    "axis into nowhere": (sweep("search: {method.rnk: [4]}\n"), ("method.rnk: ", "'rank'")),
-    "axis without values": (sweep("search: {seed: []}\n"), "search.seed: found []"),
     "axis without a name": (sweep("search: {'': [1]}\n"), "search.: "),
     "axis with a hole": (sweep("search: {method..rank: [1]}\n"), "search.method..rank: "),
-    "axis of the wrong type": (sweep("search: {seed: [1, true]}\n"), "search.seed[1]: seed: found true"),
     "axis of dates": (sweep("search: {seed: [2024-01-01]}\n"), "search.seed[0]: seed: found 2024-01-01"),
-    "one setting, two axes": (
-        sweep("search: {method: [{rank: 1}, {rank: 2}], method.rank: [3]}\n"),
-        "search.method.rank: ",
-    ),
     "ten million points": (
         sweep(f"search: {{seed: {list(range(1000))}, router.components: {HUNDRED}, method.alpha: {HUNDRED}}}\n"),
         ("search: 10,000,000", "10,000", "run.search.num_samples"),
@@ -122,18 +109,10 @@ FILES = {
         sweep("search: {seed: {randint: [0, 9]}}\nrun: {search: {num_samples: 10000000}}\n"),
         ("search: 10,000,000", "10,000", "run.search.num_samples"),
     ),
-    "a long axis": (
-        sweep(f"search: {{seed: {list(range(10_001))}}}\n"),
-        "search.seed: found 10,001",
-    ),
+    "a long axis": (sweep(f"search: {{seed: {list(range(10_001))}}}\n"), "search.seed: found 10,001"),
     "a backbone misspelt": (sweep(backbone="{name: tiny-lama}"), "'tiny-llama'"),
-    "a benchmark misspelt": (sweep(benchmark="{name: superno}"), "'superni'"),
-    "a benchmark of 5000 letters": (
-        sweep(benchmark=f"{{name: {'a' * 5000}}}"),
-        "File name too long",
-    ),
+    "a benchmark of 5000 letters": (sweep(benchmark=f"{{name: {'a' * 5000}}}"), "File name too long"),
     "data of nobody": (sweep(benchmark="{name: superni, data_dir: ~nobody-at-all/x}"), "~nobody-at-all/x"),
-    "a rank above every projection": (sweep(method="{rank: 17}"), ("method.rank: found 17", "tiny-llama")),
 }
 
 
@@ -168,7 +147,14 @@ OVERRIDES = {
     "a NUL character": ('name="a\\0"', "NUL"),
     "an empty variable": ("trial.seed=", "--set trial.seed=: "),
     "an axis that is not there": ("search.method.alpha=null", "'method.alpha'"),
+    "no path": ("=3", "--set =3: "),
+    "blanks": ("search.seed=  ", "--set search.seed=  : "),
+    "an unknown group": ("tral.seed=3", "'trial'"),
+    "an unknown setting": ("trial.method.rnk=3", "'rank'"),
+    "the wrong type": ("trial.method.rank=big", "trial.method.rank: found 'big'"),
+    "a bad axis": ("search.seed=[0, x]", "search.seed[1]: seed: found 'x'"),
     "below a number": ("trial.seed.first=1", "trial.seed "),
+    "below a name": ("name.first=x", "--set name.first=x: "),
     "a long number": ("trial.seed=" + "9" * 30, "64 bits"),
 }
 
@@ -267,7 +253,7 @@ def test_files_that_may_not_be_read_are_refused(open_folder, capsys):
         file.chmod(mode)
 
 
-def test_what_looks_hostile_and_is_not(tmp_path, capsys):
+def test_what_looks_hostile_and_is_not(tmp_path):
     """A byte order mark, groups without content, anchors, and names and paths in any script."""
     path = tmp_path / "späth.yaml"
     own = write_benchmark(tmp_path / "数据")
@@ -283,16 +269,8 @@ def test_what_looks_hostile_and_is_not(tmp_path, capsys):
     ]
     path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
     assert main(["plan", str(path)]) == 0
-    assert "2 trials" in capsys.readouterr().out
     path.write_bytes(sweep(method="null", router="null").replace(b"tiny-llama", b"t5-large"))
     assert main(["plan", str(path)]) == 0
-
-
-def test_text_that_looks_like_a_number_is_written_so_that_it_stays_text():
-    for text in ("1e5", "8e12345", "3.e-4", "+.5E3", "1:30", "010", "yes", "null", "2024-01-01", "~", "=", "<<", ""):
-        for value in (text, {text: [text]}):
-            assert strict_yaml.parse_yaml(strict_yaml.yaml_text(value), "test") == value
-            assert strict_yaml.parse_yaml(strict_yaml.yaml_text(value, one_line=True), "test") == value
 
 
 # --- where things are stored -----------------------------------------------------------------------------------------
@@ -323,7 +301,7 @@ def test_a_storage_in_a_circle_is_refused(tmp_path, capsys):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     path = write(tmp_path, tiny(run__storage=str(tmp_path / "loop" / "runs")))
     for command in (["plan", path], ["run", path, "--local"], ["report", tmp_path / "loop" / "runs"]):
-        assert mentions(refusal(capsys, *command), "Too many levels of symbolic links")
+        assert os.strerror(errno.ELOOP) in refusal(capsys, *command)
 
 
 @pytest.mark.parametrize("lock", ["a folder", "a pipe"])
@@ -436,10 +414,7 @@ def described(**changes):
 
 ROW = {"input": "a", "output": "ax"}
 BENCHMARKS = {
-    "no training split": (
-        lambda own: (own / "left" / "train.json").unlink(),
-        "own/left/train.json",
-    ),
+    "no training split": (lambda own: (own / "left" / "train.json").unlink(), "own/left/train.json"),
     "no test split": (lambda own: (own / "left" / "test.json").unlink(), "own/left/test.json"),
     "no task": (lambda own: shutil.rmtree(own / "left"), "own/left/train.json"),
     "a folder for a split": (
@@ -453,14 +428,8 @@ BENCHMARKS = {
     "an empty file": (raw(b""), "train.json, line 1, column 1: "),
     "an empty split": (raw(b"[]"), ("train.json: ", "'train'")),
     "nested without end": (raw(b"[" * 100_000), "train.json: "),
-    "5000 digits": (
-        raw(b'[{"input": "a", "output": "b", "id": ' + b"9" * 5000 + b"}]"),
-        "train.json: ",
-    ),
-    "half a surrogate pair": (
-        raw(b'[{"input": "\\ud800", "output": "b"}]'),
-        ("train.json, [0]: ", "surrogate"),
-    ),
+    "5000 digits": (raw(b'[{"input": "a", "output": "b", "id": ' + b"9" * 5000 + b"}]"), "train.json: "),
+    "half a surrogate pair": (raw(b'[{"input": "\\ud800", "output": "b"}]'), ("train.json, [0]: ", "surrogate")),
     "ids twice": (rows(ROW | {"id": 1}, ROW | {"id": "1"}), ("train.json, [1]: ", "'1'", "[0]")),
     "rows that are text": (rows("a"), "train.json, [0]: found a string"),
     "a key of a row twice": (
@@ -471,20 +440,11 @@ BENCHMARKS = {
         raw(b'{"Instances": [{"input": "a", "output": "ax"}], "Instances": []}'),
         ("train.json: ", "'Instances'"),
     ),
-    "an empty stop string": (
-        described(stop=["\n", ""]),
-        "stop: found an empty string",
-    ),
+    "an empty stop string": (described(stop=["\n", ""]), "stop: found an empty string"),
     "a stop string twice": (described(stop=["\n", "#", "\n"]), ("stop: ", "'\\n'")),
-    "an order that names a task twice": (
-        described(orders={"1": ["left", "right", "left"]}),
-        ("order '1'", "'left'"),
-    ),
+    "an order that names a task twice": (described(orders={"1": ["left", "right", "left"]}), ("order '1'", "'left'")),
     "no rows in the object": (raw(b'{"rows": []}'), "`Instances`"),
-    "a row without an answer": (
-        rows(ROW, {"input": "a"}),
-        ("train.json, [1]: `output`", "['input']"),
-    ),
+    "a row without an answer": (rows(ROW, {"input": "a"}), ("train.json, [1]: `output`", "['input']")),
     "a row without references": (raw(b'[{"input": "a", "output": []}]'), "train.json, [0]: `output`"),
     "an answer that is no label": (
         lambda own: (described(task_labels=["ax", "bx"])(own), rows(ROW, ROW | {"output": "cx"})(own)),
@@ -521,20 +481,6 @@ def test_a_key_twice_in_a_line_is_refused_with_the_line(tmp_path, capsys):
     raw(b'{"input": "a", "output": "ax"}\n\n{"input": "b", "id": 1, "id": 2, "output": "ax"}\n', "train.jsonl")(own)
     printed = refusal(capsys, "plan", write(tmp_path, tiny(trial__benchmark={"name": str(own)})))
     assert mentions(printed, "train.jsonl, line 3: ", "'id'")
-
-
-TEST_ROWS = {
-    "none": (b"[]", "test.json: "),
-    "without references": (b'[{"input": "a", "output": []}]', "test.json, [0]: `output`"),
-    "cut off": (b'[{"input": "a", "out', "test.json, line 1, column 17: "),
-}
-
-
-@pytest.mark.parametrize(("content", "words"), TEST_ROWS.values(), ids=list(TEST_ROWS))
-def test_test_rows_that_are_none_are_refused_before_anything_is_learned(tmp_path, capsys, content, words):
-    own = write_benchmark(tmp_path / "own", rows=4)
-    raw(content, "test.json")(own)
-    assert words in refusal(capsys, "plan", write(tmp_path, tiny(trial__benchmark={"name": str(own)})))
 
 
 def test_data_that_is_not_there_is_asked_for(tmp_path, capsys, monkeypatch):
@@ -604,7 +550,7 @@ WEIGHTS = {"a shard cut off": lambda shard: os.truncate(shard, 100), "a shard mi
 
 
 @pytest.mark.parametrize("damage", WEIGHTS.values(), ids=list(WEIGHTS))
-def test_weights_that_are_none_fail_their_trials_with_the_reason(checkpoint, tmp_path, capsys, caplog, damage):
+def test_weights_that_are_none_fail_their_trials_with_the_reason(checkpoint, tmp_path, caplog, damage):
     folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     damage(sorted(folder.glob("*-of-*.safetensors"))[1])
     path = write(tmp_path, tiny(trial__backbone={"name": str(folder), "dtype": "float32"}, search={}))
@@ -613,7 +559,6 @@ def test_weights_that_are_none_fail_their_trials_with_the_reason(checkpoint, tmp
     assert status(trial.events()) == "failed"
     assert mentions(trial.events()[-1].message, "backbone.name: ", folder)
     assert str(folder) in caplog.text
-    assert "1 trials (1 failed)" in capsys.readouterr().out
 
 
 TELLING = "password=hunter2-Xyz"
@@ -651,9 +596,8 @@ def test_the_error_of_a_trial_holds_no_secret(telling, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("how", [["--local"], []], ids=["local", "Ray"])
-def test_no_process_of_a_run_tells_a_secret(telling, tmp_path, how):
-    process = start(telling, *how, HF_TOKEN="hunter2-Xyz")
+def test_no_process_of_a_run_tells_a_secret(telling, tmp_path):
+    process = start(telling, HF_TOKEN="hunter2-Xyz")
     try:
         printed, _ = process.communicate(timeout=PATIENCE)
     finally:
@@ -732,7 +676,6 @@ def test_factors_under_another_name_are_distinguished(tmp_path, caplog, other):
     found = load_factors(llama.targets, "llama", 8, tmp_path)
     assert "llama-exact-v1-r8.safetensors" in caplog.text
     assert all(torch.equal(found[name].U, factors.U) for name, factors in expected.items())
-    assert "another file" not in caplog.text.partition("computed again")[2]
 
 
 def test_a_file_that_only_looks_like_factors_is_left_alone(tmp_path):
@@ -763,7 +706,7 @@ def test_a_full_disk_damages_nothing_and_the_run_goes_on_when_there_is_room(undi
     command = [sys.executable, "-c", LIMITED, str(limit), path]
     full = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert full.returncode in (1, 2), full.stderr
-    assert "File too large" in full.stdout + full.stderr
+    assert os.strerror(errno.EFBIG) in full.stdout + full.stderr
     assert main(["run", path, "--local"]) == 0
     assert results(sweep_folder(tmp_path)) == undisturbed[1]
     assert not list((tmp_path / "runs").rglob("*.corrupt"))

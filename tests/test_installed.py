@@ -28,8 +28,10 @@ FEW = {
     "trial.benchmark.tasks": ["mood", "date"],
     "search.seed": [0],
     "search.method.ortho_lambda": [1.0e-5],
+    "trial.backbone.name": "tiny-llama",
+    "trial.method.rank": 8,
 }
-"""Changes of the quickstart that leave a minute of it."""
+"""Changes of the quickstart that leave a few seconds of it."""
 CALL = f"""
 import latent_sweep
 plan = latent_sweep.plan_sweep("quickstart.yaml", overrides={FEW})

@@ -37,19 +37,21 @@ def test_a_corrupt_profile_is_named(tmp_path, content):
 def test_doctor_measures_the_sweeps_backbone_and_plan_reads_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(examination, "method_checks", lambda device: [])
+    for checks in ("method_checks", "numerics_checks", "rate_checks"):
+        monkeypatch.setattr(examination, checks, lambda device: [])
     path = write(tmp_path, tiny(search=None))
     assert main(["doctor", path, "--device", "cpu", "--profile"]) == 0
     (written,) = (tmp_path / "runs" / "profiles").glob("*.json")
     profile = read_profile(written)
     assert profile.tokens_per_second_train > 0 and profile.rows_per_second_generate > 0
     assert profile_path(tmp_path / "runs", profile.backbone, profile.dtype, profile.device) == written
-    capsys.readouterr()
-    assert main(["plan", path]) == 0
-    with_profile = capsys.readouterr().out
-    written.unlink()
-    assert main(["plan", path]) == 0
-    assert "minutes" in with_profile and "minutes" not in capsys.readouterr().out
+    plans = []
+    for _ in range(2):
+        capsys.readouterr()
+        assert main(["plan", path, "--verbose"]) == 0
+        plans.append(profile.measured_at[:10] in capsys.readouterr().out)
+        written.unlink(missing_ok=True)
+    assert plans == [True, False]
 
 
 def test_a_profile_needs_a_sweep_file(capsys):

@@ -34,7 +34,8 @@ def examples(count):
 # --- sweep files -----------------------------------------------------------------------------------------------------
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
-LOOK_ALIKES = st.sampled_from(["1e5", "8e123", "null", "0x1", "12:30", "2024-01-01", "<<", "="])
+TEXT = ["1e5", "8e12345", "3.e-4", "+.5E3", "0x1", "010", "12:30", "yes", "null", "2024-01-01", "~", "<<", "=", ""]
+LOOK_ALIKES = st.sampled_from(TEXT)
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | TEXTS | LOOK_ALIKES
 
 
@@ -109,6 +110,8 @@ def alike(one, other):
 @examples(100)
 @given(TREES)
 @example("a\x85b")  # a line break that YAML folds
+@example(TEXT)
+@example({text: [text] for text in TEXT})
 def test_plain_values_written_are_read_as_equal_ones(value):
     for one_line in (False, True):
         assert alike(parse_yaml(yaml_text(value, one_line), "test"), value)

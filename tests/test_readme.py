@@ -51,9 +51,9 @@ def code(text):
 # --- the README and the reference ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", reference.PAGES)
-def test_reference_is_current(page):
-    assert text_of(page) == reference.page_text(page), "run `make reference`"
+def test_reference_is_current():
+    outdated = [page for page in reference.PAGES if text_of(page) != reference.page_text(page)]
+    assert outdated == [], "run `make reference`"
 
 
 def yaml_blocks(name):
@@ -98,13 +98,19 @@ RELEASED = {re.search(r"^name: (\w+)$", block, re.M)[1]: block for block in yaml
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_released_protocol_is_a_sweep_file_with_a_preset(name, tmp_path):
+def test_released_protocol_is_a_sweep_file_with_a_preset(name, monkeypatch):
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     trials = expand(parse_sweep(parse_yaml(RELEASED[name], name), name))
     assert trials and all(trial.settings.method.preset.startswith("official") for trial in trials)
     assert all(trial.settings.benchmark.truncation == "official" for trial in trials)
-    if "LATENT_SWEEP_DATA" in os.environ:
-        (tmp_path / "sweep.yaml").write_text(RELEASED[name])
-        assert main(["plan", str(tmp_path / "sweep.yaml"), "--set", f"run.storage={tmp_path}"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_protocol_can_be_planned_with_its_data(name, tmp_path):
+    (tmp_path / "sweep.yaml").write_text(RELEASED[name])
+    assert main(["plan", str(tmp_path / "sweep.yaml"), "--set", f"run.storage={tmp_path}"]) == 0
 
 
 def test_every_released_method_has_a_protocol():
@@ -173,25 +179,31 @@ def anchors(path):
     return {slug(h) for h in re.findall(r"^#+ (.+)$", without_code_blocks(path.read_text(encoding="utf-8")), re.M)}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_link_leads_somewhere(name):
-    prose = without_code_blocks(text_of(name))
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'<img src="([^"]+)"', prose)
-    page, broken = ROOT / name, []
-    for target in targets:
-        file, _, anchor = target.partition("#")
-        if target.startswith(("https://", "http://")) or file == "notebook.md":  # made by docs/hooks.py
-            continue
-        path = (page.parent / file) if file else page
-        if not path.exists() or (anchor and anchor not in anchors(path)):
-            broken.append(target)
-    assert broken == []
+def problems(find, names=NAMES):
+    """Return what `find` finds wrong, by page."""
+    return {name: found for name in names if (found := find(name))}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_prose_wraps_at_120(name):
-    lines = without_code_blocks(text_of(name)).splitlines()
-    assert [line for line in lines if len(line) > 120 and line[0] not in "|<#"] == []
+def test_every_link_leads_somewhere():
+    def broken(name):
+        prose = without_code_blocks(text_of(name))
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'<img src="([^"]+)"', prose):
+            file, _, anchor = target.partition("#")
+            if target.startswith(("https://", "http://")) or file == "notebook.md":  # made by docs/hooks.py
+                continue
+            path = ((ROOT / name).parent / file) if file else ROOT / name
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                yield target
+
+    assert problems(lambda name: list(broken(name))) == {}
+
+
+def test_prose_wraps_at_120():
+    def long(name):
+        lines = without_code_blocks(text_of(name)).splitlines()
+        return [line for line in lines if len(line) > 120 and line[0] not in "|<#"]
+
+    assert problems(long) == {}
 
 
 EXAMPLES = {
@@ -209,13 +221,19 @@ def exists(path, here):
     return any((folder / path).exists() for folder in (here.parent, ROOT))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_mentioned_paths_exist(name):
-    inline = re.findall(r"`([^`\n]+)`", without_code_blocks(text_of(name)))
-    mentioned = {text for text in inline if PATH.fullmatch(text)} | set(BELOW_A_FOLDER.findall(text_of(name)))
-    assert {m for m in mentioned if not exists(m, ROOT / name)} <= EXAMPLES
+def inline_of(name):
+    return re.findall(r"`([^`\n]+)`", without_code_blocks(text_of(name)))
 
 
+def test_mentioned_paths_exist():
+    def missing(name):
+        paths = {text for text in inline_of(name) if PATH.fullmatch(text)} | set(BELOW_A_FOLDER.findall(text_of(name)))
+        return {path for path in paths if not exists(path, ROOT / name)} - EXAMPLES
+
+    assert problems(missing) == {}
+
+
+@cache
 def resolves(dotted):
     """Whether a dotted name is a module, or an attribute of one."""
     module, *names = dotted.split(".")
@@ -230,11 +248,13 @@ def resolves(dotted):
     return True
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_module_and_class_that_is_mentioned_exists(name):
-    texts = [*code(text_of(name)), *re.findall(r"^::: (\S+)", text_of(name), re.MULTILINE)]
-    mentioned = set(re.findall(r"\blatent_sweep(?:\.\w+)+\b(?![/.])", " ".join(texts)))
-    assert {dotted for dotted in mentioned if not resolves(dotted)} == set()
+def test_every_module_and_class_that_is_mentioned_exists():
+    def missing(name):
+        texts = [*code(text_of(name)), *re.findall(r"^::: (\S+)", text_of(name), re.MULTILINE)]
+        mentioned = set(re.findall(r"\blatent_sweep(?:\.\w+)+\b(?![/.])", " ".join(texts)))
+        return {dotted for dotted in mentioned if not resolves(dotted)}
+
+    assert problems(missing) == {}
 
 
 SETTING = re.compile(
@@ -248,13 +268,15 @@ def setting_paths():
     return {".".join(path.split(".")[:end]) for path in paths for end in range(1, path.count(".") + 2)}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_setting_that_is_mentioned_exists(name):
+def test_every_setting_that_is_mentioned_exists():
     """By its whole path or the end of it, as `router.components` or `gpm.eps_0`; alone or before a colon or `=`."""
-    inline = re.findall(r"`([^`\n]+)`", without_code_blocks(text_of(name)))
-    mentioned = {re.split(r"[:=]", text)[0] for text in inline if not PATH.fullmatch(text)}
     ends = {".".join(path.split(".")[start:]) for path in setting_paths() for start in range(path.count(".") + 1)}
-    assert {path for path in mentioned if SETTING.fullmatch(path)} - ends == set()
+
+    def missing(name):
+        mentioned = {re.split(r"[:=]", text)[0] for text in inline_of(name) if not PATH.fullmatch(text)}
+        return {path for path in mentioned if SETTING.fullmatch(path)} - ends
+
+    assert problems(missing) == {}
 
 
 @cache
@@ -270,21 +292,25 @@ def words_of_code():
 IDENTIFIER = re.compile(r"[A-Z][a-z]+[A-Z]\w*|[A-Z][A-Z_0-9]{2,}")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("docs/reference/")])
-def test_every_class_and_constant_that_is_mentioned_exists(name):
-    inline = re.findall(r"`([\w.]+)(?:\([^`]*\))?`", without_code_blocks(text_of(name)))
-    mentioned = {word for text in inline for word in text.split(".") if IDENTIFIER.fullmatch(word)}
-    assert mentioned - words_of_code() == set()
+def test_every_class_and_constant_that_is_mentioned_exists():
+    def missing(name):
+        inline = re.findall(r"`([\w.]+)(?:\([^`]*\))?`", without_code_blocks(text_of(name)))
+        return {word for text in inline for word in text.split(".") if IDENTIFIER.fullmatch(word)} - words_of_code()
+
+    assert problems(missing, [name for name in NAMES if not name.startswith("docs/reference/")]) == {}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_that_is_mentioned_exists(name):
+def test_every_command_that_is_mentioned_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.search(r"^\.PHONY: (.+)$", makefile, re.M)[1].split())
     (commands,) = (action.choices for action in make_parser()._actions if action.choices)
-    lines = code(text_of(name))
-    assert {target for line in lines for target in re.findall(r"^make ([a-z-]+)", line, re.M)} <= targets
-    assert {command for line in lines for command in re.findall(r"^latent-sweep ([a-z]+)", line, re.M)} <= set(commands)
+
+    def missing(name):
+        text = "\n".join(code(text_of(name)))
+        made, run = (set(re.findall(rf"^{start} ([a-z-]+)", text, re.M)) for start in ("make", "latent-sweep"))
+        return (made - targets) | (run - set(commands))
+
+    assert problems(missing) == {}
 
 
 def test_these_tests_can_fail():

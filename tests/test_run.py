@@ -1,6 +1,5 @@
 """Whole sweeps in this process with random weights: files, MLflow, and what a second run repeats."""
 
-import contextlib
 import csv
 import io
 import json
@@ -12,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.sweep_folders import journal_of
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, write, write_benchmark
@@ -33,7 +31,7 @@ from latent_sweep.tracking import mlflow as mlflow_tracker
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 TASKS = ("mood", "ticket")
-ROUTED = {"search": {"seed": [0, 1], "router.components": [1, 2]}}
+ROUTED = {"search": {"seed": [0, 1], "router.components": [1, 2]}, "trial__training__epochs": 2}
 """Two trainings of two tasks, four trials."""
 
 
@@ -62,7 +60,8 @@ def modified(folder):
 @pytest.mark.parametrize("command", [["run"], ["plan"], ["doctor", "--device", "cpu"]])
 def test_a_cuda_device_without_requested_gpus_is_refused(command, tmp_path, capsys, monkeypatch):
     """Before anything starts, as every trial would fail."""
-    monkeypatch.setattr("latent_sweep.doctor.examination.method_checks", lambda device: [])
+    for checks in ("method_checks", "numerics_checks", "rate_checks"):
+        monkeypatch.setattr(f"latent_sweep.doctor.examination.{checks}", lambda device: [])
     path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
     assert main([*command, path]) == (1 if command[0] == "doctor" else 2)
     assert "backbone.device: found cuda" in "".join(capsys.readouterr())
@@ -206,15 +205,13 @@ def test_the_report_page_is_also_in_mlflow(finished):
     held = client.download_artifacts(parent.info.run_id, "report.html")
     page = (sweep_folder(finished[0]).path / "report.html").read_text()
     assert Path(held).read_text() == page
-    assert "4 trials (4 finished)" in page and page.count("<figure") >= 3
+    assert page.count("<figure") >= 3
 
 
 def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     folder = str(sweep_folder(finished[0]).path)
     assert main(["report", folder]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("sweep tiny: 4 trials (4 finished)")
-    assert "\nRouter\n\nK  p(correct) (%)" in text
+    capsys.readouterr()
     assert main(["report", folder, "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(row["K"], row["n_finished"], row["n_trials"]) for row in rows] == [("1", "2", "2"), ("2", "2", "2")]
@@ -243,11 +240,10 @@ def test_a_table_compares_configurations_by_saved_predictions(finished, capsys):
 # --- again -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_command_again_does_nothing(finished, capsys):
+def test_the_same_command_again_does_nothing(finished):
     folder, path, _ = finished
     before, journals = modified(folder), {trial.trial_id: trial.events() for trial in sweep_folder(folder)}
     assert main(["run", path, "--local"]) == 0
-    assert "2 of 2 trainings are complete" in capsys.readouterr().out
     rewritten = {
         str(file.relative_to(folder / "runs")) for file, time in modified(folder).items() if before.get(file) != time
     }
@@ -255,11 +251,6 @@ def test_the_same_command_again_does_nothing(finished, capsys):
     described = {file for file in rewritten if file.endswith(again)}
     assert rewritten == described  # what the sweep is may be written down again; nothing that was computed is
     assert {trial.trial_id: trial.events() for trial in sweep_folder(folder)} == journals
-
-
-def test_a_finished_plan_has_nothing_left(finished, capsys):
-    assert main(["plan", finished[1]]) == 0
-    assert "nothing is left" in capsys.readouterr().out
 
 
 def test_the_same_sweep_elsewhere_gives_the_same_bytes(finished, tmp_path):
@@ -271,7 +262,7 @@ def test_the_same_sweep_elsewhere_gives_the_same_bytes(finished, tmp_path):
 
 def test_a_wider_sweep_learns_only_what_is_new(finished, tmp_path):
     shutil.copytree(finished[0] / "runs", tmp_path / "runs")
-    path = write(tmp_path, tiny(name="wider", search={"seed": [0, 2], "router.components": [2, 3]}))
+    path = write(tmp_path, tiny(**ROUTED | {"name": "wider", "search": {"seed": [0, 2], "router.components": [2, 3]}}))
     assert main(["run", path, "--local"]) == 0
     wider = sweep_folder(tmp_path, "wider")
     reused = {(trial.values["seed"], stage.reused) for trial in wider for stage in stages(trial.events())}
@@ -281,11 +272,11 @@ def test_a_wider_sweep_learns_only_what_is_new(finished, tmp_path):
     assert (new.path / "scores.json").read_bytes() == (old.path / "scores.json").read_bytes()
 
 
-def test_combinations_with_and_without_a_router_run_in_one_sweep(tmp_path, capsys):
+def test_combinations_with_and_without_a_router_run_in_one_sweep(tmp_path):
     search = {"router.combine": ["soft", "sum"], "router.components": [1, 2]}
     content = tiny(trial__training__epochs=1, search=search)
     assert main(["run", write(tmp_path, content), "--local"]) == 0
-    assert "3 trials (3 finished)" in capsys.readouterr().out
+    assert len(events(sweep_folder(tmp_path), "finished")) == 3
     assert len(list((tmp_path / "runs" / "snapshots").glob("*.safetensors"))) == 2
 
 
@@ -294,26 +285,20 @@ def test_combinations_with_and_without_a_router_run_in_one_sweep(tmp_path, capsy
 
 @pytest.fixture(scope="module")
 def diverged(tmp_path_factory):
-    """A sweep with one failed and one finished trial, and its output."""
-    folder, printed = tmp_path_factory.mktemp("diverged"), io.StringIO()
+    """A sweep with one failed and one finished trial."""
+    folder = tmp_path_factory.mktemp("diverged")
     content = tiny(trial__training__epochs=1, search={"training.learning_rate": [0.1, 1e30]})
-    with contextlib.redirect_stdout(printed):
-        assert main(["run", write(folder, content), "--local"]) == 1
-    return folder, content, printed.getvalue()
+    assert main(["run", write(folder, content), "--local"]) == 1
+    return folder, content
 
 
 def test_a_trial_that_diverges_fails_alone(diverged):
-    folder, _, printed = diverged
-    table = printed.rpartition("sweep tiny:")[2]
-    good, bad = sweep_folder(folder)
+    good, bad = sweep_folder(diverged[0])
     assert (status(good.events()), status(bad.events())) == ("finished", "failed")
     failed = bad.events()[-1]
     assert (failed.kind, failed.task) == ("non_finite", "mood")
     assert failed.step >= 1
-    assert "finite at step" in failed.message
     assert "training.learning_rate" in failed.message
-    assert "2 trials (1 finished, 1 failed)" in table
-    assert "non_finite at task mood" in table
     assert not (bad.path / "result.json").exists()
 
 
@@ -323,14 +308,13 @@ def test_a_driver_without_work_does_not_load_torch(finished, tmp_path):
     assert subprocess.run(command, timeout=PATIENCE, check=False).returncode == 0
 
 
-def test_a_failed_trial_is_run_again_and_finished_ones_are_not(diverged, tmp_path, capsys):
+def test_a_failed_trial_is_run_again_and_finished_ones_are_not(diverged, tmp_path):
     shutil.copytree(diverged[0] / "runs", tmp_path / "runs")
     good, bad = sweep_folder(tmp_path)
     assert main(["run", write(tmp_path, diverged[1]), "--local"]) == 1
     assert [event.name for event in bad.events()] == ["started", "failed", "started", "failed"]
     assert [event.attempt for event in bad.events() if event.name == "started"] == [1, 2]
     assert [event.name for event in good.events()].count("started") == 1
-    assert "1 of 2 trainings are complete" in capsys.readouterr().out
 
 
 def test_a_scheduler_that_needs_ray_is_reported_without_it(tmp_path):
@@ -345,10 +329,10 @@ def test_a_scheduler_that_needs_ray_is_reported_without_it(tmp_path):
 
 
 @pytest.mark.parametrize("since", [("started", {"attempt": 2}), ("lost", {"kind": "corrupt", "message": "cut short"})])
-def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, capsys, since):
+def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, since):
     """A scheduler stopped the trial, a repair was interrupted, and then its data changed."""
     own = write_benchmark(tmp_path / "own")
-    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"seed": [0]}))
+    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"seed": [0]}, trial__training__epochs=1))
     assert main(["run", path, "--local"]) == 0
     (trial,) = sweep_folder(tmp_path)
     journal = trial.path / "journal.jsonl"
@@ -359,7 +343,6 @@ def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, cap
     data = own / "left" / "test.json"
     data.write_text(data.read_text().replace("test row 3", "test line 3"))
     assert main(["run", path, "--local"]) == 2
-    assert "results of 1 trials" in capsys.readouterr().err
     assert main(["run", path, "--local", "--replace"]) == 0
     assert (status(trial.events()), len(stages(trial.events()))) == ("finished", 2)
 
@@ -372,19 +355,21 @@ def test_a_stop_based_on_old_data_is_outdated_even_during_a_repair(tmp_path, cap
 def test_a_changed_example_repeats_only_dependent_stages(tmp_path, capsys, split, stages_repeated, learned_again):
     """With --replace only: otherwise one table would mix results of old and new data."""
     own = write_benchmark(tmp_path / "own")
-    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"router.components": [2]}))
+    content = tiny(trial__benchmark={"name": str(own)}, search={"router.components": [2]}, trial__training__epochs=1)
+    path = write(tmp_path, content)
     assert main(["run", path, "--local"]) == 0
     (trial,) = sweep_folder(tmp_path)
     before, keys = results(sweep_folder(tmp_path)), trial.read_json("scores.json")["keys"]
-    assert main(["plan", path]) == 0 and "refuse" not in capsys.readouterr().out
+    assert main(["plan", path]) == 0
+    capsys.readouterr()
     data = own / "right" / f"{split}.json"  # the second task: the first row of the matrix does not read it
     data.write_text(data.read_text().replace(f"{split} row 3", f"{split} line 3"))
 
     assert main(["plan", path]) == 2
-    assert mentions(capsys.readouterr().out, "refuse", "name: ")
+    assert "--replace" in capsys.readouterr().out
     assert main(["run", path, "--local"]) == 2
     refused = capsys.readouterr().err
-    assert mentions(refused, "1 trials", "--replace") and results(sweep_folder(tmp_path)) == before
+    assert "--replace" in refused and results(sweep_folder(tmp_path)) == before
 
     assert main(["run", path, "--local", "--replace"]) == 0
     journal = trial.events()
@@ -413,7 +398,7 @@ def test_a_corrupt_snapshot_is_learned_again(finished, tmp_path):
     assert list((tmp_path / "runs" / "snapshots" / "corrupt").iterdir())
 
 
-def test_an_unreachable_tracker_delays_only_the_upload(finished, tmp_path, capsys, monkeypatch):
+def test_an_unreachable_tracker_delays_only_the_upload(finished, tmp_path, monkeypatch):
     shutil.copy(finished[0] / "mlflow.db", tmp_path)  # creating one takes seconds
     content = tiny(
         name="late", trial__training__epochs=1, search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -425,9 +410,11 @@ def test_an_unreachable_tracker_delays_only_the_upload(finished, tmp_path, capsy
     with monkeypatch.context() as patch:
         patch.setattr(mlflow_tracker, "quiet_client", refuse)
         assert main(["run", write(tmp_path, content), "--local"]) == 0
-    assert "1 trials (1 finished)" in capsys.readouterr().out
-    assert main(["sync", str(sweep_folder(tmp_path, "late").path)]) == 0
-    assert "1 runs updated" in capsys.readouterr().out
+    late = sweep_folder(tmp_path, "late")
+    assert len(events(late, "finished")) == 1
+    assert main(["verify", str(late.path)]) == 1
+    assert main(["sync", str(late.path)]) == 0
+    assert main(["verify", str(late.path)]) == 0
 
 
 # --- two at once -----------------------------------------------------------------------------------------------------

@@ -357,9 +357,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("piece", HOSTILE.values(), ids=list(HOSTILE))
-@pytest.mark.parametrize("length", [50_000, pytest.param(300_000, marks=pytest.mark.slow)])
-def test_a_long_text_takes_no_time(piece, length):
-    """What reads a character as often as there are others takes minutes already for the shorter one: 10^9 looks."""
+def test_a_long_text_takes_no_time(piece):
+    """What reads a character as often as there are others takes minutes: 10^9 looks."""
+    length = 50_000
     text = piece * (length // len(piece)) + "\0"
     started = time.process_time()
     redact(text)

@@ -81,6 +81,7 @@ def cluster(tmp_path_factory, begun):
 
 def test_workers_are_added_for_trials_and_removed_afterwards(cluster, begun, tmp_path):
     content = tiny(
+        trial__training__epochs=1,
         trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cpu"},
         search={"seed": [0, 1, 2]},
         run__resources={"cpus": 1, "gpus": 1, "accelerator": "A100"},
@@ -94,7 +95,7 @@ def test_workers_are_added_for_trials_and_removed_afterwards(cluster, begun, tmp
     finally:
         end(process)
     assert process.returncode == 0, printed
-    assert "sweep tiny: 3 trials (3 finished)" in printed
+    assert len(events(sweep_folder(tmp_path), "finished")) == 3
     assert eventually(lambda: cluster.workers() == 0)
     assert counts[0] == 0, "a worker came before there was work"
 

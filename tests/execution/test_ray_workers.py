@@ -99,8 +99,7 @@ def test_a_failed_group_records_the_cause_and_ends(two_cpus, tmp_path, checkpoin
     code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **two_cpus)
     assert code == 1, printed
     (failed,) = events(sweep_folder(tmp_path), "failed")
-    assert "no safetensors files" in failed.message
-    assert "Traceback" in failed.traceback
+    assert str(checkpoint) in failed.message
     assert "execution/deepspeed.py" in failed.traceback, "the worker's own"
 
 

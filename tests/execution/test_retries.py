@@ -80,7 +80,7 @@ def test_each_phase_is_halved_once():
     assert after(*ends) == Attempt(frozenset({"answering", "statistics", "learning"}), because="out_of_memory")
     for end, phase in zip(ends, ("answering", "statistics", "learning"), strict=True):
         given_up = after(*ends, end)
-        assert isinstance(given_up, GivenUp) and mentions(given_up.because, "out of memory", phase)
+        assert isinstance(given_up, GivenUp) and phase in given_up.because
         assert "micro_batch_size" in given_up.because or "evaluation.batch_size" in given_up.because
 
 
@@ -137,7 +137,7 @@ def test_repeated_out_of_memory_fails_the_trial(tmp_path, out_of_memory):
     assert main(["run", path, "--local"]) == 1
     assert tried == [4, 2]
     tracebacks = [event.traceback for event in events(sweep_folder(tmp_path), "failed")]
-    assert all("MemoryError: no memory for so many rows" in text.splitlines()[-1] for text in tracebacks)
+    assert all("MemoryError" in text.splitlines()[-1] for text in tracebacks)
     tried.clear()
     assert main(["run", path, "--local"]) == 1
     assert tried == [4, 2], "launched again, it is tried afresh"
@@ -162,11 +162,9 @@ def test_failed_runs_only_failed_trials(tmp_path, capsys):
     assert mentions(capsys.readouterr().err, "--failed: ", "tiny")
     assert not sweep_folder(tmp_path).exists
     assert main(["run", path, "--local", "--fail-fast"]) == 1
-    capsys.readouterr()
     states = [status(trial.events()) for trial in sweep_folder(tmp_path)]
     assert states == ["finished", "failed", "pending"], "what came after the failure was not begun"
     assert main(["run", path, "--local", "--failed"]) == 1
-    assert "1 of 3 trainings" in capsys.readouterr().out
     starts = [len([e for e in trial.events() if e.name == "started"]) for trial in sweep_folder(tmp_path)]
     assert starts == [1, 2, 0]
     assert main(["run", path, "--local"]) == 1
@@ -197,8 +195,7 @@ def test_out_of_memory_while_answering_halves_batches(tmp_path, capsys, monkeypa
     batches = [event.scored_with["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
     assert batches == ["whole", "in halves"]
     printed = capsys.readouterr().out
-    assert mentions(printed, "out_of_memory", "half a batch")
-    assert mentions(printed, "batches answered: in halves", "1 trial")
+    assert mentions(printed, "out_of_memory", "batches answered: ")
     assert status(trial.events()) == "finished"
 
 
@@ -347,7 +344,7 @@ def test_on_ray_the_driver_records_a_lost_gpu(tmp_path, losing_the_gpu, monkeypa
     sweep = parse_sweep(tiny(search={}), "test")
     (one,) = pack(expand(sweep))
     folder = open_sweep(tmp_path / sweep.name)
-    with question(folder.storage) as asked, pytest.raises(RuntimeError, match="illegal memory access") as found:
+    with question(folder.storage) as asked, pytest.raises(RuntimeError, match=LOST_GPU) as found:
         _run_work(one, {}, folder, asked, sweep.run, print)
     assert [event.name for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
     assert _loss_kind(found.value) == "worker_died"

@@ -56,7 +56,7 @@ def brief(**changes: Any) -> dict[str, Any]:
     return {"trial__benchmark": benchmark, "trial__training": training, "search": {"seed": [0]}} | changes
 
 
-SMALL = tiny(search={"router.components": [1, 2]})
+SMALL = tiny(search={"router.components": [1, 2]}, trial__training__epochs=2)
 """One training of two tasks, two trials."""
 
 HALTING_STEPS = 24

@@ -228,8 +228,7 @@ def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
             run_to_end(trial, average, 0.1)
     assert main(["report", *(str(tmp_path / name) for name in result)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert mentions(text, "here and elsewhere", "4 common configurations", "AP", "0.67")
-    assert "1 of 6 pairs swap" in text
+    assert mentions(text, "here", "elsewhere", " 4 ", "AP", "0.67", "1 of 6")
     assert text.count("Kendall") == 1, "two are no ranking"
 
 
@@ -247,8 +246,7 @@ def test_rankings_are_compared_on_the_same_tasks(tmp_path):
     axes = {"method.name": ["ewc", "lwf", "tasl"], "benchmark.order": [1, 2], "seed": [0]}
     first, second = rankings(tmp_path, axes, (0.5, 0.1, 0.6, 0.2, 0.7, 0.3), (0.7, 0.3, 0.6, 0.2, 0.5, 0.1))
     for note, order in ((first, 1), (second, 2)):
-        assert f"3 common configurations on benchmark=superni order={order}" in note
-        assert "tau -1.00" in note and "3 of 3 pairs swap" in note
+        assert mentions(note, f"benchmark=superni order={order}", "tau -1.00", "3 of 3")
 
 
 def test_rounding_swaps_no_pairs(tmp_path):
@@ -355,11 +353,11 @@ def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
     assert "benchmark.order 1" in facts["the same for all"]
 
 
-def test_figures_of_an_earlier_call_are_removed(sweep, capsys, monkeypatch):
+def test_figures_of_an_earlier_call_are_removed(sweep, monkeypatch):
     monkeypatch.setattr(export, "_DPI", 40)  # quicker
     assert main(["figures", str(sweep.path), "--baseline", "lambda=0.0"]) == 0
-    assert "5 pictures as PDF and PNG in" in capsys.readouterr().out
     folder = sweep.path / "figures"
+    assert len(list(folder.glob("*.pdf"))) == len(list(folder.glob("*.png"))) == 5
     assert (folder / "differences.pdf").exists()
     (folder / "mine.pdf").write_bytes(b"of another hand")
     assert main(["figures", str(sweep.path)]) == 0

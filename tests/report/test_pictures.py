@@ -346,5 +346,5 @@ def test_differences_of_many_configurations_are_legible(tmp_path):
     result = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, baseline=["rank=1"]))[0]}
     assert_legible(result["differences"])
     assert len(result["differences"].figure.axes[0].get_yticks()) == ROWS
-    assert f"the {ROWS} with the highest AP of 99" in result["differences"].caption
+    assert mentions(result["differences"].caption, ROWS, "AP", 99)
     assert result["matrices"].caption.count(" and 46 more") == 2

@@ -12,6 +12,7 @@ from itertools import count, repeat
 
 import numpy as np
 import pytest
+from helpers.messages import mentions
 from helpers.snapshots import check
 from helpers.sweep_folders import (
     TASKS,
@@ -368,7 +369,7 @@ def test_orders_may_repeat_a_configuration(tmp_path, order):
     assert summary.axes == ("rank",)
     assert [result.average_performance.mean for result in summary.configurations] == pytest.approx([0.25, 0.65])
     assert [result.n_finished for result in summary.configurations] == [4, 4]
-    assert "seed and order" in main_notes(summary)[0]
+    assert mentions(main_notes(summary)[0], "seed", "order")
 
 
 def test_repetitions_that_share_trainings_are_noted(tmp_path):

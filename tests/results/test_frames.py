@@ -13,7 +13,7 @@ import pytest
 from helpers.buckets import WholeFiles
 from helpers.patience import PATIENCE
 from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
-from helpers.sweeps import rewrite_line, sweep_folder, tiny, write
+from helpers.sweeps import SMALL, rewrite_line, sweep_folder, tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep import open_sweep
@@ -179,11 +179,11 @@ def test_trials_by_id_prefix_name_or_settings(sweep):
 @pytest.mark.parametrize(
     ("trial", "words"),
     [
-        ("trial9", r"'trial9', which fits no trials.*exactly one of:\n  trial0000  lambda=0.0 seed=0\n"),
-        ("trial000", r"fits 6 trials; expected an id"),
-        ({"seed": 2}, r"fits 2 trials.*:\n  trial0002  lambda=0.0 seed=2\n  trial0005  lambda=0.1 seed=2\nGive"),
-        ({"seed": True}, r"fits no trials"),
-        ({"sead": 2}, r"found setting 'sead'; expected one of its axes: lambda, seed; or another"),
+        ("trial9", r"'trial9'.*\n  trial0000  lambda=0.0 seed=0\n"),
+        ("trial000", r"'trial000'.*6"),
+        ({"seed": 2}, r"2 trials.*\n  trial0002  lambda=0.0 seed=2\n  trial0005  lambda=0.1 seed=2\n"),
+        ({"seed": True}, r"seed"),
+        ({"sead": 2}, r"'sead'.*lambda, seed"),
     ],
 )
 def test_unknown_and_ambiguous_trials_are_refused(sweep, trial, words):
@@ -202,7 +202,7 @@ def test_an_id_that_is_a_prefix_of_another(tmp_path):
 
 
 def test_an_unknown_task_is_refused(sweep):
-    with pytest.raises(ConfigError, match=r"found task 'intend'; expected one .*: sentiment, summary, intent\."):
+    with pytest.raises(ConfigError, match=r"'intend'.*sentiment, summary, intent"):
         sweep.answers(task="intend")
     assert sweep.answers(task="sentiment", trial="trial0005").empty  # pending: its tasks are not known
 
@@ -299,14 +299,14 @@ def test_only_the_requested_files_are_read(copy):
     assert len(results.answers("mood", first.trial_id)) == 24
     (first.path / "answers" / "2.jsonl").write_text("damaged\n")
     assert len(results.answers("mood", first.trial_id, tasks_seen=1)) == 12
-    with pytest.raises(StorageError, match=r"answers/2\.jsonl: does not match its digest"):
+    with pytest.raises(StorageError, match=r"answers/2\.jsonl: "):
         results.answers("mood", first.trial_id)
-    with pytest.raises(StorageError, match=r"ticket\.jsonl: is missing, or does not match.*verify --repair"):
+    with pytest.raises(StorageError, match=r"ticket\.jsonl: .*verify --repair"):
         results.answers(trial=first.trial_id)
-    with pytest.raises(StorageError, match=r"mood\.jsonl: is missing"):
+    with pytest.raises(StorageError, match=r"mood\.jsonl: "):
         results.answers("mood", second.trial_id)
     (first.path / "answers" / "1.jsonl").write_text("damaged\n")
-    with pytest.raises(StorageError, match=r"answers/1\.jsonl: does not match its digest.*verify --repair"):
+    with pytest.raises(StorageError, match=r"answers/1\.jsonl: .*verify --repair"):
         results.answers("mood", first.trial_id)
 
 
@@ -332,8 +332,9 @@ def test_answers_of_a_running_trial_follow_its_journal(copy):
 
 
 def test_a_sweep_that_keeps_its_last_answers(finished, tmp_path):
-    content = tiny(search={"router.components": [1]}, run__keep_answers="last", run__storage=str(finished / "runs"))
-    assert main(["run", write(tmp_path, content | {"name": "last"}), "--local"]) == 0  # no stage is learned again
+    run = SMALL["run"] | {"keep_answers": "last", "storage": str(finished / "runs")}
+    content = SMALL | {"name": "last", "search": {"router.components": [1]}, "run": run}
+    assert main(["run", write(tmp_path, content), "--local"]) == 0  # no stage is learned again
     last = open_sweep(finished / "runs" / "last")
     every = open_sweep(finished / "runs" / "tiny").answers(trial={"K": 1}, tasks_seen=2)
     columns = ["tasks_seen", "task", "row_id", "prediction", "references", "score", "weights"]
@@ -365,7 +366,7 @@ def test_frames_from_an_object_store(finished, tmp_path, monkeypatch):
     for kind in ("trials", "stages", "scores", "answers"):
         pd.testing.assert_frame_equal(getattr(there, kind)(), getattr(here, kind)())
     for missing in ("s3://bucket/runs/tinny", tmp_path / "nowhere"):
-        with pytest.raises(StorageError, match=r"found no sweep\.json"):
+        with pytest.raises(StorageError, match=r"sweep\.json"):
             open_sweep(missing)
 
 

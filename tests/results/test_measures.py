@@ -125,7 +125,7 @@ CHANGES = {
         "train_per_task": 32,
         "test_per_task": 6,
     },
-    "trial__training": {"learning_rate": 0.05, "epochs": 5, "batch_size": 8},
+    "trial__training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 8},
     "trial__method": None,
     "trial__router": None,
     "search": {"trial": METHODS},

@@ -195,9 +195,9 @@ def test_a_sweep_folder_gives_its_trials_with_their_journals(tmp_path):
 
 
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
-    with pytest.raises(StorageError, match=r"no sweep\.json"):
+    with pytest.raises(StorageError, match=r"sweep\.json"):
         list(open_sweep(tmp_path))
     for content in ("", "{", "[]", '{"name": "tiny", "trials": []}', '{"sha256":"%s","content":{}}' % ("0" * 64)):
         (tmp_path / "sweep.json").write_text(content)
-        with pytest.raises(StorageError, match=r"sweep\.json: does not match its digest"):
+        with pytest.raises(StorageError, match=r"sweep\.json: "):
             list(open_sweep(tmp_path))

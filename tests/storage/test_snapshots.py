@@ -73,7 +73,7 @@ def test_what_is_recalled_is_held_against_its_digest_where_the_file_is_another(s
     path.write_bytes(whole[:-1] + b"x")
     with pytest.raises(StorageError, match=r"abc\.safetensors: "):
         found.tensors["R"]
-    assert "quarantined" in caplog.text
+    assert "abc" in caplog.text and (path.parent / "corrupt" / path.name).exists()
 
 
 def test_one_look_tells_of_all_snapshots_what_asking_for_each_does(store):
@@ -176,14 +176,14 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, mon
         raise OSError("no space left")
 
     monkeypatch.setattr(snapshots.os, "fsync", full)
-    with pytest.raises(StorageError, match=r"file\.json: cannot be written: no space left"):
+    with pytest.raises(StorageError, match=r"file\.json: .*no space left"):
         write_file(path, b"new")
     assert json.loads(path.read_text()) == {"a": [2], "b": 1}
     assert [p.name for p in path.parent.iterdir()] == ["file.json"]
 
 
 def test_json_without_meaning_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="Out of range float"):
+    with pytest.raises(ValueError, match="float"):
         json_bytes({"loss": float("nan")})
     assert list(tmp_path.iterdir()) == []
 

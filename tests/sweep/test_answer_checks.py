@@ -12,12 +12,7 @@ from helpers.sweeps import change_benchmark, tiny, write_benchmark
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.sweep.answer_checks import (
-    TaskAnswers,
-    answer_problems,
-    examine_answers,
-    other_form,
-)
+from latent_sweep.sweep.answer_checks import TaskAnswers, answer_problems, examine_answers, other_form
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.data_report import examine_benchmark

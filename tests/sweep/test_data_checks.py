@@ -82,7 +82,7 @@ def test_empty_inputs_are_a_fault_if_the_router_reads_nothing_else(own):
     assert remarks_on(own) == []
     axes = {"router.combine": ["soft", "oracle"], "router.pool.scope": ["prompt", "input_only"]}
     message = faults_of(own, search=axes)
-    assert "task left: examples have no input" in message and "1 of 24 training" in message
+    assert mentions(message, "task left: ", "1 of 24 training")
     assert "right" not in message
     assert remarks_on(own, search={"router.combine": ["oracle"], "router.pool.scope": ["input_only"]}) == []
 
@@ -91,10 +91,10 @@ def test_empty_inputs_are_a_fault_if_the_router_reads_nothing_else(own):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('[{"input": "a", "output": "x"}, {"input":', r"left/SPLIT\.json, line 1, column 42: not valid JSON"),
-        ('[{"input": "a", "target": "x"}]', r"left/SPLIT\.json, \[0\]: `output` missing"),
-        ('[{"input": "a", "output": 3}]', r"left/SPLIT\.json, \[0\]: `output` is"),
-        (None, r"Looked for .*left/SPLIT\.json \(or \.jsonl\): there is no such file\. Put the task's rows there"),
+        ('[{"input": "a", "output": "x"}, {"input":', r"left/SPLIT\.json, line 1, column 42: "),
+        ('[{"input": "a", "target": "x"}]', r"left/SPLIT\.json, \[0\]: `output`"),
+        ('[{"input": "a", "output": 3}]', r"left/SPLIT\.json, \[0\]: `output`"),
+        (None, r"left/SPLIT\.json \(or \.jsonl\)"),
     ],
 )
 def test_unreadable_data_of_a_users_benchmark_is_a_fault(own, tmp_path, capsys, split, content, said):
@@ -252,20 +252,20 @@ def scorers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
-        ("{}:percent", "gave 73.0 for the answer 'ax'; expected a fraction from 0 to 1"),
-        ("{}:negative", "gave -0.5 for the answer 'ax'; expected a fraction from 0 to 1"),
-        ("{}:nothing", "failed on the answer 'ax': TypeError"),
-        ("{}:empty_fails", "failed on the answer '': ZeroDivisionError"),
-        ("{}:absent", "has no function absent"),
-        ("no_such_module:f", "no_such_module cannot be imported"),
-        ("_operator:eq", "is built into Python"),
+        ("{}:percent", ["73.0", "'ax'"]),
+        ("{}:negative", ["-0.5", "'ax'"]),
+        ("{}:nothing", ["'ax'", "TypeError"]),
+        ("{}:empty_fails", ["''", "ZeroDivisionError"]),
+        ("{}:absent", ["absent"]),
+        ("no_such_module:f", ["no_such_module"]),
+        ("_operator:eq", ["_operator"]),
     ],
 )
 def test_a_plugin_metric_exists_and_returns_a_fraction(own, scorers, metric, said):
     change_benchmark(own, task_metric=metric.format(scorers))
     (fault,) = examine_benchmark(str(own), "tiny-llama").faults
-    assert fault.startswith("benchmark own, task left: ") and said in fault
-    assert said in faults_of(own)
+    assert fault.startswith("benchmark own, task left: ") and mentions(fault, *said)
+    assert mentions(faults_of(own), *said)
 
 
 def test_a_plugin_metric_that_rewards_empty_answers_is_a_fault(own, scorers):
@@ -278,7 +278,7 @@ def test_a_plugin_metric_that_rewards_empty_answers_is_a_fault(own, scorers):
 
 def test_a_trial_tries_a_plugin_metric_before_it_learns(own, scorers, runs):
     change_benchmark(own, task_metric=f"{scorers}:percent")
-    with pytest.raises(DataError, match=r"gave 73\.0 for the answer 'ax'"):
+    with pytest.raises(DataError, match=r"73\.0.*'ax'"):
         runs.run(runs.packs(trial__benchmark={"name": str(own)}, **FEW))
     assert not list(runs.folder.glob("snapshots/*"))
 
@@ -306,7 +306,7 @@ def test_ignored_references_are_a_warning(own):
 def test_published_benchmarks_count_the_first_answer_by_their_own_rule():
     benchmark = {"name": "superni", "tasks": ["task748"], "train_per_task": 8, "max_target_length": 999}
     sweep = parse_sweep(tiny(trial__benchmark=benchmark, **FEW), "sweep.yaml")
-    assert "several answers" not in "".join(check_sweep(sweep, expand(sweep)))
+    assert "benchmark.references" not in "".join(check_sweep(sweep, expand(sweep)))
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_cut_prompts_are_a_warning(own):
     assert mentions(warning, "benchmark.max_source_length = 60", "the end")
     assert warning.endswith("left 2 of 5 training")
     assert "the middle" in remarks_on(own, {"max_source_length": 60, "truncation": "keep_ends"})[0]
-    assert "the cue first" in remarks_on(own, {"max_source_length": 60, "truncation": "official"})[0]
+    assert "the cue" in remarks_on(own, {"max_source_length": 60, "truncation": "official"})[0]
     assert remarks_on(own, {"max_source_length": 128}) == []
     put(own, "left", "train", rows("left", "train", ["ax"] * 10) + rows("left", "train", ["bx"] * 20, "é" * 50))
     assert remarks_on(own, {"max_source_length": 60})[0].endswith("left about 20 of 30 training"), "estimated"
@@ -350,8 +350,8 @@ def test_an_instruction_must_leave_room_for_the_input(own):
     change_benchmark(own, task_instruction="Say it. " * 10)
     message = faults_of(own, {"max_source_length": 64})
     # 79 characters and two line ends before the input, nine after it
-    assert "benchmark own, task left: benchmark.max_source_length" in message and "91 or more" in message
-    assert "same tokens" in faults_of(own, {"max_source_length": 91})  # one letter each
+    assert mentions(message, "benchmark own, task left: benchmark.max_source_length", "91")
+    assert "task left" in faults_of(own, {"max_source_length": 91})  # the prompts differ in no token
     assert remarks_on(own, {"max_source_length": 101})[0].endswith("left about 24 of 24 training, 6 of 6 test")
     cut = faults_of(own, {"max_source_length": 64, "truncation": "official"})
     (enough,) = re.findall(r"raise it, to (\d+)", cut)
@@ -395,9 +395,8 @@ def test_the_tokenizer_of_a_plan_is_the_backbones_own(tmp_path):
 def test_a_missing_tokenizer_is_a_note(own):
     put(own, "left", "train", rows("left", "train", ["abcde", "ax"]))
     described = {"trial__backbone": {"name": "nobody/has-this"}}
-    assert remarks_on(own, **described) == [
-        "note: the tokenizer of nobody/has-this is not on this machine; trials count tokens before they learn"
-    ]
+    (note,) = remarks_on(own, **described)
+    assert note.startswith("note: ") and "nobody/has-this" in note
 
 
 def test_warnings_name_the_backbone(own):
@@ -539,6 +538,6 @@ def test_a_checkpoint_folder_is_read_with_its_own_tokenizer(own, tmp_path):
     llama.model.save_pretrained(tmp_path / "checkpoint")
     put(own, "left", "train", rows("left", "train", ["abcde", "ax"]))
     there = {"trial__backbone": {"name": str(tmp_path / "checkpoint")}}
-    assert "has no tokenizer" in faults_of(own, **there)
+    assert str(tmp_path / "checkpoint") in faults_of(own, **there)
     llama.tokenizer.save_pretrained(tmp_path / "checkpoint")
     assert "left 1 of 2 training" in remarks_on(own, **there)[0]

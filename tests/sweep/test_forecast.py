@@ -250,7 +250,9 @@ def test_a_truncated_prompt_counts_up_to_the_limit(tmp_path):
 def test_another_metric_generates_no_answers_again(tmp_path, capsys, mode):
     """Another metric in the benchmark's file makes other trials, whose answers are cached."""
     own = write_benchmark(tmp_path / "own")
-    content = tiny(trial__benchmark={"name": str(own)}, trial__router={"combine": mode}, search={})
+    content = tiny(
+        trial__benchmark={"name": str(own)}, trial__router={"combine": mode}, trial__training__epochs=1, search={}
+    )
     path = write(tmp_path, content)
     assert main(["run", path, "--local"]) == 0
     file = own / "benchmark.yaml"

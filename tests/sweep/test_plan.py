@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from helpers.messages import mentions
 from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, tiny, write, write_benchmark
 from pydantic import model_validator
@@ -121,7 +122,7 @@ def test_backbone_dropout_follows_the_released_code(backbone, method, rate):
 
 
 def test_dropout_that_a_backbone_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: found 0\.1, but tiny-llama has no dropout"):
+    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: found 0\.1, .*tiny-llama"):
         trials_of(tiny(trial__training__backbone_dropout=0.1))
 
 
@@ -349,7 +350,7 @@ class OddLora(SeqLora):
 
 def test_a_preset_that_conflicts_with_written_settings_is_a_fault(monkeypatch):
     monkeypatch.setitem(METHODS, "odd_lora", f"{__name__}:OddLora")
-    with pytest.raises(ConfigError, match=r"method: rank = 8 is even"):
+    with pytest.raises(ConfigError, match=r"method: .*rank = 8"):
         trials_of(tiny(trial__method={"name": "odd_lora"}, search={}))
     assert len(trials_of(tiny(trial__method={"name": "odd_lora", "rank": 3}, search={}))) == 1
 
@@ -357,9 +358,8 @@ def test_a_preset_that_conflicts_with_written_settings_is_a_fault(monkeypatch):
 def test_more_components_than_rows_name_both_numbers():
     with pytest.raises(ConfigError) as caught:
         trials_of(tiny(search={"router.components": [1, 40]}))
-    assert "router.components: found 40, but task mood has 32 training examples; use at most 32" in str(caught.value)
-    assert "benchmark.train_per_task to 40" in str(caught.value)
-    assert "found 1" not in str(caught.value).replace("1 fault", "")
+    assert mentions(str(caught.value), "router.components: found 40", "mood", "32", "benchmark.train_per_task", "40")
+    assert "found 1" not in str(caught.value)
     assert len(trials_of(tiny(trial__router={"combine": "sum", "components": 40}, search={}))) == 1, "no router"
 
 
@@ -388,7 +388,7 @@ def test_a_component_for_every_row_leaves_no_scatter_about_their_means():
 
 
 def test_a_rank_above_the_narrowest_projection_names_both_numbers():
-    with pytest.raises(ConfigError, match=r"method.rank: found 17; tiny-llama's .*v_proj is 16 x 32, so at most 16"):
+    with pytest.raises(ConfigError, match=r"method.rank: found 17.*tiny-llama.*v_proj.*16 x 32"):
         trials_of(tiny(search={"method.rank": [16, 17]}))
 
 

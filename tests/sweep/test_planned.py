@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Literal
 import pytest
 import torch
 import yaml
+from helpers.messages import mentions
 from helpers.sweeps import sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import learns
 from pydantic import Field
@@ -143,7 +145,7 @@ def test_another_metric_is_another_trial_and_is_scored_again(tmp_path, benchmark
     (benchmark / "benchmark.yaml").write_text(yaml.safe_dump(content))
     assert main(["run", path, "--local"]) == 2
     refused = capsys.readouterr().err
-    assert "1 scored trials" in refused and before.trial_id in refused and "--replace" in refused
+    assert before.trial_id in refused and "--replace" in refused
     assert main(["run", path, "--local", "--replace"]) == 0
     (after,) = sweep_folder(tmp_path)
     assert after.trial_id != before.trial_id
@@ -184,7 +186,7 @@ def test_a_backbone_that_was_written_again_stops_its_trials(runs, benchmark, tmp
     save_backbone(tmp_path / "model")
     packs = runs.packs(**small(benchmark, trial__backbone={"name": str(tmp_path / "model"), "dtype": "float32"}))
     save_backbone(tmp_path / "model", seed=1)
-    with pytest.raises(ConfigError, match="the sweep was planned with"):
+    with pytest.raises(ConfigError, match=rf"^backbone {re.escape(str(tmp_path))}"):
         runs.run(packs)
     assert not runs.files()
 
@@ -206,7 +208,7 @@ def test_a_snapshot_of_other_weights_under_the_same_name_is_refused(runs, benchm
     real = random_model
     other = lambda *arguments, **named: real(*arguments, **{**named, "seed": 7})  # noqa: E731
     monkeypatch.setattr("latent_sweep.backbones.loading.random_model", other)
-    with pytest.raises(ConfigError, match="was learned with"):
+    with pytest.raises(ConfigError, match=packs[0].trials[0].lineages()[0]):
         runs.run(packs)
     assert runs.files() == before
 
@@ -274,7 +276,7 @@ def test_a_hub_model_without_a_commit_is_planned_and_not_run(hub, tmp_path, caps
     assert main(["plan", path]) == 0
     capsys.readouterr()
     assert main(["run", path, "--local"]) == 2
-    assert "backbone.name: no commit of someone/private can be found" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "backbone.name: ", "someone/private")
 
 
 # --- settings that only answers read ---------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def test_a_method_setting_that_only_answers_read_is_searched_without_training(ru
     monkeypatch.setitem(METHODS, "sharp_lora", f"{__name__}:SharpLora")
     method = {"name": "sharp_lora", "rank": 16, "alpha": 64.0, "ortho_lambda": 1e-5}
     search = {"method.sharpness": [1.0, 0.0, 0.1]}
-    training = {"learning_rate": 0.1, "epochs": 8, "batch_size": 4}
+    training = {"learning_rate": 0.1, "epochs": 3, "batch_size": 4}
     packs = runs.packs(**small(benchmark, trial__method=method, trial__training=training, search=search))
     assert [len(pack.trials) for pack in packs] == [3]
     assert len({trial.training_id for trial in packs[0].trials}) == 1
@@ -321,8 +323,8 @@ def test_a_method_setting_that_only_answers_read_is_searched_without_training(ru
 def test_a_table_reports_differing_versions(tmp_path, benchmark, monkeypatch, capsys):
     path = write(tmp_path, tiny(**small(benchmark, search={"seed": [0]})))
     assert main(["run", path, "--local"]) == 0
-    assert "computed alike" not in capsys.readouterr().out
     real = versions.library
+    assert f"torch: {real('torch')}" not in capsys.readouterr().out
     monkeypatch.setattr(versions, "library", lambda name: "9.9.9" if name == "torch" else real(name))
     assert main(["run", path, "--local", "--set", "search.seed=[0,1]"]) == 0
     printed = capsys.readouterr().out

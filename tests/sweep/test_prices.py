@@ -166,7 +166,8 @@ def test_an_object_store_has_requests(tmp_path, requests):
 
 def test_a_run_makes_the_estimated_requests(tmp_path, requests):
     """Every put of a real run is counted, but for those by the clock and what the driver writes once a sweep."""
-    content = tiny(search={"router.components": [1, 2]}, trial__training__checkpoint_every=10, run__storage=URI)
+    training = {"learning_rate": 0.1, "batch_size": 4, "epochs": 1, "checkpoint_every": 2}  # as many as 40 and 10
+    content = tiny(search={"router.components": [1, 2]}, trial__training=training, run__storage=URI)
     sweep = parse_sweep(content, "sweep.yaml")
     storage = open_storage(URI)
     record = plan_record(Plan(sweep, trials := expand(sweep), pack(trials), []), storage)

@@ -1,5 +1,6 @@
 """A first sweep file is one that runs, for every question, backbone and benchmark; and so is a first benchmark."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -41,15 +42,15 @@ def test_random_weights_are_named(backbone, says, capsys):
     assert ("random weights" in Path("one.yaml").read_text()) == says
 
 
-@pytest.mark.parametrize("purpose", starting.PURPOSES)
+PAIRS = [(EMBEDDED, "builtin"), ("t5-large", "superni"), ("llama-2-7b", "long_sequence"), ("tiny-llama", "builtin")]
+
+
 @pytest.mark.parametrize(
-    ("backbone", "benchmark"),
+    ("purpose", "backbone", "benchmark"),
     [
-        (EMBEDDED, "builtin"),
-        ("t5-large", "superni"),
-        ("llama-2-7b", "long_sequence"),
-        ("tiny-t5", "superni"),
-        ("tiny-llama", "builtin"),
+        *((purpose, *pair) for purpose, pair in zip(starting.PURPOSES, itertools.cycle(PAIRS))),
+        *(("quickstart", *pair) for pair in PAIRS[1:]),
+        ("methods", "tiny-t5", "superni"),
     ],
 )
 def test_every_first_sweep_can_be_planned(purpose, backbone, benchmark):
@@ -167,6 +168,7 @@ def test_an_own_benchmark_is_whole_and_runs(tmp_path, capsys):
     assert main(["plan", "mine.yaml"]) == 0
     assert "warning" not in capsys.readouterr().out
     few = ["search.seed=[0]", "run.tracking.uri=none", "run.page=false", "trial.backbone.name=tiny-llama"]
+    few += ["trial.training.max_steps=2", "trial.benchmark.test_per_task=2"]
     few = [part for one in (*few, "trial.method.rank=8") for part in ("--set", one)]
     assert main(["run", "mine.yaml", "--local", *few]) == 0
     assert [status(trial.events()) for trial in open_sweep("runs/mine")] == ["finished"] * 4

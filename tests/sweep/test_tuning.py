@@ -111,7 +111,7 @@ def test_tuning_trials_may_learn_another_benchmark(tmp_path):
     trial = selection.tuning_trials[0].trial
     assert (trial.spec.name, [task.name for task in trial.tasks]) == ("own", ["right"])
     assert trial.settings.benchmark.train_per_task == 16  # the rest is as in the trials
-    with pytest.raises(ConfigError, match=r"- tune\.on\.order: no order '9'"):
+    with pytest.raises(ConfigError, match=r"tune\.on\.order: .*'9'"):
         find_selections(sweep_of({"on": {"name": str(own), "order": 9}, "tasks": 1}))
     (selection,) = find_selections(sweep_of({"on": {"name": str(own)}, "tasks": 1}))
     assert [task.name for task in selection.tuning_trials[0].trial.tasks] == ["left"]
@@ -153,43 +153,43 @@ def test_selections_with_equal_names_are_labeled_by_their_settings():
 
 
 FAULTS = {
-    "no values": ({"search": {}}, {}, "tune: found no values to try"),
+    "no values": ({"search": {}}, {}, "tune: "),
     "empty": ({"search": {RATE: []}}, {}, "tune.search.training.learning_rate"),
     "not a rate": ({"search": {RATE: [0.1, -1.0]}}, {}, "learning_rate[1]: training.learning_rate: found -1.0"),
-    "twice": ({"search": {RATE: [0.1, 0.1]}}, {}, "0.1 appears twice"),
-    "data": ({"search": {"benchmark.train_per_task": [4]}}, {}, "expected a setting of method"),
-    "a method's name": ({"search": {"method.name": ["ewc"]}}, {}, "expected a setting of method (not its name)"),
-    "searched": ({}, {"search": {RATE: [0.1, 0.2]}}, "search.training.learning_rate sets it too"),
-    "written": ({}, {"trial__training": {"learning_rate": 0.1}}, "trial.training.learning_rate sets it too"),
+    "twice": ({"search": {RATE: [0.1, 0.1]}}, {}, ("learning_rate: ", "0.1")),
+    "data": ({"search": {"benchmark.train_per_task": [4]}}, {}, "benchmark.train_per_task: "),
+    "a method's name": ({"search": {"method.name": ["ewc"]}}, {}, "method.name: "),
+    "searched": ({}, {"search": {RATE: [0.1, 0.2]}}, (f"tune.search.{RATE}: ", f"search.{RATE}")),
+    "written": ({}, {"trial__training": {"learning_rate": 0.1}}, (f"tune.search.{RATE}: ", f"trial.{RATE}")),
     "unknown method": ({"by_method": {"ewk": {RATE: [0.1]}}}, {}, "tune.by_method.ewk"),
     "method without it": ({"by_method": {"ewc": {"method.ortho_lambda": [0.1]}}}, {}, "ortho_lambda"),
-    "absent method": ({"by_method": {"ewc": {RATE: [0.1]}}}, {}, "tune.by_method.ewc: no trial has this method"),
-    "whole stream": ({"tasks": 3}, {}, "tune.tasks: found 3, but trials learn 3 tasks"),
-    "all tasks": ({"tasks": None}, {}, "tasks is null"),
-    "judged on": ({"on": {"name": "builtin"}}, {}, "the benchmark that trials are judged on"),
-    "no benchmark": ({"on": {"order": 1}}, {}, "tune.on.name: missing"),
-    "not apart": ({"apply_to": ["backbone"]}, {}, "apply_to holds neither method nor method.name"),
+    "absent method": ({"by_method": {"ewc": {RATE: [0.1]}}}, {}, "tune.by_method.ewc: "),
+    "whole stream": ({"tasks": 3}, {}, "tune.tasks: found 3"),
+    "all tasks": ({"tasks": None}, {}, "null"),
+    "judged on": ({"on": {"name": "builtin"}}, {}, "tune.on: found builtin"),
+    "no benchmark": ({"on": {"order": 1}}, {}, "tune.on.name: "),
+    "not apart": ({"apply_to": ["backbone"]}, {}, ("apply_to", "method.name")),
     "no such path": ({"apply_to": ["method", "method.rang"]}, {}, "tune.apply_to: found 'method.rang'"),
-    "not of the method": ({"search": {"method.ewc_lambda": [1.0]}}, {}, "trial.method.ewc_lambda: unknown key"),
+    "not of the method": ({"search": {"method.ewc_lambda": [1.0]}}, {}, "trial.method.ewc_lambda: "),
     "a part searched": (
         {"search": {"method.ortho": [{"norm": "spectral"}]}},
         {"search": {"method.ortho.norm": ["spectral", "frobenius"]}},
-        "tune.search.method.ortho: search.method.ortho.norm sets it too",
+        ("tune.search.method.ortho: ", "search.method.ortho.norm"),
     ),
     "a part twice": (
         {"search": {"router.gmm": [{"n_init": 2}, {"n_init": 3}], "router.gmm.n_init": [1, 2]}},
         {},
-        "tune.search.router.gmm.n_init: router.gmm.n_init is also set by the axis router.gmm",
+        ("tune.search.router.gmm.n_init: ", "router.gmm"),
     ),
     "a part for one method": (
         {"search": {"router.gmm": [{"n_init": 2}]}, "by_method": {"latent_lora": {"router.gmm.n_init": [1, 2]}}},
         {},
-        "tune.by_method.latent_lora.router.gmm.n_init: router.gmm.n_init is also set by the axis router.gmm",
+        ("tune.by_method.latent_lora.router.gmm.n_init: ", "router.gmm"),
     ),
     "what is scored": (
         {"on": {"name": "superni", "score_on": "test", "validation_fraction": 0.5}},
         {},
-        "tune.on.validation_fraction: has no effect; set tune.validation_fraction",
+        ("tune.on.validation_fraction: ", "tune.validation_fraction"),
     ),
     "a draw": ({"search": {RATE: {"loguniform": [0.1, 1.0]}}}, {}, "tune.search.training.learning_rate"),
 }
@@ -204,7 +204,7 @@ def test_an_invalid_block_is_refused(tune, changes, fault):
         content["trial"]["training"] |= changes["trial__training"]
     with pytest.raises(ConfigError) as error:
         find_selections(parse_sweep(content, "sweep.yaml"))
-    assert fault in str(error.value)
+    assert mentions(str(error.value), *([fault] if isinstance(fault, str) else fault))
 
 
 def test_a_group_that_is_null_sets_nothing():
@@ -288,49 +288,39 @@ def test_remarks_report_edges_ties_and_failures(tmp_path):
 @pytest.mark.parametrize("outcome", ["error", "out_of_memory"])
 def test_no_selection_while_a_tuning_trial_may_still_win(outcome, tmp_path):
     due, folder, _ = ended(tmp_path, [(0.9, 1.0), outcome])
-    with pytest.raises(NoSelection, match=r"learning_rate=0\.1 .* is failed"):
+    with pytest.raises(NoSelection, match=r"learning_rate=0\.1"):
         select(due, folder)
     assert previous_results(due, folder) is None
 
 
 def test_no_selection_without_a_finite_loss(tmp_path):
     due, folder, _ = ended(tmp_path, ["non_finite", "non_finite"])
-    with pytest.raises(NoSelection, match="finite loss"):
+    with pytest.raises(NoSelection):
         select(due, folder)
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def test_shared_stages_are_counted_once(tmp_path):
-    """EWC's penalty begins with the second task, so the first is learned for one of three."""
-    block = {"tasks": 2, "search": {"method.ewc_lambda": [1.0, 10.0, 100.0]}}
-    content = tuned(block, search={"seed": [3]}, trial__method={"name": "ewc", "rank": 4})
-    assert run_locally(write(tmp_path, content)) == 0
-    (selected,) = read_tuning(sweep_folder(tmp_path))
-    assert sorted(tried.steps for tried in selected.tried) == [4, 4, 8]
-    assert "3 tried, 16 steps" in tuning_lines([selected])[0]
+EWC = {"name": "ewc", "rank": 4}
+"""Its penalty begins with the second task, so the first is learned for one of its weights."""
 
 
 @pytest.mark.parametrize(
-    ("changes", "steps"),
+    ("method", "tried", "tasks", "pack", "steps"),
     [
-        # side by side EWC's first task is learned by all at once, and is one
-        (
-            {"trial__method": {"name": "ewc", "rank": 4}, "tried": {"method.ewc_lambda": [1.0, 10.0]}, "tasks": 2},
-            [4, 8],
-        ),
-        ({"tried": {"router.epsilon": [0.01, 0.1, 1.0]}}, [0, 0, 4]),
+        (EWC, {"method.ewc_lambda": [1.0, 10.0]}, 2, 1, [4, 8]),
+        (EWC, {"method.ewc_lambda": [1.0, 10.0]}, 2, 3, [4, 8]),
+        ({"name": "latent_lora", "rank": 16}, {"router.epsilon": [0.01, 0.1, 1.0]}, 1, 3, [0, 0, 4]),
     ],
-    ids=["pack", "training"],
+    ids=["apart", "pack", "training"],
 )
-def test_stages_learned_side_by_side_are_counted_once(changes, steps, tmp_path):
-    block = {"tasks": changes.pop("tasks", 1), "search": changes.pop("tried")}
-    content = tuned(block, search={"seed": [3]}, **changes)
-    content["run"]["pack"] = 3
+def test_shared_stages_are_counted_once(method, tried, tasks, pack, steps, tmp_path):
+    content = tuned({"tasks": tasks, "search": tried}, search={"seed": [3]}, trial__method=method, run__pack=pack)
     assert run_locally(write(tmp_path, content)) == 0
     (selected,) = read_tuning(sweep_folder(tmp_path))
     assert sorted(tried.steps for tried in selected.tried) == steps
+    assert f"{len(steps)} tried, {sum(steps)} steps" in tuning_lines([selected])[0]
     summary = summarize(open_sweep(tmp_path / "runs" / "tiny-tuning"))
     assert summary.cost.learned == sum(steps) // 4
     assert sum(tried.seconds for tried in selected.tried) == pytest.approx(
@@ -339,7 +329,7 @@ def test_stages_learned_side_by_side_are_counted_once(changes, steps, tmp_path):
 
 
 def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
-    content = tuned({"search": {RATE: [1e-3, 0.1, 1e30]}})
+    content = tuned({"search": {RATE: [1e-3, 0.1, 1e30]}}, search={"seed": [3]})
     path = write(tmp_path, content)
     main(["plan", path])
     planned = capsys.readouterr().out
@@ -358,7 +348,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert f"selected\n  {tuning_lines([selected])[0]}" in printed
     assert {trial.values[RATE] for trial in sweep} == {best.values[RATE]}
     assert sweep.axes == ["seed", RATE]
-    with pytest.raises(ConfigError, match="tuning_of: unknown key"):  # what is written down is no file to be run
+    with pytest.raises(ConfigError, match="tuning_of: "):  # what is written down is no file to be run
         load_sweep(tuning.path / "sweep.yaml")
     assert (tuning.tuning_of, sweep.tuning_of) == ("tiny", None)
     for trial in tuning:  # the scores that were compared are of held-out rows
@@ -379,7 +369,6 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     for format in ("text", "markdown"):
         main(["report", str(sweep.path), "--format", format])
         reported = capsys.readouterr().out
-        assert "elected by tuning" in reported
         assert tuning_lines([selected])[0].split(":")[1].split(",")[0].strip().split("=")[1] in reported
     main(["plan", path])
     assert f"selected\n  {tuning_lines([selected])[0]}" in capsys.readouterr().out
@@ -392,7 +381,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert str(sweep.path / TUNING) in fault
     assert main(["report", str(sweep.path)]) == 0
     assert (sweep.path / TUNING).read_text() == damaged, "whoever looks changes nothing"
-    assert "elected by tuning" not in capsys.readouterr().out
+    assert summarize(sweep).tuned == ()
     assert len(repair_disk(sweep)) == 1
     assert run_locally(path) == 0
     assert not verify_disk(open_sweep(sweep.path)).faults
@@ -440,7 +429,7 @@ def test_the_file_written_down_is_the_same_sweep_again(tmp_path):
 def test_the_first_trial_of_a_selection_must_read_the_tuned_settings():
     tried = {"search": {"router.temperature": [50.0, 1.0]}}
     search = {"router.combine": ["sum", "soft"]}
-    with pytest.raises(ConfigError, match=r"does not read router\.temperature.*add router\.combine to tune\.apply_to"):
+    with pytest.raises(ConfigError, match=r"router\.temperature.*router\.combine.*tune\.apply_to"):
         find_selections(sweep_of(tried, search=search))
     for group in ("router.combine", "router"):
         selections = find_selections(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
@@ -450,17 +439,17 @@ def test_the_first_trial_of_a_selection_must_read_the_tuned_settings():
 
 def test_no_trial_is_judged_on_rows_used_for_tuning(tmp_path):
     streams = {"benchmark.tasks": [["mood", "ticket", "date"], ["mood"]]}
-    with pytest.raises(ConfigError, match=r"tune\.tasks: found 1, but trials learn 1 tasks"):
+    with pytest.raises(ConfigError, match=r"tune\.tasks: found 1"):
         find_selections(sweep_of(search=streams))
     own = str(write_benchmark(tmp_path))
     other = {"on": {"name": own}, "apply_to": ["method"]}
     benchmark = {"trial__benchmark": {"name": "builtin", "train_per_task": 8, "test_per_task": 4}}
-    with pytest.raises(ConfigError, match=r"tune\.on: found own, the benchmark that trials are judged on"):
+    with pytest.raises(ConfigError, match=r"tune\.on: found own"):
         find_selections(sweep_of(other, search={"benchmark.name": ["builtin", own]}, **benchmark))
 
 
 def test_epochs_are_not_selected_on_the_rows_that_score_a_tuning_trial():
-    with pytest.raises(ConfigError, match=r"training\.select: found best_validation.*; use last"):
+    with pytest.raises(ConfigError, match=r"training\.select: found best_validation"):
         find_selections(sweep_of({"search": {"training.select": ["last", "best_validation"]}}))
 
 

@@ -7,12 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from latent_sweep.results.published import Cell, Paper, Source, Table, papers
 
-TITLES = {
-    "superni": "SuperNI",
-    "long_sequence": "Long Sequence",
-    "standard": "Standard benchmark",
-    "trace": "TRACE",
-}
+TITLES = {"superni": "SuperNI", "long_sequence": "Long Sequence", "standard": "Standard benchmark", "trace": "TRACE"}
 KINDS = {"paper": "the paper's own text", "release": "released results", "notes": "someone's copy"}
 SAME = 0.1
 """Scores that differ by less count as equal, as many papers give one decimal."""

@@ -30,9 +30,9 @@ def launches(name, kind, depth, folder, method="latent_lora"):
     ("name", "kind", "method"),
     [
         ("t5-large", "apart", "latent_lora"),
-        ("llama-2-7b", "apart", "latent_lora"),
+        pytest.param("llama-2-7b", "apart", "latent_lora", marks=pytest.mark.slow),
         pytest.param("llama-2-7b", "apart", "seq_lora", marks=pytest.mark.slow),
-        ("llama-2-7b", "prefix", "latent_lora"),
+        pytest.param("llama-2-7b", "prefix", "latent_lora", marks=pytest.mark.slow),
         pytest.param("llama-2-13b", "apart", "latent_lora", marks=pytest.mark.slow),
     ],
 )

@@ -89,4 +89,3 @@ def test_a_node_that_joins_learns_although_trials_are_shorter_than_its_start(tmp
 @pytest.mark.slow
 def test_a_struck_cluster_ends_as_if_it_had_not_been(capsys):
     assert scale.main(["--seed", "25", "--kills", "3", "--trials", "6", "--workers", "2"]) == 0, capsys.readouterr().out
-    assert "every promise was kept" in capsys.readouterr().out

@@ -106,7 +106,7 @@ def test_a_web_server_is_not_a_cluster(monkeypatch):
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
-        with pytest.raises(ConfigError, match="another kind of server"):
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
             check_cluster_answers()
         server.shutdown()
 
@@ -115,7 +115,7 @@ def test_a_silent_host_is_refused(monkeypatch):
     monkeypatch.setattr(addresses, "KNOCK_SECONDS", 0.2)
     monkeypatch.setattr(addresses, "_knock", lambda host, port: time.sleep(PATIENCE))
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
-    with pytest.raises(ConfigError, match="no answer"):
+    with pytest.raises(ConfigError, match=r"10\.1\.2\.3:6379"):
         check_cluster_answers()
 
 
@@ -129,7 +129,7 @@ def test_auto_without_a_cluster_is_refused(tmp_path, monkeypatch):
 
 def test_an_invalid_address_is_refused(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://[10.1.2.3:6379")
-    with pytest.raises(ConfigError, match="not an address"):
+    with pytest.raises(ConfigError, match=r"\[10\.1\.2\.3"):
         check_ray_address(allow_insecure=False)
 
 
@@ -141,7 +141,7 @@ def test_an_invalid_address_is_refused(monkeypatch):
 )
 def test_http_to_another_machine_is_refused_even_with_credentials(uri, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "a-long-token")
-    with pytest.raises(ConfigError, match="expected https://"):
+    with pytest.raises(ConfigError, match="https://"):
         check_tracking_address(uri, allow_insecure=False)
     check_tracking_address(uri, allow_insecure=True)
 
@@ -157,20 +157,20 @@ def test_http_to_another_machine_is_refused_even_with_credentials(uri, monkeypat
     ids=lambda given: "+".join(given),
 )
 def test_https_needs_credentials(given, monkeypatch):
-    with pytest.raises(ConfigError, match="found no credentials; set MLFLOW_TRACKING_USERNAME"):
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_USERNAME"):
         check_tracking_address("https://host:5000", allow_insecure=False)
     for name, value in given.items():
         monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", value)
     check_tracking_address("https://host:5000", allow_insecure=False)
     monkeypatch.setenv("MLFLOW_TRACKING_INSECURE_TLS", "true")
-    with pytest.raises(ConfigError, match="any certificate"):
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_INSECURE_TLS"):
         check_tracking_address("https://host:5000", allow_insecure=False)
 
 
 def test_a_username_without_password_does_not_count(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_AWS_SIGV4", "false")
-    with pytest.raises(ConfigError, match="found no credentials"):
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD"):
         check_tracking_address("https://host", allow_insecure=False)
 
 
@@ -205,7 +205,7 @@ def test_run_refuses_insecure_servers_before_anything_runs(tmp_path, monkeypatch
 def test_sync_and_verify_refuse_insecure_servers(command, tmp_path, capsys):
     folder = write_sweep(tmp_path / "runs", {"seed": [0]}).path
     assert main([command, str(folder), "--uri", "https://host"]) == 2
-    assert "found no credentials" in capsys.readouterr().err
+    assert "MLFLOW_TRACKING_PASSWORD" in capsys.readouterr().err
 
 
 # --- secrets ---------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_a_long_storage_is_refused_at_once(tmp_path, capsys, piece):
     started = time.process_time()
     assert main(["plan", path]) == 2
     assert time.process_time() - started < 10
-    assert "run.storage: found credentials in the URI" in capsys.readouterr().err
+    assert "run.storage: " in capsys.readouterr().err
 
 
 def test_an_address_from_the_environment_is_not_stored(tmp_path, monkeypatch):

@@ -50,17 +50,18 @@ class Opened:
         return self.page.locator(f"table >> nth=0 >> tbody tr td:nth-child({number})").all_inner_texts()
 
 
-@pytest.fixture
-def sweep(tmp_path):
-    sweep = write_sweep(tmp_path / "runs", {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    sweep = write_sweep(
+        tmp_path_factory.mktemp("browser") / "runs", {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}
+    )
     for trial, average in zip(sweep, SCORES, strict=True):
         run_to_end(trial, average, 0.10)
     assert main(["report", str(sweep.path), "--format", "html"]) == 0
     return sweep
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"])
 def test_the_report_opens_from_a_file(browser, sweep, size, scheme):
     browser_page = Opened(browser, (sweep.path / "report.html").as_uri(), size)
     browser_page.page.emulate_media(color_scheme=scheme)
@@ -123,10 +124,11 @@ def test_it_prints(browser, sweep):
     assert opened.page.pdf().startswith(b"%PDF")
 
 
-@pytest.fixture
-def served(sweep, tmp_path):
+@pytest.fixture(scope="module")
+def served(sweep, tmp_path_factory):
     """A server with the sweep, and the printed link."""
-    server = Server(tmp_path / "server", empty_database(tmp_path))
+    folder = tmp_path_factory.mktemp("served")
+    server = Server(folder / "server", empty_database(folder))
     server.start()
     try:
         tracker = MlflowTracker(server.uri, sweep)

@@ -349,7 +349,7 @@ def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
     tracker = MlflowTracker(uri, sweep)
     tracker.open()
     client.delete_experiment(client.get_experiment_by_name(sweep.name).experiment_id)
-    with pytest.raises(TrackingError, match="mlflow experiments restore"):
+    with pytest.raises(TrackingError, match="restore"):
         MlflowTracker(uri, sweep).sync()
 
 

@@ -14,6 +14,7 @@ import mlflow
 import pandas as pd
 import pytest
 from helpers.events import fields_of
+from helpers.messages import mentions
 from helpers.methods import OPTIONS
 from helpers.patience import PATIENCE
 from helpers.sweeps import end, launch, sweep_folder, tiny, wait_until, write
@@ -137,7 +138,7 @@ def test_the_model_is_rewritten_only_for_another_best_trial(logged, capsys, monk
     with monkeypatch.context() as patch:
         patch.setattr("latent_sweep.deploy.folder.save", fails)
         assert main(again) == 0  # what cannot be logged ends no sweep
-    assert "no model was logged: no room; `latent-sweep export" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "no room", "latent-sweep export")
     assert ContinualModel.from_folder(there).content.origin.trial_id == other
     assert main(again) == 0
     assert ContinualModel.from_folder(there).content.origin.trial_id == best
@@ -148,10 +149,10 @@ def test_the_model_is_rewritten_only_for_another_best_trial(logged, capsys, monk
 
 def test_logging_a_model_needs_a_tracker(tmp_path, capsys):
     assert main(["run", write(tmp_path, content("none", log_model="best")), "--local"]) == 2
-    assert "log_model = best with tracking.uri = none" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "log_model", "tracking.uri")
     assert main(["run", write(tmp_path, content("none")), "--local"]) == 0
     assert main(["export", str(tmp_path / "runs" / "tiny"), "--to", "mlflow"]) == 2
-    assert "name a tracker with --uri" in capsys.readouterr().err
+    assert "--uri" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -218,15 +219,15 @@ def test_the_code_of_a_plugin_method_is_included(tmp_path, monkeypatch, capsys):
     assert main(["run", write(tmp_path, sweep), "--local"]) == 0
     capsys.readouterr()
     assert main(["export", "runs/tiny", "--to", "model", "mine"]) == 0
-    assert "needs code_of_mine.method, which must be importable" in capsys.readouterr().out
-    assert "It needs `code_of_mine.method`" in (tmp_path / "mine" / "README.md").read_text()
+    assert "code_of_mine.method" in capsys.readouterr().out
+    assert "`code_of_mine.method`" in (tmp_path / "mine" / "README.md").read_text()
     logged = sweep_folder(tmp_path).path / MODEL_FOLDER
     with open_model("mine") as model:
         expected = [one.answer for one in model.answer(TEXTS)]
     for name in [name for name in sys.modules if name.startswith("code_of_mine")]:
         del sys.modules[name]
     shutil.rmtree(tmp_path / "code_of_mine")
-    with pytest.raises(ConfigError, match="cannot be imported"), open_model("mine") as model:
+    with pytest.raises(ConfigError, match="code_of_mine"), open_model("mine") as model:
         model.answer(TEXTS)
     loaded = mlflow.pyfunc.load_model(str(logged))
     assert loaded.predict(pd.DataFrame({"text": TEXTS}))["answer"].tolist() == expected

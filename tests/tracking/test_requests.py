@@ -163,9 +163,9 @@ def test_a_summary_is_written_after_its_last_trial_and_when_it_changes(server, t
     assert verify_tracker(sweep, tracker).faults == []
 
 
-@pytest.mark.parametrize("dies_after", [3, 9, 25])
+@pytest.mark.parametrize("dies_after", [3, 17])
 def test_a_crash_with_several_runs_in_flight_is_repaired_by_the_next_sync(server, tmp_path, monkeypatch, dies_after):
-    sweep = write_sweep(tmp_path / "runs", {"seed": list(range(6))}, name=f"dies after {dies_after}")
+    sweep = write_sweep(tmp_path / "runs", {"seed": list(range(4))}, name=f"dies after {dies_after}")
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
     with monkeypatch.context() as patch:

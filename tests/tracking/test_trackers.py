@@ -192,7 +192,7 @@ def test_an_ended_trial_is_an_offline_run(sweep, tmp_path):
 def test_without_an_api_key_nothing_is_asked_on_the_terminal(sweep, tmp_path, monkeypatch):
     run_to_end(next(iter(sweep)), 0.5, 0.0)
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(TrackingError, match="API key"):
+    with pytest.raises(TrackingError, match=r"(?i)api.key"):
         WandbTracker("lifelong", tmp_path, sweep).sync()
 
 
@@ -235,7 +235,7 @@ def test_a_tracker_that_cannot_write_does_not_end_a_run(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "board").write_text("a file")
     assert main(["run", write(tmp_path, content(uri="none", tensorboard="board")), "--local"]) == 0
-    assert "tracking is behind" in capsys.readouterr().out
+    assert str(tmp_path / "board") in capsys.readouterr().out
     (tmp_path / "board").unlink()
     assert main(["sync", "runs/tiny"]) == 0
     assert shown(tmp_path / "board" / "tiny")
