@@ -26,8 +26,16 @@ LONGEST = (
 )
 """Files that take long in one process."""
 
-SECOND_FAMILY_SLOW = ("test_evaluation.py", "test_lfpt5.py", "test_loop.py", "test_packs.py", "test_trajectories.py")
-"""Files whose tests on the second family of backbones are slow if the first family has them, too: they train."""
+SECOND_FAMILY_SLOW = (
+    *("test_evaluation.py", "test_gradient_hooks.py", "test_loop.py", "test_packs.py", "test_step_graphs.py"),
+    *("test_generation.py", "test_soft_prompt.py", "test_token_graphs.py", "test_trajectories.py"),
+    *("test_ewc.py", "test_gain_lora.py", "test_lfpt5.py", "test_lora_methods.py", "test_lwf.py", "test_moe_lora.py"),
+    *("test_replay.py", "test_sapt.py", "test_soft_prompts.py"),
+)
+"""Files whose tests on the second family of backbones are slow if the first family has them, too.
+
+The conformance tests and those of families train and answer with both.
+"""
 
 MEMORY = "/dev/shm"
 LEAST_FREE = 8 << 30

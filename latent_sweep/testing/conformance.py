@@ -32,7 +32,7 @@ from latent_sweep.training.engine import Engine
 from latent_sweep.training.events import StageDone, Step
 
 FAMILIES = ("tiny-llama", "tiny-t5")
-TASKS = ("mood", "ticket", "past")
+TASKS = ("mood", "ticket", "date")
 
 Moment = tuple[str, int, int | None]
 """The activity, the task's position, and the step."""
@@ -164,7 +164,13 @@ class MethodConformance:
         trial = {
             "method": cls.group(),
             "backbone": cls.backbone(family),
-            "benchmark": {"name": "builtin", "tasks": list(TASKS), "train_per_task": 8, "test_per_task": 3},
+            "benchmark": {
+                "name": "builtin",
+                "tasks": list(TASKS),
+                "train_per_task": 8,
+                "test_per_task": 3,
+                "max_target_length": 6,
+            },
             "training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},
             "router": {"components": 2},
         }
@@ -357,6 +363,7 @@ class MethodConformance:
         """Values of another type among the backbone's would be an error, or double the memory of what follows."""
         content, events = self.gently(family), list[Event]()
         content["trial"]["backbone"] = {**content["trial"]["backbone"], "dtype": "bfloat16"}
+        content["trial"]["training"]["epochs"] = 1
         runs = new_runs("bfloat16")
         runs.run(runs.packs_of(content | {"run": {**content["run"], "pack": ["seed"]}}), events.append)
         for step in _steps(events):

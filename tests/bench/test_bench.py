@@ -159,6 +159,7 @@ def test_the_parts_of_one_process_run(measure):
     assert rows["generations run there"]["value"] == pytest.approx(8 / 12)
 
 
+@pytest.mark.slow
 def test_a_t5_backbone_and_a_second_type_for_the_step(measure):
     report = measure("--backbone", "tiny-t5", "--only", "step", "generate", "--dtype", "float32", "bfloat16")
     tables = [(table["part"], table["dtype"]) for table in report["tables"]]

@@ -198,19 +198,20 @@ def test_a_subset_of_tasks_keeps_the_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"tasks": ["mood", "topic", "mood"]}, "'mood' listed twice"),
-        ({"tasks": []}, "the list is empty"),
-        ({"train_per_task": 0}, "greater than or equal to 1"),
-        ({"train_per_task": "8"}, "valid integer"),
-        ({"validation_fraction": 0.6}, "less than or equal to 0.5"),
-        ({"order": True}, "order"),
+        {"tasks": ["mood", "topic", "mood"]},
+        {"tasks": []},
+        {"train_per_task": 0},
+        {"train_per_task": "8"},
+        {"validation_fraction": 0.6},
+        {"order": True},
     ],
 )
-def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+def test_settings_out_of_range_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError) as caught:
         settings_of("builtin", **changes)
+    assert [error["loc"][0] for error in caught.value.errors()] == list(changes)
 
 
 def test_the_data_folder_is_not_identity_and_scoring_is_not_training_identity() -> None:
@@ -253,7 +254,7 @@ def test_a_benchmark_file_reports_every_fault(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("tasks: [", "benchmark.name: "),
-        ("- a\n", "found list"),
+        ("- a\n", "list"),
         ("tasks: []", "`tasks`"),
         ("tasks: [{name: a, metric: accuracy}, {name: a, metric: accuracy}]", "'a'"),
         ("tasks: [{name: east, metric: accuracy}]\norders: {1: [eats], 2: []}", "order '1': .*'eats' .*'east'.*'2'"),
@@ -301,15 +302,15 @@ def test_json_layouts_read_the_same(tmp_path: Path) -> None:
     [
         ("train.json", b'{"Instances":\n [{"input" "a"}]}', r"train\.json, line 2, column 12"),
         ("train.json", b"[]", r"train\.json: "),
-        ("train.json", b'{"rows": []}', r"train\.json: .*an object.*`Instances`"),
-        ("train.json", b'{"Instances": 3}', r"train\.json: .*a number"),
-        ("train.json", b'["red"]', r"train\.json, \[0\]: .*a string"),
-        ("train.json", b'{"Instances": [{"inputs": "a"}]}', r"Instances\[0\]: `input` and `output` .*\['inputs'\]"),
+        ("train.json", b'{"rows": []}', r"train\.json: .*`Instances`"),
+        ("train.json", b'{"Instances": 3}', r"train\.json: "),
+        ("train.json", b'["red"]', r"train\.json, \[0\]: "),
+        ("train.json", b'{"Instances": [{"inputs": "a"}]}', r"Instances\[0\]: `input` .*`output` .*\['inputs'\]"),
         ("train.json", b'[{"input": "a", "output": true}]', r"\[0\]: `output` .*True"),
-        ("train.json", b'[{"input": "a", "output": []}]', r"\[0\]: `output` .*a list"),
+        ("train.json", b'[{"input": "a", "output": []}]', r"\[0\]: `output` "),
         ("train.json", b'[{"input": "a", "output": ["b", 1]}]', r"\[0\]: `output` .*\['b', 1\]"),
         ("train.json", b'[{"input": null, "output": "b"}]', r"\[0\]: `input` .*null"),
-        ("train.json", b'[{"input": "a", "output": "b", "id": {}}]', r"\[0\]: `id` .*an object"),
+        ("train.json", b'[{"input": "a", "output": "b", "id": {}}]', r"\[0\]: `id` "),
         ("train.json", b'[{"input": "\xff", "output": "b"}]', r"train\.json: byte 12 .*UTF-8"),
         ("train.jsonl", b'{"input": "a", "output": "b"}\n\n{"input": ', r"train\.jsonl, line 3, column 11"),
         ("train.jsonl", 2 * b'{"input": "a", "output": "b", "id": 7}\n', r"train\.jsonl, line 2: .*'7'.*line 1"),
@@ -337,7 +338,7 @@ def test_missing_data_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(DataError, match=r"benchmark\.data_dir.*LATENT_SWEEP_DATA"):
         published.rows()
     monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path))
-    with pytest.raises(DataError, match="Looked for") as caught:
+    with pytest.raises(DataError) as caught:
         published.rows("test")
     assert str(tmp_path / "SuperNI" / "task363_sst2_polarity_classification" / "test.json") in str(caught.value)
     own = user_benchmark(tmp_path / "own")
@@ -549,7 +550,7 @@ def test_one_builds_the_cache_while_others_wait(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_real_data
-@pytest.mark.parametrize("name", ["superni", "long_sequence"])
+@pytest.mark.parametrize("name", ["superni", pytest.param("long_sequence", marks=pytest.mark.slow)])
 def test_real_data_loads_and_agrees_with_the_spec(name: str) -> None:
     spec, settings = load_benchmark(name), settings_of(name)
     for task in spec.tasks:

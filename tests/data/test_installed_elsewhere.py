@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.patience import PATIENCE
-from helpers.sweeps import tiny
+from helpers.sweeps import brief, tiny
 
 import latent_sweep
 
 REPOSITORY = Path(latent_sweep.__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.one_machine
 def test_a_sweep_runs_with_packages_outside_of_site_packages(tmp_path):
     target = tmp_path / "target"
@@ -24,7 +25,7 @@ def test_a_sweep_runs_with_packages_outside_of_site_packages(tmp_path):
         if path.suffix != ".pth" and not path.name.startswith(("__editable__", "_virtualenv")):
             (target / path.name).symlink_to(path)
     sweep = tmp_path / "sweep.yaml"
-    sweep.write_text(yaml.safe_dump(tiny(search={"seed": [0]}, run__storage=str(tmp_path / "runs"))))
+    sweep.write_text(yaml.safe_dump(tiny(**brief(run__storage=str(tmp_path / "runs")))))
     python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     ran = subprocess.run(
         [str(python), "-S", "-m", "latent_sweep.run", str(sweep), "--local"],

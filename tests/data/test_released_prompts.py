@@ -67,6 +67,7 @@ def test_ids_of_cut_prompts_are_those_of_the_released_code(place):
     settings = settings_of(spec.name, truncation="official")
     tokenizer, rows = AutoTokenizer.from_pretrained(T5), load_examples(spec, task, split, settings)
     prompts = [prompt_parts(spec, task, row.input) for row in rows]
-    cut = {i: parts for i, parts in enumerate(prompts) if is_cut(parts, tokenizer, "t5", 512)}
+    long = {i: parts for i, parts in enumerate(prompts) if len("".join(parts)) > 512}
+    cut = {i: parts for i, parts in long.items() if is_cut(parts, tokenizer, "t5", 512)}
     actual = {str(i): encode_prompt(parts, tokenizer, "t5", 512, "official") for i, parts in cut.items()}
     assert {i: zlib.crc32(json.dumps(ids).encode()) for i, ids in actual.items()} == RELEASED[place]

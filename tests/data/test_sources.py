@@ -115,7 +115,7 @@ def test_class_labels_are_replaced_by_their_names(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"row 3: column `label`.*None"):
             read(tmp_path, source)
     write(tmp_path / "a.json", [{"text": "a", "label": 2}])
-    with pytest.raises(DataError, match=r"column `label` .*2.* 0 to 1"):
+    with pytest.raises(DataError, match=r"column `label` .*2"):
         read(tmp_path, {"train": "a.json", "test": "a.json", **MAPPED, "input": "{text}"})
 
 

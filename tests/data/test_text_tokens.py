@@ -165,7 +165,7 @@ def test_a_tokenizer_that_knows_every_byte_has_no_unknown_token() -> None:
 
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="the public data is not at hand")
-@pytest.mark.parametrize("name", ["superni", "long_sequence"])
+@pytest.mark.parametrize("name", ["superni", pytest.param("long_sequence", marks=pytest.mark.slow)])
 def test_no_published_row_spells_a_special_token(name: str) -> None:
     """So their ids are the tokenizer's own."""
     spec = load_benchmark(name)

@@ -86,7 +86,7 @@ def test_files_are_shared_out_over_archives_that_hold_them(tmp_path):
     assert sorted(names) == sorted(files)
     assert len(archives) == 2
 
-    with pytest.raises(ValueError, match=r"big: found 100,000 bytes"):
+    with pytest.raises(ValueError, match=r"big: .*100,000"):
         distribute({"big": 100_000}, 80_000)
 
 
@@ -104,5 +104,5 @@ def test_a_file_larger_than_an_archive_travels_in_pieces(tmp_path):
     assert b"".join(piece.read_bytes() for piece in pieces) == content
     assert not large.exists()
     assert split(pieces[0], 1000) == [pieces[0]]
-    with pytest.raises(ValueError, match="found 1,000 bytes"):
+    with pytest.raises(ValueError, match="1,000"):
         split(pieces[0], 99)

@@ -44,7 +44,13 @@ def changes(method, family):
         "search": {},
         "trial__method": group(method),
         "trial__backbone__name": family,
-        "trial__benchmark": {"name": "builtin", "tasks": TASKS, "train_per_task": 8, "test_per_task": 3},
+        "trial__benchmark": {
+            "name": "builtin",
+            "tasks": ["mood", "ticket", "date"],
+            "train_per_task": 8,
+            "test_per_task": 3,
+            "max_target_length": 6,
+        },
         "trial__training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},
         "trial__router": {"components": 2},
     }

@@ -52,6 +52,7 @@ def tiny(**changes: Any) -> dict[str, Any]:
 def brief(**changes: Any) -> dict[str, Any]:
     """Return changes for `tiny`: one trial of two tasks of two steps, with these."""
     benchmark = {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3}
+    benchmark["max_target_length"] = 6
     training = {"learning_rate": 0.1, "epochs": 1, "batch_size": 4}
     return {"trial__benchmark": benchmark, "trial__training": training, "search": {"seed": [0]}} | changes
 

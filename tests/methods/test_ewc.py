@@ -80,7 +80,8 @@ def test_fisher_is_measured_with_the_passes_of_training(training, expected, tmp_
 
     monkeypatch.setattr(ewc, "diagonal_fisher", fisher)
     content = changes("ewc", "tiny-llama")
-    content["trial__training"] |= training
+    content["trial__training"] |= {"epochs": 1, **training}
+    content["trial__benchmark"] |= {"tasks": ["mood"], "test_per_task": 1}
     runs = Runs(tmp_path)
     runs.run(runs.packs(**content))
     assert seen == {expected}

@@ -31,11 +31,8 @@ O_LORA = {"variant": "o_lora", "lambda_1": 0.5, "lambda_2": 0.1} | {k: v for k, 
 EVERYTHING = GPM | {"energy": "sigma2", "eps_0": 1 - 1e-9}
 """A memory that covers everything that a tiny task's prompts span."""
 PARTS = ("G1", "G2", "key")
-
-
-@pytest.fixture(params=[INF, O_LORA], ids=["inf_lora", "o_lora"])
-def variant(request):
-    return request.param
+ON_LLAMA = pytest.mark.parametrize("backbone", ["tiny-llama"], indirect=True)
+"""Gates read the embedding table, whatever the family."""
 
 
 @pytest.fixture
@@ -109,6 +106,7 @@ def test_prompts_are_pooled_over_their_own_or_the_longest_length():
 # --- closed for earlier prompts --------------------------------------------------------------------------------------
 
 
+@ON_LLAMA
 @pytest.mark.parametrize("key_design", ["svd", "random_project"])
 def test_a_new_gate_is_closed_for_earlier_prompts_and_stays_so(method_of, tmp_path, key_design):
     method = method_of(O_LORA, gpm=EVERYTHING, gate=GATE | {"key_design": key_design})
@@ -126,6 +124,7 @@ def test_a_new_gate_is_closed_for_earlier_prompts_and_stays_so(method_of, tmp_pa
     assert method.gates([snapshot], prompts_of(2)).mean() > 0.01, "it is open for its own"
 
 
+@ON_LLAMA
 def test_earlier_gates_answer_the_same_after_later_tasks(method_of, tmp_path):
     method = method_of()
     history = learned(method, tmp_path)
@@ -139,9 +138,9 @@ def test_earlier_gates_answer_the_same_after_later_tasks(method_of, tmp_path):
 # --- pairs behind gates ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("detach", ["flow", "detach"])
-def test_training_and_answering_use_the_same_model(method_of, backbone, bank, tmp_path, variant, detach):
-    method = method_of(variant, old_branch_grad=detach)
+@pytest.mark.parametrize(("variant", "grad"), [(INF, "detach"), (O_LORA, "flow")], ids=["inf_lora", "o_lora"])
+def test_training_and_answering_use_the_same_model(method_of, backbone, bank, tmp_path, variant, grad):
+    method = method_of(variant, old_branch_grad=grad)
     history = learned(method, tmp_path, tasks=2)
     snapshot, learner, _ = lesson(method, history, tmp_path)
     rows = random_rows(5, seed=9)
@@ -170,6 +169,8 @@ def test_with_only_the_new_pair_active_earlier_gates_have_no_effect(method_of, b
         assert_same_to_rounding(logits, label_logits(backbone, batch), PASS)
 
 
+@ON_LLAMA
+@pytest.mark.parametrize("variant", [INF, O_LORA], ids=["inf_lora", "o_lora"])
 def test_errors_name_the_task_and_the_setting(method_of, tmp_path, variant):
     method = method_of(variant)
     with pytest.raises(DataError, match="task task"):
@@ -185,6 +186,7 @@ def test_errors_name_the_task_and_the_setting(method_of, tmp_path, variant):
 # --- as released -----------------------------------------------------------------------------------------------------
 
 
+@ON_LLAMA
 @pytest.mark.parametrize(
     ("chunks", "key_design"), [(1, "svd"), (4, "svd"), (4, "random_project"), (4, "svd_then_random")]
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.sweeps import brief
 from helpers.tiny import bank_of, learns, task_data
 
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
@@ -94,7 +95,7 @@ def test_training_settings_are_part_of_every_lineage(runs, axis):
 
 @pytest.mark.parametrize(("weight", "warned"), [(1e-5, False), (1e5, True)], ids=["small", "large"])
 def test_a_penalty_that_dominates_the_loss_is_logged(runs, caplog, weight, warned):
-    runs.run(runs.packs(trial__method__ortho_lambda=weight, trial__training__epochs=1, search={}))
+    runs.run(runs.packs(**brief(trial__method__ortho_lambda=weight)))
     assert ("task ticket ends with ortho_penalty" in caplog.text) == warned, caplog.text
     assert "task mood" not in caplog.text, "the first task has no penalty"
 

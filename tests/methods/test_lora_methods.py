@@ -212,7 +212,7 @@ def test_dropout_is_off_during_validation(backbone, bank, method_of):
 # --- O-LoRA ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("backbone", "dropout"), [("tiny-llama", 0.2), ("tiny-t5", 0.0)], indirect=["backbone"])
 def test_without_its_penalties_o_lora_equals_inc_lora(backbone, method_of, train, dropout):
     history, ends = snapshots(backbone, 2), []
     for name, settings in (("inc_lora", {}), ("o_lora", {"lambda_1": 0.0, "lambda_2": 0.0})):

@@ -51,7 +51,7 @@ def test_every_method_with_pairs_masks_rows_from_the_second_task_on(at_work, nam
 
 @pytest.mark.parametrize("name", sorted(set(WITH_PAIRS) - set(MASKED)))
 def test_methods_without_a_second_pair_refuse_it_while_planning(at_work, name):
-    with pytest.raises(ConfigError, match=r"method\.migu: found 0\.5"):
+    with pytest.raises(ConfigError, match=r"method\.migu: .*0\.5"):
         at_work(name, migu=0.5)
 
 
@@ -66,7 +66,7 @@ def test_learners_with_hooks_of_their_own_refuse_it_at_the_first_task(at_work, m
 
     setattr(Hooked, member, lambda self, *_: None)
     context = at_work("inc_lora").context
-    with pytest.raises(ConfigError, match=r"method\.migu: found 0\.5"):
+    with pytest.raises(ConfigError, match=r"method\.migu: .*0\.5"):
         begin(Method(IncLoraSettings(migu=0.5), context))
     begin(Method(IncLoraSettings(), context))
 

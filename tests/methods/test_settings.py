@@ -31,8 +31,7 @@ def planned(name, backbone="tiny-llama", benchmark="superni", **settings):
 
 # --- identities ------------------------------------------------------------------------------------------------------
 
-LATENT = {"rank": 8, "alpha": 32.0, "ortho_lambda": 0.1}
-NORMALIZED = LATENT | {"ortho": {"normalise": "spectral"}}
+NORMALIZED = {"rank": 8, "alpha": 32.0, "ortho_lambda": 0.1, "ortho": {"normalise": "spectral"}}
 CHANGES = [
     # values and bases that the conformance tests do not try
     ("ewc", {}, {"ewc_lambda": 0.0}),
@@ -58,25 +57,6 @@ CHANGES = [
     ("moe_lora", MOE, {"experts": 1}),
     ("gain_lora", GATED_O, {"lambda_1": 0.0}),
     ("gain_lora", GATED_O, {"gate": GATE | {"key_design": "random_project"}}),
-    *(
-        ("latent_lora", LATENT, change)
-        for change in (
-            {"scale": "none"},
-            {"scale": 0.25},
-            {"sigma_side": "none"},
-            {"ortho_lambda": 0.0},
-            {"ortho": {"include_scale": True}},
-            {"ortho": {"reduce": "mean"}},
-            {"ortho": {"norm": "spectral"}},
-            {"ortho": {"normalise": "spectral"}},
-            {"R_init": "zero"},
-            {"R_init": "prev"},
-            {"R_init": "zero", "R_std": 1e-3},
-            {"train_active": "sum"},
-            {"dropout": 0.2},
-            {"svd": "randomized"},
-        )
-    ),
     ("latent_lora", NORMALIZED, {"ortho": {"normalise": "spectral", "include_scale": True}}),
 ]
 
@@ -227,7 +207,7 @@ def test_only_methods_released_twice_have_the_later_preset(name):
 
 
 def test_the_later_preset_of_o_lora_is_for_llama_only():
-    with pytest.raises(ConfigError, match=r"method\.preset: found 'official-2025-11'"):
+    with pytest.raises(ConfigError, match=r"method\.preset: .*'official-2025-11'"):
         planned("o_lora", backbone="t5-large", preset="official-2025-11")
 
 

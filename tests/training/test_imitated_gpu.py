@@ -53,8 +53,10 @@ def content(method: str, family: str) -> dict[str, Any]:
 
 
 LLAMA, T5 = FAMILIES
-QUICK = ("latent_lora", "lfpt5", "lwf")
-"""Methods that the default tests run on T5, too: the prompt, the teacher, the latent adapter."""
+QUICK = ("lfpt5",)
+"""A method that the default tests run on T5, too, with a prompt and a teacher."""
+ON_T5 = (*EACH_DEMAND, "sapt", "moe_lora", "l2p")
+"""Methods that use a backbone as no other one does."""
 
 
 def method_and_family(method: str, family: str) -> Any:
@@ -63,7 +65,10 @@ def method_and_family(method: str, family: str) -> Any:
     return pytest.param(method, family, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("method", "family"), [method_and_family(m, f) for f in FAMILIES for m in (*METHODS, "migu")])
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [*(method_and_family(m, LLAMA) for m in (*METHODS, "migu")), *(method_and_family(m, T5) for m in ON_T5)],
+)
 def test_every_method_runs_on_it(method, family, tmp_path, tokens, monkeypatch):
     """Train, interrupt after a checkpoint, resume, and answer."""
     marks: dict[str, Record] = {}
@@ -110,15 +115,17 @@ def check(step: Record) -> None:
 
 # --- steady steps ----------------------------------------------------------------------------------------------------
 
+T5_SLOW = pytest.mark.parametrize("family", [LLAMA, pytest.param(T5, marks=pytest.mark.slow)])
+
 
 @pytest.mark.parametrize("method", ["latent_lora", "seq_lora", "o_lora"])
-@pytest.mark.parametrize("family", FAMILIES)
+@T5_SLOW
 def test_a_pack_waits_no_more_often_than_one(family, method, tmp_path):
     with workshop(load_tiny(family), tmp_path) as here:
         check(here.step(method, members=8, kind="prefix"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@T5_SLOW
 def test_settings_make_no_difference_and_answers_are_checked_every_few_tokens(family, tmp_path):
     with workshop(load_tiny(family), tmp_path) as here:
         check(here.step("seq_lora", 2, optimizer="adafactor"))

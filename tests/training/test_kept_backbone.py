@@ -39,9 +39,8 @@ def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_packs_with_one_backbone_load_it_once(tmp_path, loaded, checkpointing):
-    runs, recompute = Runs(tmp_path), {"trial__training__gradient_checkpointing": checkpointing}
+def test_packs_with_one_backbone_load_it_once(tmp_path, loaded):
+    runs, recompute = Runs(tmp_path), {"trial__training__gradient_checkpointing": True}
     first, second = runs.packs(**brief(**recompute, search={"seed": [0, 1]}))
     runs.run([first])
     (reference,) = loaded
@@ -87,13 +86,13 @@ def test_memory_is_freed_before_the_next_backbone_is_loaded(tmp_path, loaded, mo
 
 def test_after_a_failure_the_backbone_is_reloaded(tmp_path, loaded, monkeypatch):
     def broken(*arguments):
-        raise RuntimeError("something of the device")
+        raise ZeroDivisionError
 
     runs = Runs(tmp_path)
     first, second = runs.packs(**brief(search={"seed": [0, 1]}))
     with monkeypatch.context() as patched:
         patched.setattr(training, "_gradients", broken)
-        with pytest.raises(RuntimeError, match="of the device"):
+        with pytest.raises(ZeroDivisionError):
             runs.run([first])
     runs.run([second])
     assert len(loaded) == 2

@@ -261,40 +261,38 @@ def test_the_number_of_steps(rows, settings, steps):
 # --- resuming -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut_at", [1, 4, 5])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"dropout": 0.2, "validation": HELD_OUT, "select": "best_validation", "warmup_steps": 6}],
     ids=["plain", "dropout, validation and warm-up"],
 )
 @pytest.mark.one_machine
-def test_a_resumed_task_ends_with_the_same_bits(train, settings, cut_at):
-    check_cut(train, settings, cut_at)
+def test_a_resumed_task_ends_with_the_same_bits(train, settings):
+    check_cuts(train, settings, 1, 4, 5)
 
 
 @pytest.mark.one_machine
 @pytest.mark.parametrize("backbone", ["tiny-t5"], indirect=True)
-@pytest.mark.parametrize("cut_at", [1, 5])
-def test_a_resumed_task_with_backbone_dropout_ends_with_the_same_bits(train, cut_at):
+def test_a_resumed_task_with_backbone_dropout_ends_with_the_same_bits(train):
     settings = {"validation": HELD_OUT, "select": "best_validation", "micro_batch_size": 3}
-    check_cut(train, {"backbone_dropout": 0.2, **settings}, cut_at)
+    check_cuts(train, {"backbone_dropout": 0.2, **settings}, 1, 5)
 
 
-def check_cut(train, settings, cut_at):
+def check_cuts(train, settings, *cuts):
     whole, summary, losses = train(name="whole", checkpoint_every=2, **settings)
     assert len(losses) == 9
+    for cut_at in cuts:
 
-    def cut(step):
-        if step == cut_at:
-            raise Cut
+        def cut(step, cut_at=cut_at):
+            if step == cut_at:
+                raise Cut
 
-    with pytest.raises(Cut):
-        train(name="cut", checkpoint_every=2, on_step=cut, **settings)
-    resumed, summary_again, losses_again = train(name="cut", checkpoint_every=2, **settings)
-    done = cut_at - cut_at % 2
-    assert losses_again == losses[done:]
-    assert torch.equal(resumed.R, whole.R)
-    assert summary_again == summary
+        with pytest.raises(Cut):
+            train(name=f"cut {cut_at}", checkpoint_every=2, on_step=cut, **settings)
+        resumed, summary_again, losses_again = train(name=f"cut {cut_at}", checkpoint_every=2, **settings)
+        assert losses_again == losses[cut_at - cut_at % 2 :]
+        assert torch.equal(resumed.R, whole.R)
+        assert summary_again == summary
 
 
 # --- best on validation ----------------------------------------------------------------------------------------------

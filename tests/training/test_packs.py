@@ -110,8 +110,8 @@ ON_LLAMA = pytest.mark.parametrize("backbone", ["tiny-llama"], indirect=True)
         pytest.param("tiny-llama", "latent_lora", LATENT, id="latent"),
         pytest.param("tiny-llama", "seq_lora", LORA, id="lora"),
         pytest.param("tiny-llama", "latent_lora", LAMBDAS, id="lambdas"),
-        pytest.param("tiny-llama", "seq_lora", SAME, id="alike"),
-        pytest.param("tiny-t5", "latent_lora", LATENT, id="latent, T5"),
+        pytest.param("tiny-llama", "seq_lora", SAME, id="alike", marks=pytest.mark.slow),
+        pytest.param("tiny-t5", "latent_lora", LATENT, id="latent, T5", marks=pytest.mark.slow),
         pytest.param("tiny-t5", "seq_lora", SAME, id="alike, T5"),
     ],
     indirect=["backbone"],
@@ -234,6 +234,8 @@ def test_the_optimizer_frees_the_memory_of_runs_that_have_ended(trainings, backb
     kept = []
 
     def look(step, steps, losses):
+        if step not in (1, steps):
+            return
         gc.collect()
         alive = (value for value in gc.get_objects() if isinstance(value, torch.Tensor))
         rows = {t.untyped_storage().data_ptr(): len(t) for t in alive if t.dim() == 2 and t.shape[1] == size}
@@ -246,24 +248,24 @@ def test_the_optimizer_frees_the_memory_of_runs_that_have_ended(trainings, backb
 
 @ON_LLAMA
 @pytest.mark.one_machine
-@pytest.mark.parametrize(("every", "cut_at"), [(2, 3), (2, 5), (5, 9), (5, 13)])
-def test_a_pack_resumed_after_the_end_of_a_run_ends_with_the_same_bits(trainings, backbone, bank, every, cut_at):
+def test_a_pack_resumed_after_the_end_of_a_run_ends_with_the_same_bits(trainings, backbone, bank):
     """The runs in a pack determine the padding, and so rounding."""
     whole = one_after_another(trainings("seq_lora", "whole"))
     summaries = train_pack(whole, Engine(backbone=backbone), bank)
-    interrupt(one_after_another(trainings("seq_lora", "cut"), every), cut_at, backbone, bank)
-    resumed, steps = one_after_another(trainings("seq_lora", "cut"), every), []
-    resumed[0] = dataclasses.replace(resumed[0], on_step=lambda step, *of: steps.append(step))
-    again = train_pack(resumed, Engine(backbone=backbone), bank)
-    assert again == summaries
-    assert steps == ([] if cut_at > 4 else [3, 4])
-    assert_same_bits(whole, resumed)
+    for every, cut_at in ((2, 3), (2, 5), (5, 13)):
+        name, steps = f"cut {cut_at}", []
+        interrupt(one_after_another(trainings("seq_lora", name), every), cut_at, backbone, bank)
+        resumed = one_after_another(trainings("seq_lora", name), every)
+        resumed[0] = dataclasses.replace(resumed[0], on_step=lambda step, *of, steps=steps: steps.append(step))
+        again = train_pack(resumed, Engine(backbone=backbone), bank)
+        assert again == summaries
+        assert steps == ([] if cut_at > 4 else [3, 4])
+        assert_same_bits(whole, resumed)
 
 
 @ON_LLAMA
 @pytest.mark.one_machine
-@pytest.mark.parametrize("cut_at", [4, 7])
-def test_a_failed_run_is_not_retried_by_a_resumed_pack(trainings, backbone, bank, cut_at):
+def test_a_failed_run_is_not_retried_by_a_resumed_pack(trainings, backbone, bank):
     """Otherwise the padding of the others would change. Once its error is returned, it may be retried."""
 
     def made(name):
@@ -276,16 +278,18 @@ def test_a_failed_run_is_not_retried_by_a_resumed_pack(trainings, backbone, bank
         for parameter in learner.parameters().values():
             parameter.data.fill_(3e38)
 
-    whole, resumed = made("whole"), made("cut")
+    whole = made("whole")
     expected = train_pack(whole, Engine(backbone=backbone), bank)
-    interrupt(made("cut"), cut_at, backbone, bank)
-    assert (resumed[1].checkpoint.load() is not None) == (cut_at > 4)
-    actual = train_pack(resumed, Engine(backbone=backbone), bank)
-    assert [type(one) for one in actual] == [type(one) for one in expected]
-    assert isinstance(actual[1], NonFiniteLoss) and str(actual[1]) == str(expected[1])
-    assert resumed[1].checkpoint.load() is None
-    others = ([each[i] for i in (0, 2, 3)] for each in (whole, resumed))
-    assert_same_bits(*others)
+    for cut_at in (4, 7):
+        name = f"cut {cut_at}"
+        interrupt(made(name), cut_at, backbone, bank)
+        resumed = made(name)
+        assert (resumed[1].checkpoint.load() is not None) == (cut_at > 4)
+        actual = train_pack(resumed, Engine(backbone=backbone), bank)
+        assert [type(one) for one in actual] == [type(one) for one in expected]
+        assert isinstance(actual[1], NonFiniteLoss) and str(actual[1]) == str(expected[1])
+        assert resumed[1].checkpoint.load() is None
+        assert_same_bits(*([each[i] for i in (0, 2, 3)] for each in (whole, resumed)))
 
 
 # --- whole packs -----------------------------------------------------------------------------------------------------

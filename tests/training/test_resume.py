@@ -84,7 +84,7 @@ def test_a_truncated_journal_line_and_checkpoint_are_no_obstacle(tmp_path, kille
     assert main(["run", write(tmp_path, CHECKPOINTED), "--local"]) == 0
     assert_resumed(tmp_path, uninterrupted)
     assert steps_taken[0] == (1, 1)
-    assert "the task restarts from its first step" in caplog.text
+    assert checkpoint.name.partition(".")[0] in caplog.text
 
 
 class Killed(BaseException):

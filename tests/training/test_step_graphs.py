@@ -137,14 +137,15 @@ def compare(trainers, train, train_eagerly, method, members, **settings):
 
 
 @pytest.mark.parametrize(
-    ("method", "members"),
+    ("backbone", "method", "members"),
     [
-        pytest.param(method, members, marks=() if (method, members) in SHORT else pytest.mark.slow)
+        pytest.param(family, method, members, marks=() if (method, members) in SHORT else pytest.mark.slow)
         for SHORT in [{("latent_lora", 1), ("latent_lora", 2), ("sd_lora", 2), ("tasl", 1)}]
         for method in METHODS
-        for members in (1, 2)
+        for family, members in (("tiny-t5", 1), ("tiny-llama", 2))
         if method not in EAGER
     ],
+    indirect=["backbone"],
 )
 def test_replayed_steps_end_with_the_bits_of_eager_ones(trainers, train, train_eagerly, method, members):
     used = compare(trainers, train, train_eagerly, method, members, max_steps=16)
@@ -152,7 +153,10 @@ def test_replayed_steps_end_with_the_bits_of_eager_ones(trainers, train, train_e
 
 
 @pytest.mark.parametrize("backbone", ["tiny-t5"], indirect=True)
-@pytest.mark.parametrize("method", ["lwf", "l2p", "a_gem", "gain_lora", "sapt"])
+@pytest.mark.parametrize(
+    "method",
+    ["lwf", "gain_lora", *(pytest.param(method, marks=pytest.mark.slow) for method in ("l2p", "a_gem", "sapt"))],
+)
 def test_other_methods_are_not_recorded_and_not_rounded(trainers, train, backbone, method):
     made, others, used = trainers(method), trainers(method), Graphs()
     assert [outcome.graph_steps for outcome in train(made, used)] == [None]
@@ -467,7 +471,7 @@ def test_a_sweep_says_how_its_steps_were_taken(case, runs):
     if case == "refused":
         used.make = lambda: Failing(refused)
     content = changes("seq_lora", "tiny-t5")
-    content["trial__benchmark"] |= {"tasks": ["mood", "past"], "test_per_task": 1}
+    content["trial__benchmark"] |= {"tasks": ["mood", "date"], "test_per_task": 1}
     content["trial__training"] |= {"epochs": 6}
     (pack,) = runs.packs(**content)
     forget_backbone()

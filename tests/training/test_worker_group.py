@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from helpers.group_of_processes import ZERO_3, group_of
-from helpers.methods import changes
+from helpers.methods import EACH_DEMAND, changes
 from helpers.sweeps import tiny
 from helpers.tiny import FAMILIES, Runs
 from safetensors.torch import load_file
@@ -26,11 +26,10 @@ ENGINES = {"zero-2": ZERO_2, "zero-3": ZERO_3, "torch": {"name": "torch"}}
 LLAMA, T5 = FAMILIES
 CASES = [
     *((method, LLAMA, "zero-3") for method in METHODS),
-    *((method, T5, "zero-2") for method in METHODS),
+    *((method, T5, "zero-2") for method in (*EACH_DEMAND, "migu")),
     ("latent_lora", T5, "zero-3"),
-    ("migu", T5, "zero-2"),
     ("latent_lora", LLAMA, "torch"),
-    *(("seq_lora", f"tiny-{name}", "zero-3") for name in ("flan-t5", "umt5", "gemma3", "qwen3", "mistral")),
+    *(("seq_lora", f"tiny-{name}", "zero-3") for name in ("flan-t5", "gemma3", "qwen3")),
 ]
 
 
@@ -69,6 +68,7 @@ def test_a_group_of_one_sends_nothing():
 def gentle(method, family):
     """Return settings with little rounding; the last batch has fewer rows than there are workers."""
     content = changes(method, family)
+    content["trial__benchmark"] |= {"tasks": ["mood", "date"]}
     return content | {"trial__training": {**content["trial__training"], "learning_rate": 0.01, "batch_size": 7}}
 
 
@@ -116,7 +116,7 @@ def test_every_method_ends_with_two_workers_as_with_one(of_one, ask_two, tmp_pat
 def test_losses_equal_those_of_one_worker_at_every_step(ask_two, tmp_path):
     engines = {f"zero-{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(3)}
     engines |= {"zero-3": ZERO_3, "torch": {"name": "torch"}}
-    training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
+    training = {"learning_rate": 0.01, "epochs": 2, "batch_size": 4}
     losses, scores = {}, {}
     with group_of(1, tmp_path) as ask_one:
         for family, name, (size, ask) in itertools.product(FAMILIES, engines, ((1, ask_one), (2, ask_two))):
@@ -128,7 +128,7 @@ def test_losses_equal_those_of_one_worker_at_every_step(ask_two, tmp_path):
             scores[family, name, size] = json.loads(path.read_text())
     for case in losses:
         expected = losses[case[0], "torch", 1]
-        assert len(expected) == 32
+        assert len(expected) == 16
         differences = [abs(a[term] - b[term]) for a, b in zip(losses[case], expected, strict=True) for term in a]
         # another gradient parts from the second step on; rounding grows later, since AdamW steps as far for a gradient
         # that is nothing but rounding as for the largest one
@@ -165,10 +165,10 @@ def test_ignored_deepspeed_settings_are_rejected(config, path):
 
 
 @pytest.mark.parametrize(
-    ("run", "words"),
+    ("run", "value"),
     [
-        ({"resources": {"workers": 2, "gpus": 0.5}}, "give each its own"),
-        ({"engine": {"zero_stage": 2}}, "run.engine: zero_stage: .*name: deepspeed"),
+        ({"resources": {"workers": 2, "gpus": 0.5}}, r"gpus = 0\.5"),
+        ({"engine": {"zero_stage": 2}}, "run.engine: zero_stage: "),
         ({"engine": {"name": "deepspeed", "zero_stage": 2, "offload": "cpu"}}, "run.engine: offload: "),
         ({"engine": {"name": "deepspeed", "zero_stage": 0, "gather": "never"}}, "run.engine: gather: "),
         ({"engine": {"name": "deepspeed", "zero_stage": 1, "config": {"comms_logger": {}}}}, "run.engine: config: "),
@@ -176,6 +176,6 @@ def test_ignored_deepspeed_settings_are_rejected(config, path):
         ({"engine": {"name": "megatron"}}, "run.engine.*megatron"),
     ],
 )
-def test_impossible_engines_are_rejected(run, words):
-    with pytest.raises(ConfigError, match=words):
+def test_impossible_engines_are_rejected(run, value):
+    with pytest.raises(ConfigError, match=value):
         parse_sweep(tiny(**{f"run__{name}": value for name, value in run.items()}), "test")
