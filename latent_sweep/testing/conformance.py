@@ -32,7 +32,7 @@ from latent_sweep.training.engine import Engine
 from latent_sweep.training.events import StageDone, Step
 
 FAMILIES = ("tiny-llama", "tiny-t5")
-TASKS = ("mood", "ticket", "date")
+TASKS = ("mood", "date", "ticket")
 
 Moment = tuple[str, int, int | None]
 """The activity, the task's position, and the step."""

@@ -46,7 +46,7 @@ def changes(method, family):
         "trial__backbone__name": family,
         "trial__benchmark": {
             "name": "builtin",
-            "tasks": ["mood", "ticket", "date"],
+            "tasks": ["mood", "date", "ticket"],
             "train_per_task": 8,
             "test_per_task": 3,
             "max_target_length": 6,

@@ -87,18 +87,6 @@ def test_fisher_is_measured_with_the_passes_of_training(training, expected, tmp_
     assert seen == {expected}
 
 
-def test_fisher_is_the_mean_of_squared_row_gradients(backbone, bank, tmp_path):
-    pair, rows = random_pair(backbone), random_rows(11, seed=3)
-    gradients = row_gradients(backbone, bank, pair, rows, 2.0)
-    actual = diagonal_fisher(pair, outputs_of(backbone.targets), 2.0, rows, MethodContext(backbone, bank, tmp_path, 4))
-    for F, of_rows in zip(actual, zip(*gradients, strict=True), strict=True):
-        stacked = torch.stack(of_rows).double()
-        expected = stacked.square().mean(0)
-        assert F.double().allclose(expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
-        of_the_batch = stacked.mean(0).square()
-        assert not F.double().allclose(of_the_batch, rtol=0.1), "which is not the squared gradient of the batch"
-
-
 def test_fisher_is_measured_on_a_random_sample(backbone, bank, tmp_path):
     rows = random_rows(9)
 

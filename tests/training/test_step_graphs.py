@@ -168,10 +168,9 @@ def test_other_methods_are_not_recorded_and_not_rounded(trainers, train, backbon
 @pytest.mark.parametrize(
     "settings",
     [
-        {"micro_batch_size": 3},
-        {"gradient_clip": 1e-3, "weight_decay": 0.1},
-        {"adam_eps": "before_correction", "warmup_steps": 9, "gradient_clip": None},
-        {"loss_reduce": "sequence_mean", "group_by_length": False},
+        {"micro_batch_size": 3, "gradient_clip": 1e-3, "weight_decay": 0.1},
+        {"adam_eps": "before_correction", "warmup_steps": 9, "gradient_clip": None}
+        | {"loss_reduce": "sequence_mean", "group_by_length": False},
     ],
     ids=lambda settings: next(iter(settings)),
 )
