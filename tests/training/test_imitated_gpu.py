@@ -53,16 +53,15 @@ def content(method: str, family: str) -> dict[str, Any]:
 
 
 LLAMA, T5 = FAMILIES
-QUICK = ("lfpt5",)
-"""A method that the default tests run on T5, too, with a prompt and a teacher."""
+QUICK = {LLAMA: ("latent_lora", "gain_lora", "ewc", "tasl"), T5: ("lfpt5",)}
+"""Methods of the default tests: adapters, gates and statistics of inputs and gradients; a prompt and a teacher."""
 ON_T5 = (*EACH_DEMAND, "sapt", "moe_lora", "l2p")
 """Methods that use a backbone as no other one does."""
 
 
 def method_and_family(method: str, family: str) -> Any:
     """Return the parameters of a test, which is slow for methods that use a backbone as others do."""
-    quick = method in (EACH_DEMAND if family == LLAMA else QUICK)
-    return pytest.param(method, family, marks=() if quick else pytest.mark.slow)
+    return pytest.param(method, family, marks=() if method in QUICK[family] else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
