@@ -591,7 +591,7 @@ def test_router_rejects_invalid_input() -> None:
         (" 4 ", lambda: fit_gmm(broken, settings, seed=0)),
         (" 4 ", lambda: scatter_of(broken)),
         (r"router\.components", lambda: fit_gmm(TASKS[0][:2], settings, seed=0)),
-        ("", lambda: GaussianRouter(settings).fit([], np.eye(D))),
+        (None, lambda: GaussianRouter(settings).fit([], np.eye(D))),
         (r"widths \[5, 6\]", lambda: GaussianRouter(settings).fit([gmm], np.eye(D - 1))),
         ("width 5", lambda: total.add("b", scatter_of(TASKS[1][:, :5]))),
         (r"cov\.ddof: tasks", lambda: covariance_of(records_of([TASKS[0][:1]], one), one)),
