@@ -124,10 +124,17 @@ def t5():
     return load_tiny("tiny-t5")
 
 
+@pytest.fixture(scope="session")
+def flan_t5():
+    from helpers.tiny import load_tiny
+
+    return load_tiny("flan-t5-small")
+
+
 @pytest.fixture(params=["tiny-llama", "tiny-t5"])
-def backbone(request, llama, t5):
+def backbone(request):
     """Both families; shared by all tests, so none may change its weights."""
-    return {"tiny-llama": llama, "tiny-t5": t5}[request.param]
+    return request.getfixturevalue({"tiny-llama": "llama", "tiny-t5": "t5"}.get(request.param, "flan_t5"))
 
 
 @pytest.fixture

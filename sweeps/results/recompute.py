@@ -3,176 +3,46 @@
     python sweeps/results/recompute.py
 
 Every answer is scored again (exact match, and Rouge-L by rouge-score), and AP, LA, FM, their means, standard
-deviations and differences are computed from these scores alone. Only the router's NLL, ECE and novelty AUROC are taken
-from the journals, since answers do not determine them. Prints the cells that disagree and exits with 1 if there are
-any. Needs numpy and rouge-score.
+deviations and differences are computed from these scores alone; general ability from the losses and log-likelihoods
+stored of every chunk and choice. Only the router's NLL, ECE and novelty AUROC are taken from the journals, since
+answers do not determine them. Prints the cells that disagree and exits with 1 if there are any. Needs numpy and
+rouge-score.
+
+A page whose table has a configuration per row is one line in `cells`: see `configurations`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import string
 import sys
-import tarfile
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from rouge_score.rouge_scorer import RougeScorer
+from archived import MEASURES, SAMPLING, Pairs, Trial, interval, performance, trials
 
-ARCHIVES = Path(__file__).resolve().parent
-PAGES = ARCHIVES.parents[1] / "docs" / "experiments"
-
-# --- scores of answers -----------------------------------------------------------------------------------------------
-
-ROUGE = RougeScorer(["rougeL"], use_stemmer=True)
-PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def plain(text: str) -> str:
-    return " ".join(text.lower().translate(PUNCTUATION).split()) or text
-
-
-@cache
-def score(metric: str, prediction: str, references: tuple[str, ...]) -> float:
-    """Score one answer against its references, of which the best counts."""
-    answer, *accepted = (unicodedata.normalize("NFC", text).strip() for text in (prediction, *references))
-    if not answer:
-        return float("" in accepted)
-    if metric == "accuracy":
-        return float(plain(answer) in map(plain, accepted))
-    assert metric == "rouge_l", metric
-    return max(ROUGE.score(reference, answer)["rougeL"].fmeasure for reference in accepted)
-
-
-# --- trials ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The scores of a trial's answers: one array of rows per stage and task, in percent."""
-
-    values: Mapping[str, Any]
-    trained: int
-    stages: list[list[np.ndarray]]
-    routed: float
-    """Share of test examples whose largest weight is that of their own task, after the last task, in percent."""
-    journal: Mapping[str, float]
-    """What the journal says of the last stage."""
-    novelty: float
-    """Mean over the stages before the last, in percent."""
-
-    @property
-    def matrix(self) -> list[list[float]]:
-        return [[float(rows.mean()) for rows in stage] for stage in self.stages]
-
-
-def jsonl(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def read_trial(folder: Path) -> Trial:
-    records = [record for record in jsonl(folder / "journal.jsonl") if record["event"] == "stage"]
-    tasks = [record["task"] for record in records]
-    last = {task: jsonl(folder / "predictions" / f"{task}.jsonl") for task in tasks}
-    scores = {task: np.full(len(rows), np.nan) for task, rows in last.items()}
-    stages = []
-    for seen, record in enumerate(records, start=1):
-        # a file has the answers that differ from those of the stage before
-        for row in jsonl(folder / "answers" / f"{seen}.jsonl"):
-            task, references = row["task"], tuple(last[row["task"]][row["row"]]["references"])
-            scores[task][row["row"]] = 100 * score(record["scored_by"][task], row["prediction"], references)
-        stages.append([scores[task].copy() for task in tasks[:seen]])
-    right = [
-        max(row.get("weights") or {"-1": 0.0}, key=lambda name: row["weights"][name]) == str(position)
-        for position, task in enumerate(tasks)
-        for row in last[task]
-        if row.get("weights")
-    ]
-    novelty = [r["metrics"]["router_novelty_auroc"] for r in records if "router_novelty_auroc" in r["metrics"]]
-    return Trial(
-        json.loads((folder / "result.json").read_text())["values"],
-        records[0].get("trainable_parameters", 0),
-        stages,
-        100 * float(np.mean(right)) if right else np.nan,
-        records[-1]["metrics"],
-        100 * float(np.mean(novelty)) if novelty else np.nan,
-    )
-
-
-@cache
-def trials(name: str) -> list[Trial]:
-    """Read every trial of a sweep from the archive that holds it."""
-    archive = name.removesuffix("-tuning")
-    with TemporaryDirectory() as folder, tarfile.open(ARCHIVES / f"{archive}.tar.xz") as file:
-        file.extractall(folder)
-        return [read_trial(path) for path in sorted(Path(folder, name, "trials").iterdir())]
-
-
-# --- measures --------------------------------------------------------------------------------------------------------
-
-
-def performance(matrix: list[list[float]]) -> float:
-    """Average performance: the mean of the last stage's scores."""
-    return float(np.mean(matrix[-1]))
-
-
-def learning(matrix: list[list[float]]) -> float:
-    """Learning accuracy: the mean of every task's score when it was new."""
-    return float(np.mean([stage[-1] for stage in matrix]))
-
-
-def forgetting(matrix: list[list[float]]) -> float:
-    """Mean over all tasks but the last of the best score, the last included, minus the last."""
-    if len(matrix) == 1:
-        return 0.0
-    earlier = range(len(matrix) - 1)
-    return float(np.mean([max(stage[task] for stage in matrix[task:]) - matrix[-1][task] for task in earlier]))
-
-
-MEASURES: Mapping[str, Callable[[list[list[float]]], float]] = {
-    "AP": performance,
-    "LA": learning,
-    "FM": forgetting,
-}
-
-
-def interval(pairs: list[tuple[Trial, Trial]], measure: Callable[[list[list[float]]], float]) -> tuple[float, float]:
-    """Return the 95 % interval of a difference: pairs and test examples are drawn 2,000 times with replacement."""
-    draw, differences = np.random.default_rng(0), []
-    counts = [len(rows) for rows in pairs[0][0].stages[-1]]
-    for _ in range(2000):
-        chosen = [draw.integers(count, size=count) for count in counts]
-        own = [pairs[i] for i in draw.integers(len(pairs), size=len(pairs))]
-        values = [
-            measure(
-                [[float(rows[at].mean()) for rows, at in zip(stage, chosen, strict=False)] for stage in trial.stages]
-            )
-            for pair in own
-            for trial in pair
-        ]
-        differences.append(np.mean(values[0::2]) - np.mean(values[1::2]))
-    low, high = np.percentile(differences, [2.5, 97.5])
-    return float(low), float(high)
-
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "experiments"
 
 # --- configurations, as the pages name them --------------------------------------------------------------------------
 
 ALONE = {"method.train_active": "current"}
+BEHIND = {"router.combine": "soft"}
+ABSTAINING = {"router.abstain": 0.99}
 SUMMED = {"method.train_active": "sum", "router.combine": "sum"}
 
 CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "latent_lora behind the router": {"method.name": "latent_lora"},
     "latent_lora, trained and answering as a sum": {"method.name": "latent_lora", **SUMMED},
+    "latent_lora behind the router, abstaining": {"method.name": "latent_lora", **ABSTAINING},
     "inc_lora, oracle": {"method.name": "inc_lora", **ALONE, "router.combine": "oracle"},
-    "inc_lora behind the router": {"method.name": "inc_lora", **ALONE, "router.combine": "soft"},
+    "inc_lora behind the router": {"method.name": "inc_lora", **ALONE, **BEHIND},
+    "inc_lora behind the router, abstaining": {"method.name": "inc_lora", **ALONE, **BEHIND, **ABSTAINING},
+    "prog_prompt, oracle": {"method.name": "prog_prompt"},
+    "untouched": {"method.name": "zero_shot"},
     "ewc (lambda 100)": {"method.name": "ewc", "method.ewc_lambda": 100.0},
+    "ewc (lambda 10,000)": {"method.name": "ewc", "method.ewc_lambda": 1e4},
     "lwf (alpha 0.5)": {"method.name": "lwf", "method.alpha_kd": 0.5},
     "lfpt5": {"method.name": "lfpt5", "method.prompt_length": 50},
 }
@@ -192,15 +62,19 @@ def configuration(label: str) -> dict[str, Any]:
 
 
 def chosen(sweep: str, values: Mapping[str, Any], **axes: Any) -> list[Trial]:
-    """Return the trials with exactly these values, by seed; `axes` are compared where given."""
-    found = [
-        trial
-        for trial in trials(sweep)
-        if {key: value for key, value in trial.values.items() if key not in AXES} == values
-        and all(trial.values.get(f"training.{key}") == value for key, value in axes.items())
-    ]
-    assert found, f"{sweep} has no trial with {values} {axes}"
-    return sorted(found, key=lambda trial: trial.values.get("seed", 0))
+    """Return the trials with these values and the fewest others, by seed; `axes` are compared where given."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials(sweep):
+        own = {key: value for key, value in trial.values.items() if key not in AXES}
+        asked = all(trial.values.get(f"training.{key}") == value for key, value in axes.items())
+        if asked and values.items() <= own.items():
+            groups.setdefault(json.dumps(own, sort_keys=True), []).append(trial)
+    fewest = min((len(json.loads(own)) for own in groups), default=0)
+    found = [own for own in groups if len(json.loads(own)) == fewest]
+    assert len(found) == 1, f"{sweep} has {len(found)} configurations with {values} {axes}; expected one"
+    by_seed = {trial.values.get("seed", 0): trial for trial in groups[found[0]]}
+    assert len(by_seed) == len(groups[found[0]]), f"{sweep} has several trials with {values} {axes} and one seed"
+    return [by_seed[seed] for seed in sorted(by_seed)]
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
@@ -209,9 +83,14 @@ Cell = tuple[str, str, str]
 """Where, what the page says, and what the archive says; equal if they agree."""
 
 
-def rounded(cell: str, number: Any, digits: int = 1) -> str:
+def digits_of(number: str) -> int:
+    return len(number.partition(".")[2])
+
+
+def rounded(cell: str, number: Any) -> str:
     """Return the cell if it is this number rounded, else the number; halves may have been rounded either way."""
     text = cell.strip("*")
+    digits = digits_of(text)
     return cell if abs(float(text) - number) < 0.5 * 10**-digits + 1e-9 else f"{number:.{digits}f}"
 
 
@@ -221,18 +100,23 @@ def mean_and_sd(numbers: list[float], cell: str) -> str:
     return rounded(mean, np.mean(numbers)) + (sign and sign + rounded(deviation, np.std(numbers, ddof=1)))
 
 
-def difference(cell: str, pairs: list[tuple[Trial, Trial]], measure: str) -> str:
-    """Return the cell itself if its difference agrees, and its interval does within a point of sampling."""
+def difference(cell: str, pairs: Pairs, measure: str = "AP") -> str:
+    """Return the cell itself if its difference agrees, and its interval does but for sampling."""
     of = MEASURES[measure]
     mean = float(np.mean([of(a.matrix) - of(b.matrix) for a, b in pairs]))
     text = cell.strip("*")
     if "[" not in text:
-        return cell if abs(float(text or 0) - mean) < 0.05 else f"{mean:+.1f}"
-    stated = [float(number) for number in re.findall(r"[+-]?\d+\.\d+", text)]
+        return cell if text == "0" and abs(mean) < 1e-9 else f"{mean:+.4g}"
+    stated = re.findall(r"[+-]?\d+(?:\.\d+)?", text)
+    digits = digits_of(stated[0])
+    middle, *ends = map(float, stated)
     low, high = interval(pairs, of)
-    excludes = stated[1] > 0 or stated[2] < 0
-    agrees = abs(stated[0] - mean) < 0.0501 and max(abs(stated[1] - low), abs(stated[2] - high)) < 1.0
-    return cell if agrees and excludes == cell.startswith("**") else f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+    excludes = ends[0] > 0 or ends[1] < 0
+    slack = 10.0**-digits + SAMPLING * (high - low)
+    agrees = abs(middle - mean) < 0.501 * 10**-digits and max(abs(ends[0] - low), abs(ends[1] - high)) < slack
+    if agrees and excludes == cell.startswith("**"):
+        return cell
+    return f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
 def tables(page: str) -> list[list[list[str]]]:
@@ -248,22 +132,96 @@ def tables(page: str) -> list[list[list[str]]]:
     return [table for table in found if table]
 
 
-def all_methods(page: str, sweep: str) -> Iterator[Cell]:
-    (table,) = tables(page)
-    baseline = chosen(sweep, configuration("latent_lora behind the router"))
-    for row in table[1:]:
-        own = chosen(sweep, configuration(row[0]))
-        where = f"{page}: {row[0]}"
-        yield f"{where}, trained", row[2], f"{own[0].trained:,}"
-        yield f"{where}, n", row[3], str(len(own))
-        for title, cell in zip(table[0][4:7], row[4:7], strict=True):
-            yield f"{where}, {title}", cell, mean_and_sd([MEASURES[title](t.matrix) for t in own], cell)
-        if row[7]:
-            yield f"{where}, difference", row[7], difference(row[7], list(zip(own, baseline, strict=True)), "AP")
+Column = Callable[[str, list[Trial], list[Trial]], str]
+"""A cell, the trials of its row and those of the row's baseline; returns what the archive says."""
+
+
+def measured(measure: str) -> Column:
+    return lambda cell, own, _: mean_and_sd([float(MEASURES[measure](trial.matrix)) for trial in own], cell)
+
+
+def minus(measure: str) -> Column:
+    """The difference to the baseline, with its interval."""
+    return lambda cell, own, baseline: difference(cell, list(zip(own, baseline, strict=True)), measure)
+
+
+def mean_of(number: Callable[[Trial], float]) -> Column:
+    return lambda cell, own, _: rounded(cell, np.mean([number(trial) for trial in own]))
+
+
+def probed(probe: str) -> Column:
+    """A probe's value after the last task: nats per token, or percent."""
+    return lambda cell, own, _: mean_and_sd([performance(trial.probed(probe).matrix) for trial in own], cell)
+
+
+def changed(probe: str) -> Column:
+    """A probe's value after the last task minus the untouched backbone's, with its interval."""
+    return lambda cell, own, _: difference(cell, [(each.probed(probe), each.probed(probe, False)) for each in own])
+
+
+def rate(cell: str, own: list[Trial], _: list[Trial]) -> str:
+    """The learning rate; some cells add EWC's lambda."""
+    values = own[0].values
+    return f"{values['training.learning_rate']:g}" + (
+        f", lambda {values['method.ewc_lambda']:,.0f}" if "lambda" in cell else ""
+    )
+
+
+COLUMNS: Mapping[str, Column] = {
+    "rate": rate,
+    "trained": lambda cell, own, _: f"{own[0].trained:,}",
+    "n": lambda cell, own, _: str(len(own)),
+    **{measure: measured(measure) for measure in MEASURES},
+    "AP minus Latent-LoRA's": minus("AP"),
+}
+"""By the titles of columns."""
+GENERAL_ABILITY: Mapping[str, Column] = {
+    name: column
+    for title, probe in {
+        "loss on text (nats)": "plain_english",
+        "sums (%)": "plain_arithmetic",
+        "agreement (%)": "agreement",
+    }.items()
+    for name, column in {title: probed(probe), f"{title}: change": changed(probe)}.items()
+}
+
+Values = Mapping[str, Any]
+Key = Callable[[str], Values]
+"""The values that a cell of a row's first columns stands for."""
+
+
+def latent_lora(row: Values) -> Values:
+    return {"method.name": "latent_lora"}
+
+
+def configurations(
+    page: str,
+    sweep: str,
+    columns: Mapping[str, Column] = COLUMNS,
+    keys: tuple[Key, ...] = (configuration,),
+    baseline: Callable[[Values], Values] = latent_lora,
+    table: int = 0,
+) -> Iterator[Cell]:
+    """Check a table with a configuration per row.
+
+    Its first columns name the row's values, each by one of `keys`. The titles of the others are in `columns`, where a
+    title that a table has twice follows that of the column before, as "sums (%): change". `baseline` returns the values
+    of a row's baseline from its own.
+    """
+    head, *rows = tables(page)[table]
+    titles = [title if head.count(title) == 1 else f"{head[i - 1]}: {title}" for i, title in enumerate(head)]
+    for row in rows:
+        values: dict[str, Any] = {}
+        for key, cell in zip(keys, row, strict=False):
+            values |= key(cell.replace("`", ""))
+        own, other, where = chosen(sweep, values), chosen(sweep, baseline(values)), ", ".join(row[: len(keys)])
+        for title, cell in list(zip(titles, row, strict=True))[len(keys) :]:
+            if cell not in ("", "-"):
+                yield f"{page}: {where}, {title}", cell, columns[title](cell, own, other)
 
 
 def learning_rates(page: str, sweep: str) -> Iterator[Cell]:
-    (table,) = tables(page)
+    table = tables(page)[0]
     extra = {"ewc": ("lambda", "method.ewc_lambda"), "lwf": ("alpha", "method.alpha_kd")}
     for row in table[1:]:
         name, _, option = row[0].partition(", ")
@@ -281,17 +239,16 @@ def learning_rates(page: str, sweep: str) -> Iterator[Cell]:
                 )
 
 
-def one_rate(page: str, own_rate: str, common_rate: str) -> Iterator[Cell]:
-    (table,) = tables(page)
-    for row in table[1:]:
-        for sweep, cells in ((own_rate, row[2:5]), (common_rate, row[5:8])):
-            found = chosen(sweep, configuration(row[0]))
-            for measure, cell in zip(("AP", "LA", "FM"), cells, strict=True):
-                yield (
-                    f"{page}: {row[0]}, {measure} in {sweep}",
-                    cell,
-                    mean_and_sd([MEASURES[measure](trial.matrix) for trial in found], cell),
-                )
+def side_by_side(page: str, sweeps: Mapping[str, tuple[str, ...]], table: int = 0) -> Iterator[Cell]:
+    """Check a table with columns of several sweeps after its first, in this order; their titles are in `COLUMNS`."""
+    for row in tables(page)[table][1:]:
+        cells = iter(row[1:])
+        for sweep, titles in sweeps.items():
+            own = chosen(sweep, configuration(row[0]))
+            for title, cell in zip(titles, cells, strict=False):
+                if cell != "-":
+                    yield f"{page}: {row[0]}, {title} in {sweep}", cell, COLUMNS[title](cell, own, [])
+        assert not list(cells), f"{page} has more columns than {sweeps}"
 
 
 def budget(page: str, sweep: str) -> Iterator[Cell]:
@@ -303,72 +260,60 @@ def budget(page: str, sweep: str) -> Iterator[Cell]:
             yield f"{page}: {row[0]}, {measure}, {epochs} epochs", cell, rounded(cell, MEASURES[measure](own.matrix))
 
 
-def penalty(page: str, sweep: str) -> Iterator[Cell]:
-    (table,) = tables(page)
-    kinds = {"behind the router": {"router.combine": "soft"}, "summed": SUMMED}
-
-    def at(kind: str, weight: float) -> list[Trial]:
-        return chosen(sweep, {"method.name": "latent_lora", "method.ortho_lambda": weight, **kinds[kind]})
-
-    for row in table[1:]:
-        own, without = at(row[0], float(row[1].split()[0])), at(row[0], 0.0)
-        where = f"{page}: {row[0]}, lambda {row[1]}"
-        for measure, cell in zip(table[0][2:5], row[2:5], strict=True):
-            yield f"{where}, {measure}", cell, mean_and_sd([MEASURES[measure](t.matrix) for t in own], cell)
-        for measure, cell in zip(("AP", "LA"), row[5:7], strict=True):
-            if cell:
-                yield (
-                    f"{where}, difference of {measure}",
-                    cell,
-                    difference(cell, list(zip(own, without, strict=True)), measure),
-                )
+PENALTY_KEYS: tuple[Key, ...] = (
+    lambda kind: {"method.name": "latent_lora", **{"behind the router": BEHIND, "summed": SUMMED}[kind]},
+    lambda weight: {"method.ortho_lambda": float(weight.split()[0])},
+)
+PENALTY_COLUMNS = {**COLUMNS, **{f"{measure} minus that at 0": minus(measure) for measure in ("AP", "LA")}}
 
 
-def router_reach(page: str, sweep: str) -> Iterator[Cell]:
-    (table,) = tables(page)
-    for row in table[1:]:
-        definition, router = row[0], row[1].replace("`", "")
-        values: dict[str, Any] = {"benchmark.prompts.definition": definition}
-        oracle = chosen(sweep, {**values, "router.combine": "oracle"})
-        if router in ("oracle", "ngram"):
-            values["router.combine"] = router
-        else:
-            values |= {
-                "router.components": 1,
-                "router.epsilon_mode": "absolute" if "absolute" in router else "relative",
-                "router.pool.scope": "input_only" if "input_only" in router else "prompt",
-            }
-        own, where = chosen(sweep, values), f"{page}: {definition}, {router}"
-        for measure, cell in zip(("AP", "FM"), row[2:4], strict=True):
-            yield f"{where}, {measure}", cell, mean_and_sd([MEASURES[measure](t.matrix) for t in own], cell)
-        if row[4]:
-            yield f"{where}, difference", row[4], difference(row[4], list(zip(own, oracle, strict=True)), "AP")
-        numbers = {
-            5: lambda t: t.routed,
-            6: lambda t: 100 * t.journal["router_p_correct"],
-            8: lambda t: 100 * t.journal["router_ece"],
-            9: lambda t: 100 * t.journal["router_one_hot"],
-            10: lambda t: t.novelty,
-        }
-        for column, number in numbers.items():
-            if row[column] != "-":
-                yield (
-                    f"{where}, {table[0][column]}",
-                    row[column],
-                    rounded(row[column], np.mean([number(t) for t in own])),
-                )
-        if row[7] != "-":
-            yield f"{where}, NLL", row[7], rounded(row[7], np.mean([t.journal["router_nll"] for t in own]), 2)
+def without_penalty(row: Values) -> Values:
+    return {**row, "method.ortho_lambda": 0.0}
+
+
+def router(label: str) -> Values:
+    """Return the values of a router of router_reach.md, such as "input_only, absolute"."""
+    if label in ("oracle", "ngram"):
+        return {"router.combine": label}
+    return {
+        "router.components": 1,
+        "router.epsilon_mode": "absolute" if "absolute" in label else "relative",
+        "router.pool.scope": "input_only" if "input_only" in label else "prompt",
+    }
+
+
+def oracle(row: Values) -> Values:
+    return {DEFINITION: row[DEFINITION], "router.combine": "oracle"}
+
+
+DEFINITION = "benchmark.prompts.definition"
+REACH_KEYS: tuple[Key, ...] = (lambda definition: {DEFINITION: definition}, router)
+REACH_COLUMNS = {
+    **COLUMNS,
+    "AP minus the oracle's": minus("AP"),
+    "top-1": mean_of(lambda trial: trial.routed),
+    "p(correct)": mean_of(lambda trial: 100 * trial.journal["router_p_correct"]),
+    "NLL (nats)": mean_of(lambda trial: trial.journal["router_nll"]),
+    "ECE": mean_of(lambda trial: 100 * trial.journal["router_ece"]),
+    "one-hot": mean_of(lambda trial: 100 * trial.journal["router_one_hot"]),
+    "novelty AUROC": mean_of(lambda trial: trial.novelty),
+}
+
+
+SELECTED = {"fair_superni": ("rate", "AP", "FM"), "all_methods_superni": ("rate", "AP", "FM")}
+OWN_AND_COMMON = {"fair_superni": ("rate", "AP", "LA", "FM"), "common_rate_superni": ("AP", "LA", "FM")}
 
 
 def cells() -> Iterator[Cell]:
-    yield from all_methods("all_methods.md", "fair_superni")
-    yield from all_methods("long_sequence.md", "elsewhere_long_sequence")
+    yield from configurations("all_methods.md", "all_methods_superni")
+    yield from configurations("general_ability.md", "all_methods_superni", GENERAL_ABILITY)
+    yield from configurations("long_sequence.md", "elsewhere_long_sequence")
     yield from learning_rates("learning_rates.md", "fair_superni-tuning")
-    yield from one_rate("one_rate.md", "fair_superni", "common_rate_superni")
+    yield from side_by_side("learning_rates.md", SELECTED, table=1)
+    yield from side_by_side("one_rate.md", OWN_AND_COMMON)
     yield from budget("budget.md", "budget_superni")
-    yield from penalty("penalty.md", "penalty_superni")
-    yield from router_reach("router_reach.md", "routing_superni")
+    yield from configurations("penalty.md", "penalty_superni", PENALTY_COLUMNS, PENALTY_KEYS, without_penalty)
+    yield from configurations("router_reach.md", "routing_superni", REACH_COLUMNS, REACH_KEYS, oracle)
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.peft_models import peft_model
+from helpers.pretrained import on_flan_t5
 from helpers.rounding import PASS, PRODUCT, assert_same_to_rounding
 from helpers.tiny import bank_of, load_tiny, random_rows
 from torch import nn
@@ -107,7 +108,7 @@ def test_bfloat16_inputs_get_bfloat16_answers():
         torch.testing.assert_close(actual.float(), y, atol=0.1, rtol=0.05)
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5", on_flan_t5()])
 def test_the_model_answers_like_peft(family):
     backbone = load_tiny(family)
     bank, batch = bank_of(backbone), collate([random_rows(6)], backbone)

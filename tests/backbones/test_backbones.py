@@ -10,6 +10,7 @@ import gguf
 import pytest
 import torch
 from accelerate import init_empty_weights
+from helpers.pretrained import on_flan_t5
 from helpers.tiny import load_tiny
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel, T5ForConditionalGeneration
@@ -24,6 +25,7 @@ from latent_sweep.backbones.identity import _folder_digest, backbone_identity
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import (
     EMBEDDED,
+    FLAN_T5,
     PACKAGES,
     REGISTRY,
     BackboneSettings,
@@ -51,7 +53,7 @@ def on_the_meta_device(name):
         return architecture(model_config(spec.family, spec.config))
 
 
-@pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED])
+@pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED, FLAN_T5])
 @pytest.mark.one_machine
 def test_shapes_by_formula_equal_the_models_and_the_papers_counts(name):
     shapes = target_shapes(REGISTRY[name].family, REGISTRY[name].config)
@@ -130,7 +132,7 @@ def test_random_weights_repeat_and_leave_the_random_state_alone(name):
     assert changed != first.weights_digest
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5", on_flan_t5()])
 def test_bfloat16_is_the_rounded_model(name):
     drawn = [
         torch.zeros(8, 8, dtype=dtype).normal_(generator=torch.Generator().manual_seed(0))
@@ -248,6 +250,7 @@ def test_cudnn_attention_is_off_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.one_machine
+@pytest.mark.parametrize("checkpoint", ["tiny-llama", "tiny-t5", on_flan_t5()], indirect=True)
 def test_a_local_folder_gives_the_same_backbone(checkpoint):
     folder, saved = checkpoint
     settings = BackboneSettings(name=str(folder), dtype="float32")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.imitated_graph import ImitatedGraph
 from helpers.peft_models import peft_model
+from helpers.pretrained import on_flan_t5
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
 from helpers.sweeps import change_benchmark, tiny, write_benchmark
 from helpers.tiny import bank_of, random_rows
@@ -351,7 +352,7 @@ def test_target_names_select_as_in_peft(name, targets, actual):
     assert list(load_backbone(settings).targets) == list(spec.adapted(settings))
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-phi4", "tiny-flan-t5", "tiny-opt", "tiny-bloom"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-phi4", "tiny-flan-t5", "tiny-opt", "tiny-bloom", on_flan_t5()])
 def test_all_linear_selects_as_in_peft(name):
     theirs = LoraModel(plain(name), LoraConfig(r=2, target_modules="all-linear"), "default")
     adapted = {path.removeprefix("model.") for path, m in theirs.named_modules() if hasattr(m, "lora_A")}

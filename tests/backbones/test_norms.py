@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 from helpers.imitated_gpu import imitated_gpu
+from helpers.pretrained import on_flan_t5
 from helpers.tiny import bank_of, load_tiny
 
 from latent_sweep.backbones.batches import collate, label_logits
@@ -125,7 +126,7 @@ def test_a_gpu_has_fused_norms_and_a_cpu_has_none(name):
     assert list(state) == list(on_cpu.model.state_dict())
 
 
-@pytest.mark.parametrize("name", ["tiny-t5", "tiny-llama"])
+@pytest.mark.parametrize("name", ["tiny-t5", "tiny-llama", on_flan_t5()])
 def test_a_backbone_with_fused_norms_gives_the_same_logits_and_stays_frozen(name):
     backbone = load_tiny(name)
     rows = random_rows(6)

@@ -2,10 +2,12 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 import torch
 from helpers.methods import OPTIONS, TASKS
+from helpers.pretrained import on_flan_t5
 from helpers.rounding import PASS, assert_same_to_rounding
 from helpers.sweeps import tiny, write
 from peft import PeftModel
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from latent_sweep import ContinualModel
+from latent_sweep.backbones.registry import FLAN_T5
 from latent_sweep.cli.main import main
 from latent_sweep.deploy.merged import export_merged
 from latent_sweep.deploy.peft_folders import export_peft, target_modules
@@ -26,23 +29,25 @@ LEARNED = TASKS[:2]
 ADAPTED = {"tiny-qwen3": {"targets": "all-linear"}}
 METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "zero_shot"), "tiny-t5": ("latent_lora", "seq_lora")}
 METHODS["tiny-llama"] += ("slao", "sd_lora", "merge_lora", "moe_lora", "prog_prompt")
-METHODS |= {"tiny-qwen3": ("latent_lora", "inc_lora")}
+METHODS |= {"tiny-qwen3": ("latent_lora", "inc_lora"), FLAN_T5: ("seq_lora",)}
 TARGETS = {
     "tiny-llama": ["q_proj", "v_proj"],
     "tiny-t5": ["q", "v"],
+    FLAN_T5: ["q", "v"],
     "tiny-qwen3": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
 }
 """Adapted projections; in the last family all of them, with different numbers of inputs."""
 
 
 @pytest.fixture(scope="module")
-def sweeps(tmp_path_factory):
-    """A small sweep per family."""
-    actual = {}
-    for family, names in METHODS.items():
+def sweep_of(tmp_path_factory):
+    """Return a small sweep of a family."""
+
+    @cache
+    def sweep_of(family):
         folder = tmp_path_factory.mktemp(family)
         content = tiny(
-            search={"method": [{"name": name, **OPTIONS.get(name, {})} for name in names]},
+            search={"method": [{"name": name, **OPTIONS.get(name, {})} for name in METHODS[family]]},
             trial__method=None,
             trial__backbone={"name": family, "dtype": "float32"} | ADAPTED.get(family, {}),
             trial__benchmark={"name": "builtin", "tasks": LEARNED, "train_per_task": 8, "test_per_task": 3},
@@ -50,19 +55,20 @@ def sweeps(tmp_path_factory):
             trial__router={"components": 2},
         )
         assert main(["run", write(folder, content), "--local"]) == 0
-        actual[family] = folder / "runs" / "tiny"
-    return actual
+        return folder / "runs" / "tiny"
+
+    return sweep_of
 
 
 @pytest.fixture
-def opened(sweeps):
+def opened(sweep_of):
     """Open a model of one method; the test closes all."""
     models = []
 
     def open_one(family, name):
-        trials = open_sweep(sweeps[family])
+        trials = open_sweep(sweep_of(family))
         (trial_id,) = (trial.trial_id for trial in trials if trial.params["method.name"] == name)
-        models.append(ContinualModel.from_sweep(sweeps[family], trial_id))
+        models.append(ContinualModel.from_sweep(sweep_of(family), trial_id))
         return models[-1]
 
     yield open_one
@@ -103,6 +109,7 @@ CASES = [
     ("tiny-llama", "sd_lora", {"sum": [0, 1]}),
     ("tiny-qwen3", "latent_lora", {"mood": [0], "ticket": [1]}),
     ("tiny-qwen3", "inc_lora", {"sum": [0, 1]}),
+    on_flan_t5("seq_lora", {"last": [1]}),
 ]
 
 
@@ -124,7 +131,7 @@ def test_merged_weights_compute_the_same(opened, tmp_path, family, name, expecte
     model = opened(family, name)
     for adapter, positions in expected.items():
         folder = export_merged(model, tmp_path / adapter, None if adapter in ("sum", "last") else adapter)
-        kind = AutoModelForSeq2SeqLM if family == "tiny-t5" else AutoModelForCausalLM
+        kind = AutoModelForSeq2SeqLM if family in ("tiny-t5", FLAN_T5) else AutoModelForCausalLM
         merged = kind.from_pretrained(folder, dtype="float32")
         assert_same_to_rounding(logits(merged), ours(model, positions), PASS)
         config = json.loads((folder / "config.json").read_text())
@@ -175,7 +182,7 @@ def test_folders_meet_servers_expectations(opened, tmp_path, family, name, expec
         assert config["r"] == rank
         assert type(config["lora_alpha"]) is int
         assert config["lora_alpha"] / rank == model.trial.settings.method.s
-        assert config["task_type"] == ("SEQ_2_SEQ_LM" if family == "tiny-t5" else "CAUSAL_LM")
+        assert config["task_type"] == ("SEQ_2_SEQ_LM" if family in ("tiny-t5", FLAN_T5) else "CAUSAL_LM")
         assert config["target_modules"] == TARGETS[family]
         tensors = load_file(folder / "adapter_model.safetensors")
         wanted = {}
@@ -269,8 +276,8 @@ def test_merging_needs_an_unambiguous_adapter(opened, tmp_path, name, task, mess
     assert not (tmp_path / "merged").exists()
 
 
-def test_export_and_ask_from_a_terminal(sweeps, tmp_path, capsys):
-    sweep, model, merged = str(sweeps["tiny-t5"]), str(tmp_path / "model"), str(tmp_path / "merged")
+def test_export_and_ask_from_a_terminal(sweep_of, tmp_path, capsys):
+    sweep, model, merged = str(sweep_of("tiny-t5")), str(tmp_path / "model"), str(tmp_path / "merged")
     assert main(["export", sweep, "method=latent_lora", "--to", "model", model]) == 0
     assert capsys.readouterr().out == f"{model}\n"
     assert main(["export", model, "--task", "mood", "--to", "merged", merged]) == 0
@@ -299,8 +306,8 @@ def test_export_and_ask_from_a_terminal(sweeps, tmp_path, capsys):
         (["export", "{sweep}", "--to", "peft"], "--to peft"),
     ],
 )
-def test_wrong_commands_exit_with_two(sweeps, tmp_path, capsys, arguments, message):
-    sweep, model = str(sweeps["tiny-t5"]), tmp_path / "model"
+def test_wrong_commands_exit_with_two(sweep_of, tmp_path, capsys, arguments, message):
+    sweep, model = str(sweep_of("tiny-t5")), tmp_path / "model"
     ContinualModel.from_sweep(sweep).save(model)
     places = {"sweep": sweep, "model": str(model), "nowhere": str(tmp_path / "nowhere")}
     assert main([argument.format(**places) for argument in arguments]) == 2

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.peft_models import peft_model
+from helpers.pretrained import on_flan_t5
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding, assert_trained_alike
 from helpers.tiny import bank_of, learn, learns, load_tiny, random_rows, task_data
 
@@ -113,7 +114,7 @@ def test_the_official_schedules_of_long_sequence():
 # --- SeqLoRA ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5", on_flan_t5()])
 def test_twenty_steps_equal_those_of_peft(family, tmp_path):
     """A plain loop around peft's model and torch's AdamW, with the same start and batches."""
     backbone, other = load_tiny(family), load_tiny(family)

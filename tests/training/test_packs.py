@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from helpers.pretrained import on_flan_t5
 from helpers.rounding import PRODUCT, assert_same_to_rounding, assert_trained_alike
 from helpers.tiny import Runs, checkpoint_at, journal_at, random_rows, task_data
 from safetensors.torch import load_file
@@ -113,6 +114,7 @@ ON_LLAMA = pytest.mark.parametrize("backbone", ["tiny-llama"], indirect=True)
         pytest.param("tiny-llama", "seq_lora", SAME, id="alike", marks=pytest.mark.slow),
         pytest.param("tiny-t5", "latent_lora", LATENT, id="latent, T5", marks=pytest.mark.slow),
         pytest.param("tiny-t5", "seq_lora", SAME, id="alike, T5"),
+        on_flan_t5("latent_lora", LATENT, id="latent, FLAN-T5"),
     ],
     indirect=["backbone"],
 )

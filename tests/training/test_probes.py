@@ -10,6 +10,7 @@ import torch
 import yaml
 from helpers.group_of_processes import ZERO_3, group_of
 from helpers.methods import OPTIONS
+from helpers.pretrained import on_flan_t5
 from helpers.sweeps import brief, run_locally, sweep_folder, tiny, write
 from helpers.tiny import load_tiny
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -99,7 +100,7 @@ def check_by_hand(trial, folder, encoder_decoder, stage=2, rows=None):
     first = [] if encoder_decoder else tokenizer("a")["input_ids"][: -len(read("a"))]
     last = [tokenizer.eos_token_id] if encoder_decoder else []
     ids, lines = read(TEXT), [line for line in lines_of(trial, "prose") if line["tasks_seen"] == stage]
-    assert len(lines) == -(-len(ids) // CHUNK) > 3
+    assert len(lines) == -(-len(ids) // CHUNK) > 1
     for line in lines:
         chunk = ids[CHUNK * line["row"] :][:CHUNK]
         assert line["tokens"] == len(chunk) - PROMPT
@@ -128,7 +129,7 @@ def check_by_hand(trial, folder, encoder_decoder, stage=2, rows=None):
         assert trial.metrics["probe/quiz"] == pytest.approx(np.mean(right))
 
 
-@pytest.mark.parametrize("backbone", ["tiny-llama", pytest.param("tiny-t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backbone", ["tiny-llama", pytest.param("tiny-t5", marks=pytest.mark.slow), on_flan_t5()])
 def test_one_adapter_is_the_merged_model(backbone, ran, tmp_path):
     sweep = ran[1]
     if backbone != "tiny-llama":
@@ -138,7 +139,7 @@ def test_one_adapter_is_the_merged_model(backbone, ran, tmp_path):
     model = ContinualModel.from_sweep(sweep.path, trial.folder.trial_id)
     folder = export_merged(model, tmp_path / "merged")
     model.close()
-    check_by_hand(trial, folder, backbone == "tiny-t5")
+    check_by_hand(trial, folder, backbone != "tiny-llama")
 
 
 def test_a_routed_chunk_is_read_by_its_tasks_merged_model(ran, tmp_path):
