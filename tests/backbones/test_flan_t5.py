@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.adapters.lora import LoraDeltas, new_pair, outputs_of
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.packaged import ONNX_FOLDER, package_folder
@@ -47,6 +48,38 @@ def test_flan_t5_has_the_weights_of_its_package():
             backbone, AdapterBank(backbone.targets), [ids[0].tolist()], Adaptation(), max_new_tokens=4
         )
         assert answer_text(backbone, written) == answer
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_transformers():
+    """Of several lengths in one batch, with and without an adapter; without it they end by themselves."""
+    backbone = load_backbone(BackboneSettings(name=FLAN_T5, dtype="float32", device="cpu"))
+    texts = [
+        *(question for question, _ in QUESTIONS),
+        "Translate to German: The house is small.",
+        "What is the capital of France?",
+        "Write a sentence about a dog that swims in a lake.",
+    ]
+    prompts = [backbone.tokenizer(text).input_ids for text in texts]
+    outputs = outputs_of(backbone.targets)
+    A, B = new_pair(backbone.targets, 8, torch.Generator().manual_seed(0))
+    B = B + 0.02 * torch.randn(B.shape, generator=torch.Generator().manual_seed(1))
+    adaptations = {"bare": Adaptation(), "adapted": Adaptation(LoraDeltas(A, B, outputs, 2.0))}
+    bank = AdapterBank(backbone.targets)
+    ours = {name: generate(backbone, bank, prompts, own, max_new_tokens=24) for name, own in adaptations.items()}
+    bank.remove()
+    for name, expected in ours.items():
+        if name == "adapted":
+            with torch.no_grad():
+                for module, a, b in zip(backbone.targets.values(), A, B.split(outputs), strict=True):
+                    module.weight += 2.0 * b @ a
+        for prompt, answer in zip(prompts, expected, strict=True):
+            ids = torch.tensor([prompt])
+            (theirs,) = backbone.model.generate(ids, max_new_tokens=24, do_sample=False, num_beams=1).tolist()
+            assert [token for token in theirs[1:] if token not in (backbone.eos_id, backbone.pad_id)] == answer
+    assert len({len(answer) for answer in ours["bare"]}) > 1
+    assert all(len(answer) < 24 for answer in ours["bare"])
+    assert ours["bare"] != ours["adapted"]
 
 
 def _in_floats(path):
