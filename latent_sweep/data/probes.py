@@ -128,6 +128,21 @@ def read_probes(settings: ProbeSettings) -> list[Probe]:
     return probes
 
 
+def located(settings: ProbeSettings) -> ProbeSettings:
+    """Return the settings with absolute paths of the files that exist: a worker may run in another folder."""
+    return settings.model_copy(update={kind: tuple(map(_absolute, getattr(settings, kind))) for kind in KINDS})
+
+
+def _absolute(source: str) -> str:
+    if source == "plain_english" or source in BUILTIN:
+        return source
+    try:
+        path = local_path(source)
+        return str(path.resolve()) if path.is_file() else source
+    except (ConfigError, OSError):
+        return source  # reading it reports the fault
+
+
 def _read_text(source: str) -> Probe:
     path = Path(__file__).with_name("plain_english.txt") if source == "plain_english" else local_path(source)
     text = _content(path, source, "plain_english")

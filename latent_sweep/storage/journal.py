@@ -138,6 +138,9 @@ class Lost(_Line):
 
     kind: str
     message: str
+    learned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What was learned, but not recorded with scores, when the time was up: `lineage`, and `metrics`, `loss_steps` and
+    `losses` of the stage to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

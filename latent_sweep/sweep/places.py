@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from latent_sweep.data.probes import located
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
 from latent_sweep.settings.paths import local_path
@@ -31,6 +32,7 @@ def placed(run: RunSettings, given: Mapping[str, Any]) -> tuple[RunSettings, lis
     uri, tracker_faults = _tracker(run.tracking.uri, isinstance(tracking, Mapping) and "uri" in tracking)
     storage, faults = _storage(run.storage, "storage" in given)
     changed = {"storage": storage, "tracking": run.tracking.model_copy(update={"uri": uri})}
+    changed |= {"probes": located(run.probes)}
     return run.model_copy(update=changed), faults + tracker_faults
 
 

@@ -13,7 +13,7 @@ from latent_sweep.metrics.more import TaskFacts, more_measures
 from latent_sweep.security import redact
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import failure_facts
-from latent_sweep.storage.journal import PAUSED, attempts, final_metrics, stages, status
+from latent_sweep.storage.journal import PAUSED, Lost, attempts, final_metrics, stages, status
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import AHEAD, TrialFiles, newest_scored, scores_when_new
 from latent_sweep.sweep.trial import Trial
@@ -57,9 +57,36 @@ def record_failed(files: TrialFiles, error: Exception, task: str | None, step: i
         files.journal.append("failed", **failure_facts(error), task=task, step=step)
 
 
-def record_paused(files: TrialFiles) -> None:
+def record_paused(files: TrialFiles, context: Context, unrecorded: tuple[str, TrainingSummary] | None) -> None:
+    """Record the end of an attempt whose time was up, with what it learned without recording a stage."""
+    lost: dict[str, Any] = {"kind": PAUSED, "message": "the time was up; the same command continues it"}
+    if unrecorded is not None:
+        lineage, summary = unrecorded
+        lost["learned"] = {"lineage": lineage, "metrics": _learning(summary), **_curve(summary, context)}
     if status(files.journal.read()) == "running":
-        files.journal.append("lost", kind=PAUSED, message="the time was up; the same command continues it")
+        files.journal.append("lost", **lost)
+
+
+def _learning(summary: TrainingSummary) -> dict[str, float]:
+    rate = summary.tokens / max(summary.seconds, 1e-9)
+    metrics = {"seconds_train": summary.seconds, "tokens_per_second": rate, "replayed_share": summary.replayed_share}
+    if summary.peak_bytes is not None:
+        metrics["peak_bytes"] = float(summary.peak_bytes)
+    if summary.graph_steps is not None:
+        metrics["graph_steps"] = float(summary.graph_steps)
+    return metrics
+
+
+def _curve(summary: TrainingSummary, context: Context) -> dict[str, Any]:
+    if summary.history is None or not context.loss_every:
+        return {}
+    return summary.history.curve(context.loss_every)
+
+
+def _learned_before(files: TrialFiles, lineage: str) -> dict[str, Any]:
+    """Return `Lost.learned` of an earlier attempt that learned this snapshot."""
+    lost = (event.learned for event in reversed(files.journal.read()) if isinstance(event, Lost))
+    return next((dict(learned) for learned in lost if learned.get("lineage") == lineage), {})
 
 
 def record_stage(
@@ -74,25 +101,22 @@ def record_stage(
     facts = snapshot.facts
     metrics = files.matrix.measures() | dict(scoring) | facts["measures"]
     metrics |= {"train_loss" if name == "task" else name: loss for name, loss in facts["losses"].items()}
-    if summary is not None:
-        metrics["seconds_train"] = summary.seconds
-        metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
-        metrics.setdefault("replayed_share", summary.replayed_share)
-        if summary.peak_bytes is not None:
-            metrics["peak_bytes"] = float(summary.peak_bytes)
-        if summary.graph_steps is not None:
-            metrics["graph_steps"] = float(summary.graph_steps)
+    if summary is None:
+        learned = _learned_before(files, snapshot.lineage)
+    else:
+        learned = {"metrics": _learning(summary), **_curve(summary, context)}
+    own = learned.get("metrics", {})
+    metrics |= {name: value for name, value in own.items() if name not in metrics}
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
     how = {"steps": facts["steps"], "trainable_parameters": facts["trainable_parameters"]}
     how["stored_bytes"] = context.store.path(snapshot.lineage).stat().st_size
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
-    if summary is not None and summary.history is not None and context.loss_every:
-        how |= summary.history.curve(context.loss_every)
+    how |= {name: learned[name] for name in ("loss_steps", "losses") if name in learned}
     if summary is not None and context.engine.steps_problem is not None:
         how["graphs_ended"] = redact(context.engine.steps_problem)
     how["constant"] = context.constant(trial, len(files.rows) - 1)
     how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}
-    files.record_stage(snapshot.lineage, summary is None, metrics, how)
+    files.record_stage(snapshot.lineage, not own, metrics, how)
 
 
 def record_finished(

@@ -124,7 +124,7 @@ def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
     except Paused:
         for run in runs.all:
             for active in run.trials:
-                record_paused(active.files)
+                record_paused(active.files, context, runs.unrecorded(run, active))
         raise
     except Exception as error:  # that concerns all runs, e.g. a backbone that cannot be loaded
         # a storage error cannot be journaled, and may pass; a lost device is not the trials' fault; in a group, whoever
@@ -140,10 +140,10 @@ def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
 def _learn_and_score(runs: ActiveRuns, emit: Emit) -> None:
     n_tasks = len(runs.context.tasks)
     for position in range(n_tasks):
-        learned = learn_missing(runs, position, emit)
+        learn_missing(runs, position, emit)
         for run in runs.going(position):
             with runs.leaving([run], position), during("answering"):
-                score_missing(run, position, learned, emit)
+                score_missing(run, position, runs.learned, emit)
         scored = [a for run in runs.going(position) for a in run.trials if position < a.files.wanted]
         if scored:
             matrices = [active.files.matrix_after(position + 1) for active in scored]

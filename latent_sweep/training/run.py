@@ -200,6 +200,13 @@ class ActiveRuns:
 
     def __init__(self, runs: Sequence[ActiveRun], context: Context):
         self.all, self.context = runs, context
+        self.learned: dict[str, TrainingSummary] = {}
+        """Of the newest stage, by lineage, those that this process has learned."""
+
+    def unrecorded(self, run: ActiveRun, active: ActiveTrial) -> tuple[str, TrainingSummary] | None:
+        """Return what was learned for the next stage that a trial has to record."""
+        lineage = next(iter(run.lineages[len(active.files.rows) :]), "")
+        return (lineage, self.learned[lineage]) if lineage in self.learned else None
 
     def going(self, position: int) -> list[ActiveRun]:
         """Return the runs that learn this task: they have not failed, and no scheduler has stopped them earlier."""

@@ -31,9 +31,10 @@ Learned = Mapping[str, TrainingSummary]
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> Learned:
+def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> None:
     """Append the task's snapshot to each run that lacks it: read from the storage, or learned now."""
-    store, limit, learned = runs.context.store, runs.context.limit, {}
+    store, limit = runs.context.store, runs.context.limit
+    runs.learned.clear()
     _recall(runs, position)  # reading needs no lease
     while wanted := list(dict.fromkeys(run.lineages[position] for run in _lacking(runs, position))):
         waiting = partial(log.info, "waiting for another worker to learn %s")
@@ -51,8 +52,7 @@ def learn_missing(runs: ActiveRuns, position: int, emit: Emit) -> Learned:
                     run.snapshots.append(stored)
                 if (checkpoint := store.checkpoint(lineage)).path.exists():
                     checkpoint.remove()
-                learned[lineage] = summary
-    return learned
+                runs.learned[lineage] = summary
 
 
 def _lacking(runs: ActiveRuns, position: int) -> list[ActiveRun]:

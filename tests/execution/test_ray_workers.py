@@ -75,8 +75,8 @@ def test_a_killed_worker_does_not_change_the_result(two_cpus, inside_the_second_
 
 def test_a_group_on_ray_answers_ahead_and_reads_probes_as_one_without(two_cpus, tmp_path):
     (tmp_path / "prose.txt").write_text("The ferry was late again, and nobody on the pier seemed to mind.\n" * 8)
-    probes = {"text": [str(tmp_path / "prose.txt")], "every": 1}
-    content = together(run__forward_transfer=True, run__probes=probes)
+    probes = {"text": [os.path.relpath(tmp_path / "prose.txt")], "every": 1}  # workers run in another folder
+    content = together(trial__training__epochs=1, run__forward_transfer=True, run__probes=probes)
     folder = tmp_path / "without" / "runs"
     folder.mkdir(parents=True)
     with group_of(2, tmp_path) as ask:

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from helpers.group_of_processes import ZERO_3, group_of
 from helpers.pretrained import on_flan_t5
 from helpers.sweeps import brief, run_locally, sweep_folder, tiny, write
 
@@ -130,6 +131,21 @@ def test_every_kind_of_request_agrees_with_the_harness_on_the_merged_model(backb
         file.unlink()
     monkeypatch.setattr("latent_sweep.training.evaluation.answer", None)  # all of it is in the cache
     assert run_locally(path) == 0
+
+
+@needs_harness
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_group_of_workers_finds_what_one_worker_does(tmp_path):
+    swept = content(tmp_path)
+    assert run_locally(write(tmp_path, swept)) == 0
+    with group_of(2, tmp_path) as ask:
+        ask(sweep=swept, engine=ZERO_3, folder=str(tmp_path / "group"))
+    (path,) = tmp_path.glob("group/tiny/trials/*/result.json")
+    found, (folder,) = json.loads(path.read_text())["metrics"], sweep_folder(tmp_path)
+    expected = {name: value for name, value in folder.read_json("result.json")["metrics"].items() if "probe/" in name}
+    assert len(expected) == 6
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
 @needs_harness

@@ -313,6 +313,14 @@ def test_a_probe_that_cannot_be_read_is_refused_while_planning(probes, tmp_path)
         plan_sweep(load_sweep(path))
 
 
+def test_files_are_found_from_other_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = probed(tmp_path, [SEQ], text=["plain_english", "prose.txt"], choices=["agreement", "quiz.jsonl"])
+    probes = load_sweep(path).run.probes
+    assert probes.text == ("plain_english", str(tmp_path / "prose.txt"))
+    assert probes.choices == ("agreement", str(tmp_path / "quiz.jsonl"))
+
+
 BAD = [
     "no json",
     json.dumps({"context": " ", "choices": ["a", "b"], "answer": 0}),

@@ -3,7 +3,8 @@
 import pytest
 
 from latent_sweep.errors import Paused
-from latent_sweep.storage.journal import is_from_worker
+from latent_sweep.results.costs import StageCost
+from latent_sweep.storage.journal import is_from_worker, stages
 from latent_sweep.training import time_limit
 from latent_sweep.training.pack import run_pack
 from latent_sweep.training.time_limit import RESERVE_SECONDS, TimeLimit
@@ -61,7 +62,7 @@ def journal(runs, trial):
 def test_a_paused_pack_ends_with_the_same_bytes(runs, undisturbed, piece, count):
     (pack,) = runs.packs(**TWO)
     with pytest.raises(Paused):
-        run_pack(pack, runs.sweep, lambda event: None, limit=After(piece, count))
+        run_pack(pack, runs.sweep, lambda event: None, limit=After(piece, count), loss_every=2)
     for trial in pack.trials:
         events = journal(runs, trial)
         if piece == "pack":
@@ -72,6 +73,12 @@ def test_a_paused_pack_ends_with_the_same_bytes(runs, undisturbed, piece, count)
     runs.run([pack])
     assert results(runs) == undisturbed
     assert all(journal(runs, trial)[-1].name == "finished" for trial in pack.trials)
+    for trial in pack.trials:
+        learned = stages(journal(runs, trial))
+        assert not any(stage.reused for stage in learned), "also if it was learned before the pause and scored after"
+        assert all(StageCost.of(stage) is not None for stage in learned)
+        if piece in ("scoring", "batch"):
+            assert learned[0].loss_steps[-1] == learned[0].steps and learned[0].losses
 
 
 @pytest.mark.one_machine
