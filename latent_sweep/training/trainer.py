@@ -147,6 +147,7 @@ class Trainer:
             self.selection.loss = facts["best_loss"]
             self.selection.parameters = {name: t.to(self.parameters[name].device) for name, t in best.items()}
         self.step = int(facts["step"])
+        self.seconds, self.tokens = facts["seconds"], facts["tokens"]
 
     def save(self) -> None:
         """Write a checkpoint, on the group's first worker; a failed trainer saves its error, so it is not retried."""
@@ -166,7 +167,8 @@ class Trainer:
             "history": torch.tensor(self.history.rows, dtype=torch.float64),
         }
         best_loss = self.selection.loss if self.selection and best else None
-        self.checkpoint.save(tensors, {"step": self.step, "terms": self.history.names, "best_loss": best_loss})
+        facts = {"step": self.step, "terms": self.history.names, "best_loss": best_loss}
+        self.checkpoint.save(tensors, facts | {"seconds": self.seconds, "tokens": self.tokens})
 
     @property
     def unfinished(self) -> bool:

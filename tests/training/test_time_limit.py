@@ -44,13 +44,25 @@ def results(runs):
     return {str(path.relative_to(runs.sweep.storage.folder)): path.read_bytes() for path in kept}
 
 
+def tokens(runs):
+    """The tokens learned, by training and stage."""
+    (pack,) = runs.packs(**TWO)
+    stages_of = {trial.training_id: stages(journal(runs, trial)) for trial in pack.trials}
+    return {(name, one.tasks_seen): StageCost.of(one).tokens for name, own in stages_of.items() for one in own}
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def ran(tmp_path_factory):
     from helpers.tiny import Runs
 
     runs = Runs(tmp_path_factory.mktemp("undisturbed") / "runs")
     runs.run(runs.packs(**TWO))
-    return results(runs)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ran):
+    return results(ran)
 
 
 def journal(runs, trial):
@@ -82,7 +94,7 @@ def test_a_paused_pack_ends_with_the_same_bytes(runs, undisturbed, piece, count)
 
 
 @pytest.mark.one_machine
-def test_a_pack_that_is_paused_at_every_step_repeats_none(runs, undisturbed):
+def test_a_pack_that_is_paused_at_every_step_repeats_none(runs, ran, undisturbed):
     (pack,) = runs.packs(**TWO)
     steps = []
 
@@ -98,6 +110,7 @@ def test_a_pack_that_is_paused_at_every_step_repeats_none(runs, undisturbed):
             continue
     assert results(runs) == undisturbed
     assert len(steps) == len(set(steps)) == 2 * (4 + 6)
+    assert tokens(runs) == pytest.approx(tokens(ran), rel=1e-9)
 
 
 def test_the_longest_piece_so_far_must_fit(monkeypatch):
