@@ -17,9 +17,5 @@ def recompute_activations(model: PreTrainedModel, on: bool) -> None:
         getattr(model, f"{prefix}_checkpointing_disable")()
 
 
-def recomputes_activations(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, f"is_{_prefix(model)}_checkpointing"))
-
-
 def _prefix(model: PreTrainedModel) -> str:
     return "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"

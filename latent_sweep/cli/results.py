@@ -103,9 +103,8 @@ def _report(options: argparse.Namespace) -> int:
         text = render_page(sweeps, options.over, options.baseline)
     else:
         width = terminal_width() if output is None else None
-        everything = options.measures == "all"
-        summaries = summarize_all(sweeps, options.over, options.baseline, everything)
-        text = render_all(summaries, options.format, width, options.verbose, everything)
+        summaries = summarize_all(sweeps, options.over, options.baseline)
+        text = render_all(summaries, options.format, width, options.verbose, options.measures == "all")
     if output is None:
         print(text)
     else:

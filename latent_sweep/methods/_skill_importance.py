@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from latent_sweep.methods.lora import LoraLearner, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,18 +45,11 @@ class SkillLearner(LoraLearner):
 
     settings: SkillSettings
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: SkillSettings,
-        previous: Mapping[str, Tensor] | None,
-        inputs: Sequence[int] | None = None,
-    ):
-        super().__init__(pair, outputs, settings)
+    def __init__(self, method: LoraMethod, pair: LoraPair, previous: Mapping[str, Tensor] | None):
+        super().__init__(method, pair)
         self._previous = previous
         widest = self.A.shape[-1]
-        self._wider = [widest / n for n in inputs or [widest] * len(self.A)]
+        self._wider = [widest / n for n in method.inputs]
         self._smoothed = {
             name: parameter.detach().new_zeros(parameter.shape) for name, parameter in self.parameters().items()
         }

@@ -93,7 +93,7 @@ class KeepingLearner(LoraLearner):
     settings: AGemSettings
 
     def __init__(self, method: AGem, pair: LoraPair, task: TaskData):
-        super().__init__(pair, method.outputs, method.settings)
+        super().__init__(method, pair)
         self._context, self._task = method.context, task
 
     def finish(self) -> dict[str, Tensor]:

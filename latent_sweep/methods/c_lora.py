@@ -83,7 +83,7 @@ class CLora(TaskAdapterMethod):
         seed = s.subspace_seed
         generator = task.generator("subspaces") if seed is None else torch.Generator().manual_seed(seed)
         subspaces = self._subspaces(generator) if s.lambda_1 else None
-        return CLoraLearner(self.fresh(task), self.outputs, s, self.active(history), subspaces)
+        return CLoraLearner(self, self.fresh(task), self.active(history), subspaces)
 
     def _subspaces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return V (M, n, k) and U (M, m, k), with zeros below those of narrower projections."""
@@ -107,14 +107,9 @@ class CLoraLearner(LoraLearner):
     capturable = LoraLearner.capturable
 
     def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: CLoraSettings,
-        earlier: Sequence[Delta],
-        subspaces: tuple[Tensor, Tensor] | None,
+        self, method: CLora, pair: LoraPair, earlier: Sequence[Delta], subspaces: tuple[Tensor, Tensor] | None
     ):
-        super().__init__(pair, outputs, settings, earlier)
+        super().__init__(method, pair, earlier)
         self._subspaces = subspaces
 
     def penalty(self) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class Ella(TaskAdapterMethod):
 
     def begin_task(self, task: TaskData, history: Snapshots) -> EllaLearner:
         earlier = [self.pair(snapshot) for snapshot in history] if self.settings.lambda_1 else []
-        return EllaLearner(self.fresh(task), self.outputs, self.settings, self.active(history), earlier)
+        return EllaLearner(self, self.fresh(task), self.active(history), earlier)
 
 
 class EllaLearner(LoraLearner):
@@ -61,25 +61,18 @@ class EllaLearner(LoraLearner):
     settings: EllaSettings
     capturable = LoraLearner.capturable
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: EllaSettings,
-        active: Sequence[Delta],
-        earlier: Sequence[LoraPair],
-    ):
+    def __init__(self, method: Ella, pair: LoraPair, active: Sequence[Delta], earlier: Sequence[LoraPair]):
         import torch
 
         from latent_sweep.adapters.products import Products
 
-        super().__init__(pair, outputs, settings, active)
-        self._products = Products(outputs, self.A.shape[2], self.A.device)
+        super().__init__(method, pair, active)
+        self._products = Products(self.outputs, self.A.shape[2], self.A.device)
         self._squares: list[Tensor] = []
         if earlier:  # along the rank, one product is the sum of all
             A, B = torch.cat([A for A, _ in earlier], 1), torch.cat([B for _, B in earlier], 1)
             for sums in self._products.of(A, B):
-                self._squares.append(sums.mul_(settings.s).square_())
+                self._squares.append(sums.mul_(self.settings.s).square_())
 
     def penalty(self) -> dict[str, Tensor]:
         if not self._squares:

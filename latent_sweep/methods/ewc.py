@@ -74,8 +74,7 @@ class Ewc(LoraMethod):
                 f"task {task.name!r} has no training examples, which EWC measures its Fisher information on; add some "
                 "or leave the task out of benchmark.tasks"
             )
-        pair, anchors = self.carried(task, history), self._anchors(history)
-        return EwcLearner(pair, self.outputs, self.settings, anchors, task, self.context)
+        return EwcLearner(self, self.carried(task, history), self._anchors(history), task)
 
     def _anchors(self, history: Snapshots) -> list[tuple[LoraPair, LoraPair]]:
         device = self.context.backbone.device
@@ -94,17 +93,9 @@ class EwcLearner(LoraLearner):
     settings: EwcSettings
     capturable = LoraLearner.capturable
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: EwcSettings,
-        anchors: Sequence[tuple[LoraPair, LoraPair]],
-        task: TaskData,
-        context: MethodContext,
-    ):
-        super().__init__(pair, outputs, settings)
-        self._anchors, self._task, self._context = anchors, task, context
+    def __init__(self, method: Ewc, pair: LoraPair, anchors: Sequence[tuple[LoraPair, LoraPair]], task: TaskData):
+        super().__init__(method, pair)
+        self._anchors, self._task, self._context = anchors, task, method.context
         self._facts: dict[str, float] = {}
 
     def penalty(self) -> dict[str, Tensor]:

@@ -158,7 +158,7 @@ class GainLora(TaskAdapterMethod):
         penalty = None if memory else self._o_lora().penalty(task.position, history)
         active = history if s.train_active == "sum" else ()
         earlier = [(self.pair(snapshot), gate_of(snapshot, s.gate, table.device)) for snapshot in active]
-        return GainLoraLearner(self.fresh(task), self.outputs, s, gate, earlier, memory, penalty)
+        return GainLoraLearner(self, self.fresh(task), gate, earlier, memory, penalty)
 
 
 class GainLoraLearner(LoraLearner):
@@ -166,9 +166,8 @@ class GainLoraLearner(LoraLearner):
 
     def __init__(
         self,
+        method: GainLora,
         pair: LoraPair,
-        outputs: Sequence[int],
-        settings: GainLoraSettings,
         gate: NewGate,
         earlier: Sequence[tuple[LoraPair, Gate]],
         memory: InputMemory | None = None,
@@ -176,9 +175,9 @@ class GainLoraLearner(LoraLearner):
     ):
         import torch
 
-        super().__init__(pair, outputs, settings, train_A=memory is None)
+        super().__init__(method, pair, train_A=memory is None)
         self._gate, self._memory, self._penalty = gate, memory, penalty
-        self._detach = settings.old_branch_grad == "detach"
+        self._detach = method.settings.old_branch_grad == "detach"
         self._gates = [gate for _, gate in earlier]
         self._pairs = None
         if earlier:

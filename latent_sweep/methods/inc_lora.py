@@ -52,4 +52,4 @@ class IncLora(TaskAdapterMethod):
         return {"combine": "hard", "features": -1, "components": 1, "cov": {"ddof": "tasks"}}
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
-        return LoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history))
+        return LoraLearner(self, self.fresh(task), self.active(history))

@@ -67,21 +67,14 @@ class InfLora(TaskAdapterMethod):
     def begin_task(self, task: TaskData, history: Snapshots) -> InfLoraLearner:
         s = self.settings
         memory = InputMemory(s.gpm, s.design, self.context, task, history)
-        return InfLoraLearner(self.fresh(task), self.outputs, s, self.active(history), memory)
+        return InfLoraLearner(self, self.fresh(task), self.active(history), memory)
 
 
 class InfLoraLearner(LoraLearner):
     """Trains B alone; A is designed from the inputs of the model in which B = 0."""
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: InfLoraSettings,
-        earlier: Sequence[Delta],
-        memory: InputMemory,
-    ):
-        super().__init__(pair, outputs, settings, earlier, train_A=False)
+    def __init__(self, method: InfLora, pair: LoraPair, earlier: Sequence[Delta], memory: InputMemory):
+        super().__init__(method, pair, earlier, train_A=False)
         self._memory = memory
         self.A = memory.down_projection(self.A, self.adaptation)
 

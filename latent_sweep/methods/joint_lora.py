@@ -30,4 +30,4 @@ class JointLora(LoraMethod):
         return range(n_tasks) if position == 0 else ()
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
-        return LoraLearner(self.fresh(task), self.outputs, self.settings)
+        return LoraLearner(self, self.fresh(task))

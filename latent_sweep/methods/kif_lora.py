@@ -49,8 +49,7 @@ class KifLora(LoraMethod):
         return without(super().stage_identity(position), *(() if position else FUSION))
 
     def begin_task(self, task: TaskData, history: Snapshots) -> KifLoraLearner:
-        previous = history[-1] if history else None
-        return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
+        return KifLoraLearner(self, self.carried(task, history), history[-1] if history else None)
 
 
 class KifLoraLearner(SkillLearner):

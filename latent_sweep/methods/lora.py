@@ -269,18 +269,11 @@ class LoraLearner(Learner):
     mask: RowMask | None = None
     """Of `migu`, if it is set; see `latent_sweep.methods._migu`."""
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: LoraSettings,
-        earlier: Sequence[Delta] = (),
-        train_A: bool = True,
-    ):
+    def __init__(self, method: LoraMethod, pair: LoraPair, earlier: Sequence[Delta] = (), train_A: bool = True):
         A, B = pair
         self.A, self.B = A.detach().clone().requires_grad_(train_A), B.detach().clone().requires_grad_(True)
-        self.outputs, self.settings = outputs, settings
-        self._earlier = earlier
+        self.outputs: Sequence[int] = method.outputs
+        self.settings, self._earlier = method.settings, earlier
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in (("A", self.A), ("B", self.B)) if tensor.requires_grad}

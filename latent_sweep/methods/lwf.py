@@ -8,14 +8,13 @@ targets. The divergence is reduced as the cross-entropy is, by default to the me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, o_lora_scripts
-from latent_sweep.methods.protocol import MethodContext, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import Snapshots, TaskData, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +49,8 @@ class Lwf(LoraMethod):
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
         pair = self.carried(task, history)
         if not history or not self.settings.alpha_kd:
-            return LoraLearner(pair, self.outputs, self.settings)
-        return LwfLearner(pair, self.outputs, self.settings, self.context)
+            return LoraLearner(self, pair)
+        return LwfLearner(self, pair)
 
 
 class LwfLearner(LoraLearner):
@@ -59,12 +58,13 @@ class LwfLearner(LoraLearner):
 
     settings: LwfSettings
 
-    def __init__(self, pair: LoraPair, outputs: Sequence[int], settings: LwfSettings, context: MethodContext):
+    def __init__(self, method: Lwf, pair: LoraPair):
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import LoraDeltas
 
-        super().__init__(pair, outputs, settings)
-        self._context, self._teacher = context, Adaptation(LoraDeltas(*pair, outputs, settings.s))
+        super().__init__(method, pair)
+        self._context = method.context
+        self._teacher = Adaptation(LoraDeltas(*pair, self.outputs, self.settings.s))
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
         import torch

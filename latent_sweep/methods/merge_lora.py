@@ -103,7 +103,7 @@ class MergeLora(LoraMethod):
     # --- learning ---
 
     def begin_task(self, task: TaskData, history: Snapshots) -> MergeLoraLearner:
-        return MergeLoraLearner(self.carried(task, history), self.outputs, self.settings, self._seeds(task))
+        return MergeLoraLearner(self, self.carried(task, history), self._seeds(task))
 
     def _seeds(self, task: TaskData) -> Tensor:
         import torch
@@ -168,8 +168,8 @@ class MergeLora(LoraMethod):
 class MergeLoraLearner(LoraLearner):
     """Trains one pair; its snapshot also holds the task's seeds, one for each projection."""
 
-    def __init__(self, pair: LoraPair, outputs: Sequence[int], settings: LoraSettings, seeds: Tensor):
-        super().__init__(pair, outputs, settings)
+    def __init__(self, method: MergeLora, pair: LoraPair, seeds: Tensor):
+        super().__init__(method, pair)
         self._seeds = seeds
 
     def finish(self) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ class MoeLora(LoraMethod):
             pair, routers = self.pair(newest), newest["routers"].to(backbone.device)
         else:
             pair, routers = new_experts(backbone.targets, s.rank, s.experts, A_STD, task.generator("start"))
-        return MoeLoraLearner(pair, routers, self.outputs, s)
+        return MoeLoraLearner(self, pair, routers)
 
     def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
         from latent_sweep.adapters.bank import Adaptation
@@ -99,8 +99,8 @@ class MoeLoraLearner(LoraLearner):
 
     capturable = LoraLearner.capturable
 
-    def __init__(self, pair: LoraPair, routers: Tensor, outputs: Sequence[int], settings: MoeLoraSettings):
-        super().__init__(pair, outputs, settings)
+    def __init__(self, method: MoeLora, pair: LoraPair, routers: Tensor):
+        super().__init__(method, pair)
         self.routers = routers.detach().clone().requires_grad_(True)
 
     def parameters(self) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class NLora(TaskAdapterMethod):
 
     def begin_task(self, task: TaskData, history: Snapshots) -> NLoraLearner:
         weight = coefficient_at(task.position, self.settings.lambda_1)
-        return NLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), weight)
+        return NLoraLearner(self, self.fresh(task), self.active(history), weight)
 
 
 class NLoraLearner(LoraLearner):
@@ -92,18 +92,11 @@ class NLoraLearner(LoraLearner):
     settings: NLoraSettings
     capturable = LoraLearner.capturable
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: NLoraSettings,
-        earlier: Sequence[Delta],
-        weight: float,
-    ):
+    def __init__(self, method: NLora, pair: LoraPair, earlier: Sequence[Delta], weight: float):
         from latent_sweep.adapters.products import Products
 
-        super().__init__(pair, outputs, settings, earlier)
-        self._weight, self._products = weight, Products(outputs, self.A.shape[2], self.A.device)
+        super().__init__(method, pair, earlier)
+        self._weight, self._products = weight, Products(self.outputs, self.A.shape[2], self.A.device)
 
     def penalty(self) -> dict[str, Tensor]:
         from latent_sweep.adapters.products import absolute, stacked

@@ -112,7 +112,7 @@ class OLora(TaskAdapterMethod):
 
     def begin_task(self, task: TaskData, history: Snapshots) -> OLoraLearner:
         penalty = self.penalty(task.position, history)
-        return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)
+        return OLoraLearner(self, self.fresh(task), self.active(history), penalty)
 
 
 def coefficient_at(position: int, coefficient: Coefficient) -> float:
@@ -163,15 +163,8 @@ class OLoraLearner(LoraLearner):
 
     capturable = LoraLearner.capturable
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: OLoraSettings,
-        earlier: Sequence[Delta],
-        penalty: OLoraPenalty,
-    ):
-        super().__init__(pair, outputs, settings, earlier)
+    def __init__(self, method: OLora, pair: LoraPair, earlier: Sequence[Delta], penalty: OLoraPenalty):
+        super().__init__(method, pair, earlier)
         self._penalty = penalty
 
     def penalty(self) -> dict[str, Tensor]:

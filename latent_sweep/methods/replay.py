@@ -87,7 +87,7 @@ class ReplayLearner(LoraLearner):
         earlier: Sequence[Delta],
         replayed: Replayed | None,
     ):
-        super().__init__(pair, method.outputs, method.settings, earlier)
+        super().__init__(method, pair, earlier)
         self._method, self._task, self._replayed = method, task, replayed
 
     def replayed(self) -> Replayed | None:

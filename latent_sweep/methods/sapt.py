@@ -130,7 +130,7 @@ class SaptLearner(LoraLearner):
 
         from latent_sweep.adapters.task_attention import MaxPooled, Query, new_key, new_query
 
-        super().__init__(method.fresh(task), method.outputs, method.settings)
+        super().__init__(method, method.fresh(task))
         table = method.context.backbone.embedding_table
         device, d = table.device, table.shape[1]
         snapshots = [dict(snapshot) for snapshot in history]  # read once

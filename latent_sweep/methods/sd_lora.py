@@ -60,7 +60,7 @@ class SdLora(LoraMethod):
 
     def begin_task(self, task: TaskData, history: Snapshots) -> SdLoraLearner:
         directions = [self.direction(self.pair(snapshot)) for snapshot in history]
-        return SdLoraLearner(self.fresh(task), self.outputs, self.settings, directions)
+        return SdLoraLearner(self, self.fresh(task), directions)
 
     def direction(self, pair: LoraPair) -> LoraPair:
         """Return the pair with every projection's B divided by the direction's norm; zero updates stay zero."""
@@ -99,13 +99,11 @@ class SdLoraLearner(LoraLearner):
     settings: SdLoraSettings
     capturable = LoraLearner.capturable
 
-    def __init__(
-        self, pair: LoraPair, outputs: Sequence[int], settings: SdLoraSettings, directions: Sequence[LoraPair]
-    ):
+    def __init__(self, method: SdLora, pair: LoraPair, directions: Sequence[LoraPair]):
         import torch
 
-        super().__init__(pair, outputs, settings)
-        start = torch.full((len(directions) + 1,), settings.magnitude, device=self.A.device)
+        super().__init__(method, pair)
+        start = torch.full((len(directions) + 1,), self.settings.magnitude, device=self.A.device)
         self.magnitudes = start.requires_grad_(True)
         self._directions = None
         if directions:

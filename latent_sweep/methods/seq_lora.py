@@ -22,4 +22,4 @@ class SeqLora(LoraMethod):
     official = staticmethod(o_lora_scripts)
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
-        return LoraLearner(self.carried(task, history), self.outputs, self.settings)
+        return LoraLearner(self, self.carried(task, history))

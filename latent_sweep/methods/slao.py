@@ -40,24 +40,17 @@ class Slao(LoraMethod):
 
     def begin_task(self, task: TaskData, history: Snapshots) -> SlaoLearner:
         if not history:
-            return SlaoLearner(self.fresh(task), self.outputs, self.settings)
+            return SlaoLearner(self, self.fresh(task))
         last = history[-1]
         A, B = self.pair({"A": orthonormal(last["A"], self.inputs), "B": last[TUNED]})
-        return SlaoLearner((A, B), self.outputs, self.settings, last["B"], 1 / math.sqrt(task.position + 1))
+        return SlaoLearner(self, (A, B), last["B"], 1 / math.sqrt(task.position + 1))
 
 
 class SlaoLearner(LoraLearner):
     """Trains one pair and merges its B, with weight `share`, into that of earlier tasks (None at the first)."""
 
-    def __init__(
-        self,
-        pair: LoraPair,
-        outputs: Sequence[int],
-        settings: LoraSettings,
-        merged: Tensor | None = None,
-        share: float = 1.0,
-    ):
-        super().__init__(pair, outputs, settings)
+    def __init__(self, method: Slao, pair: LoraPair, merged: Tensor | None = None, share: float = 1.0):
+        super().__init__(method, pair)
         self._merged, self._share = merged, share
 
     def finish(self) -> dict[str, Tensor]:

@@ -53,8 +53,7 @@ class Tasl(LoraMethod):
         return without(super().stage_identity(position), *(() if position else CONSOLIDATION))
 
     def begin_task(self, task: TaskData, history: Snapshots) -> TaslLearner:
-        previous = history[-1] if history else None
-        return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
+        return TaslLearner(self, self.carried(task, history), history[-1] if history else None)
 
 
 class TaslLearner(SkillLearner):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.metrics.matrix import ScoreMatrix
-from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM, Flips, TaskFacts, more_measures
+from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM, Flips, TaskFacts
 from latent_sweep.results.columns import LOCATION_AND_SPEED
 from latent_sweep.results.definition import defined_metrics
 from latent_sweep.results.marks import answers_alone
@@ -17,7 +17,6 @@ from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import TrialFolder
 from latent_sweep.storage.journal import final_metrics
-from latent_sweep.storage.trial_files import newest_scored, scores_when_new
 
 
 class MoreMeasure(NamedTuple):
@@ -49,16 +48,10 @@ def recorded_measures(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name in _RECORDED or name.startswith(prefixes)}
 
 
-def further_measures(trial: TrialResults, read_answers: bool = False) -> dict[str, float]:
-    """Return the defined measures of a finished trial that need no other trial.
-
-    Args:
-        read_answers: compute what its journal lacks, as in a sweep of an earlier version, from its saved answers.
-    """
+def further_measures(trial: TrialResults) -> dict[str, float]:
+    """Return the defined measures of a finished trial that need no other trial."""
     matrix, recorded = trial.matrix, recorded_measures(final_metrics(trial.events))
     measures = {"BWT": matrix.backward_transfer(), "Avg": matrix.average_of_stages()}
-    if "Avg" not in recorded and read_answers:
-        measures |= _from_answers(trial)
     return defined_metrics(trial.folder, trial.stages, measures | recorded)
 
 
@@ -67,20 +60,6 @@ def task_facts(benchmark: str) -> dict[str, TaskFacts]:
         return {task.name: TaskFacts(task.category, task.labels) for task in load_benchmark(benchmark).tasks}
     except UNREADABLE:
         return {}
-
-
-def _from_answers(trial: TrialResults) -> dict[str, float]:
-    folder = trial.folder
-    facts = task_facts(str(folder.params.get("benchmark.name")))
-    last = newest_scored(folder.path, trial.stages[-1])
-    try:
-        new = scores_when_new(folder.path, trial.stages)
-    except UNREADABLE:
-        new = {}
-    try:
-        return more_measures(trial.matrix, facts, last, new)
-    except ValueError:  # stages have answers to different examples
-        return more_measures(trial.matrix, facts, last, {})
 
 
 # --- the single-task reference ---------------------------------------------------------------------------------------

@@ -254,28 +254,22 @@ def end_reason(events: Sequence[Event]) -> str:
     return f"{last.kind}{at}: {last.message}"
 
 
-def summarize(
-    sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = (), read_answers: bool = False
-) -> Summary:
+def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
     """Group a sweep's trials by all axes except those that repeat; only finished trials enter statistics.
 
     Args:
         over: axes that repeat a configuration, like the seed, by path or short name.
         baseline: settings, as `name=value`, of the configuration that the others are compared with.
-        read_answers: see `measures.further_measures`.
 
     Raises:
         ConfigError: the sweep has no such axis, or not exactly one configuration fits `baseline`.
         StorageError: the sweep or a journal is missing or corrupt.
     """
-    return summarize_all([sweep], over, baseline, read_answers)[0]
+    return summarize_all([sweep], over, baseline)[0]
 
 
 def summarize_all(
-    sweeps: Sequence[SweepFolder],
-    over: Sequence[str] = (),
-    baseline: Sequence[str] = (),
-    read_answers: bool = False,
+    sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()
 ) -> list[Summary]:
     """Summarize several sweeps, with a column for every setting in which they differ.
 
@@ -286,7 +280,7 @@ def summarize_all(
     if twice := [str(path) for path, count in times.items() if count > 1]:
         raise ConfigError(f"report: {', '.join(twice)} is named more than once; name each sweep once.")
     names = Counter(sweep.name for sweep in sweeps)
-    read = [_summarize(sweep, over, read_answers) for sweep in sweeps]
+    read = [_summarize(sweep, over) for sweep in sweeps]
     axes = [path for sweep in sweeps for path in sweep.axes]
     summaries = _with_differing_columns(
         [summary for summary, *_ in read], axes, [path for *_, paths in read for path in paths]
@@ -303,9 +297,7 @@ def summarize_all(
     ]
 
 
-def _summarize(
-    sweep: SweepFolder, over: Sequence[str], read_answers: bool
-) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
+def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     columns = {axis: name for axis, name in names.items() if axis not in repeats}
@@ -314,7 +306,7 @@ def _summarize(
     trials: dict[str, TrialSummary] = {}
     for folder in sweep:  # one journal at a time: there may be thousands
         trial = TrialResults(sweep, folder)
-        trials[folder.trial_id] = _trial_summary(trial, read_answers)
+        trials[folder.trial_id] = _trial_summary(trial)
         cost.add(trial)
         at_work += held_at_work(trial.events)
     trials = _with_references(trials, cost)
@@ -450,7 +442,7 @@ def _with_references(trials: Mapping[str, TrialSummary], cost: Cost) -> dict[str
     return {trial_id: completed(each) for trial_id, each in trials.items()}
 
 
-def _trial_summary(trial: TrialResults, read_answers: bool = False) -> TrialSummary:
+def _trial_summary(trial: TrialResults) -> TrialSummary:
     events, learned = trial.events, trial.stages
     last = events[-1] if events else None
     lost = f"{last.kind}: {last.message}" if isinstance(last, Lost) else ""
@@ -478,7 +470,7 @@ def _trial_summary(trial: TrialResults, read_answers: bool = False) -> TrialSumm
         matrix=trial.matrix,
         constants={stage.task: stage.constant for stage in learned if stage.constant is not None},
         router=_routing_metrics(learned),
-        further=further_measures(trial, read_answers),
+        further=further_measures(trial),
         probes=at_both_ends(probe_results(trial)),
         used=tuple(map(StageUse.of, learned)),
         costs=other_seconds(metrics),

@@ -62,7 +62,7 @@ def test_learners_with_hooks_of_their_own_refuse_it_at_the_first_task(at_work, m
 
     class Method(IncLora):
         def begin_task(self, task, history):
-            return Hooked(self.fresh(task), self.outputs, self.settings)
+            return Hooked(self, self.fresh(task))
 
     setattr(Hooked, member, lambda self, *_: None)
     context = at_work("inc_lora").context

@@ -214,7 +214,7 @@ class NoisyLearner(LoraLearner):
 class Learns(Odd):
     def begin_task(self, task, history):
         learner = globals()[type(self).__name__ + "Learner"]
-        return learner(self.fresh(task), self.outputs, self.settings, self.active(history))
+        return learner(self, self.fresh(task), self.active(history))
 
 
 for name in "Float Named Rows List EmptyMean Overflow Repeat Noisy".split():
@@ -478,7 +478,7 @@ class Anchored(LoraMethod):
     learner = AnchoredLearner
 
     def begin_task(self, task, history):
-        return self.learner(self.carried(task, history), self.outputs, self.settings)
+        return self.learner(self, self.carried(task, history))
 
 
 class Undeclared(Anchored):

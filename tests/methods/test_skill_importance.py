@@ -1,5 +1,7 @@
 """TaSL and KIFLoRA: edge cases of importance, consolidation and the orthogonality term."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.in_turn import begin, equal, learned, method_at_work
@@ -19,7 +21,8 @@ def learner_of(backbone, kind, settings, **parts):
     n = next(iter(backbone.targets.values())).in_features
     A = parts.get("A", torch.randn(len(outputs), 4, n, generator=source))
     B = parts.get("B", torch.randn(sum(outputs), 4, generator=source))
-    return kind((A, B), outputs, settings, None)
+    method = SimpleNamespace(outputs=outputs, inputs=[n] * len(outputs), settings=settings)
+    return kind(method, (A, B), None)
 
 
 def tasl_learner(backbone, **settings):

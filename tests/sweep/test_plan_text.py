@@ -235,7 +235,7 @@ class Replaying(TaskAdapterMethod):
     replays = True
 
     def begin_task(self, task, history):
-        return ReplayingLearner(self.fresh(task), self.outputs, self.settings, self.active(history))
+        return ReplayingLearner(self, self.fresh(task), self.active(history))
 """
 
 

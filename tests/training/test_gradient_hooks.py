@@ -1,6 +1,7 @@
 """What learners see and change between the backward pass and clipping, against direct computations."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,8 @@ def new_learner(kind, backbone, seed=0, rank=4):
     start = torch.Generator().manual_seed(seed)
     A, B = new_pair(backbone.targets, rank, start)
     B.normal_(std=0.1, generator=start)
-    return kind((A, B), outputs_of(backbone.targets), LoraSettings(name="x", rank=rank, alpha=8.0))
+    settings = LoraSettings(name="x", rank=rank, alpha=8.0)
+    return kind(SimpleNamespace(outputs=outputs_of(backbone.targets), settings=settings), (A, B))
 
 
 @pytest.fixture

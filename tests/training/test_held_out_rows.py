@@ -28,7 +28,7 @@ class Replaying(SeqLora):
     replays = True
 
     def begin_task(self, task, history):
-        learner = Replay(self.carried(task, history), self.outputs, self.settings)
+        learner = Replay(self, self.carried(task, history))
         learner.earlier = [{"prompt_ids": [9, 9], "input_ids": [9], "target_ids": [9, 2]}] * 7 * len(history)
         return learner
 
