@@ -1,8 +1,4 @@
-"""AdapterBank: the frozen projections of a backbone, each with a delta that may differ between the rows of a batch.
-
-Training and inference use one operation, `y = W h + delta(h)`. In plain training all rows share one small matrix, in a
-pack the rows of each run use that run's matrix, and in routed inference each row has its own combination.
-"""
+"""AdapterBank: `y = W h + delta(h)` at the frozen projections, with a delta that may differ between the rows of a batch."""
 
 from __future__ import annotations
 

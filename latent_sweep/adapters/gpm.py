@@ -1,11 +1,8 @@
 """Gradient projection memory: the directions of an input that earlier tasks use, and what is outside them.
 
 A memory is a matrix M (k, columns) with orthonormal columns in an input space of k dimensions. Each task adds columns.
-Formulas read the uncentered second moment C = sum_x x x^T of an input, up to a factor. Algebra is in float64 on C's
-device.
-
-DualGPM (InfLoRA's rule) stores M's complement once M has more than k / 2 columns. Its rule for removing directions from
-the complement adds the same ones to M, so one rule suffices here.
+Formulas read the uncentered second moment C = sum_x x x^T of an input, up to a factor, in float64. DualGPM (InfLoRA's
+rule) stores M's complement once M has more than k / 2 columns, which gives the same directions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Decoding with CUDA graphs: the kernels of one token of every row, recorded once and replayed for every token.
 
-Launching a token's kernels from Python takes a GPU longer than computing them. A graph has fixed memory: a key-value
-cache whose places are masked until they are written, adapters, tokens and positions. Each batch copies its own there,
-so one graph serves every batch whose rows and places round up to its own (`graph_sizes`) and whose adapters have the
-same layout (`adapters.static`). Prompts are read without a graph, and rows stay in the batch until all have ended.
-
-Sums over masked places round differently, so answers may differ from those without graphs at near ties of two tokens.
-The first batch of each kind of adapter is decoded both ways; other differences switch the graphs off.
+A graph has fixed memory: a key-value cache whose places are masked until they are written, adapters, tokens and
+positions. Each batch copies its own there, so one graph serves every batch whose rows and places round up to its own
+(`graph_sizes`) and whose adapters have the same layout (`adapters.static`). Sums over masked places round differently:
+the first batch of each kind is decoded both ways, and differences beyond near ties switch the graphs off.
 """
 
 from __future__ import annotations

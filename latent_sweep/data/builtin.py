@@ -1,8 +1,4 @@
-"""The built-in benchmark: eight small tasks, generated identically on every machine, without files.
-
-Answer words and formats cannot be guessed, so scores start low, rise within a few steps, and fall when adapters of
-different tasks are summed.
-"""
+"""The built-in benchmark: eight small tasks, generated identically everywhere, with answers that cannot be guessed."""
 
 from __future__ import annotations
 

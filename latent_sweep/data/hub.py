@@ -1,8 +1,4 @@
-"""Data sets from the Hugging Face Hub: each split is downloaded once, at a commit, and then read from a local cache.
-
-No code of a data set runs: `datasets` reads data files only. The cache folder of a split holds a digest of its values,
-which is the same on every machine, whatever wrote the files.
-"""
+"""Data sets from the Hugging Face Hub: a split is downloaded once, at a commit, without running code, and cached."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from latent_sweep.metrics.answers import exact_match
 from latent_sweep.metrics.matrix import ScoreMatrix
@@ -56,15 +55,11 @@ def flips(before: Sequence[float], after: Sequence[float], choices: int | None =
     Args:
         choices: k; None, or less than 2, for free text, which is not guessed.
     """
-    was, now = (_right(scores) for scores in (before, after))
+    was, now = (np.asarray(scores, dtype=float) >= RIGHT for scores in (before, after))
     lost, gained = float((was & ~now).mean()), float((~was & now).mean())
     a, b = float(was.mean()), float(now.mean())
     chance = (1 - a) * (1 - b) / (choices - 1) if choices is not None and choices > 1 else 0.0
     return Flips(lost, gained, max(0.0, lost - chance), max(0.0, gained - chance))
-
-
-def _right(scores: Sequence[float]) -> npt.NDArray[np.bool_]:
-    return np.asarray(scores, dtype=float) >= RIGHT
 
 
 def unparsable(predictions: Sequence[str], labels: Sequence[str]) -> float:

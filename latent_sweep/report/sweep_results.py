@@ -22,7 +22,7 @@ class SweepResults(SweepFrames):
 
     Raises:
         ConfigError: no folder is given, or one twice.
-        StorageError: a folder has no sweep, or its `sweep.json` is corrupt.
+        StorageError: a folder has no sweep, or its `sweep.json` is corrupt. Methods raise it if a journal is corrupt.
     """
 
     @property
@@ -41,11 +41,7 @@ class SweepResults(SweepFrames):
         return bool(self.trials()["status"].isin(["finished", "stopped"]).all())
 
     def failed(self) -> pd.DataFrame:
-        """Return the rows of `trials` that have failed, with the `reason`.
-
-        Raises:
-            StorageError: a journal is corrupt.
-        """
+        """Return the rows of `trials` that have failed, with the `reason`."""
         trials = self.trials()
         return trials[trials["status"] == "failed"].reset_index(drop=True)
 
@@ -55,9 +51,6 @@ class SweepResults(SweepFrames):
         The columns of `configuration` come first, then `n_trials`, `n_finished`, `n_failed` and `n_stopped` (counts of
         trials), then the mean and the sample standard deviation of AP, LA and FM: `AP_mean`, `AP_std` and so on, as
         fractions.
-
-        Raises:
-            StorageError: a journal is corrupt.
         """
         summaries = summarize_all(self._folders)
         return pd.DataFrame([self._row(summary, one) for summary in summaries for one in summary.configurations])

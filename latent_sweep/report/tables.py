@@ -163,14 +163,10 @@ def has_held_out(summary: Summary) -> bool:
     return any(one.settings.get("benchmark.score_on") == "validation" for one in summary.configurations)
 
 
-def _has_stopped(summary: Summary) -> bool:
-    return any(one.n_stopped and one.n_finished for one in summary.configurations)
-
-
 def _row_notes(summaries: Sequence[Summary]) -> list[str]:
     """Return the notes on rows whose means do not compare, or lack measures."""
     configurations = [one for summary in summaries for one in summary.configurations]
-    notes = [STOPPED] * any(map(_has_stopped, summaries))
+    notes = [STOPPED] * any(one.n_stopped and one.n_finished for one in configurations)
     notes += [FAILED] * any(one.n_failed and one.n_finished for one in configurations)
     at_once = [one for one in configurations if not one.learns_in_turn]
     if names := dict.fromkeys(str(one.settings.get("method.name") or label(one.values)) for one in at_once):

@@ -79,7 +79,7 @@ class SweepFrames:
 
     Raises:
         ConfigError: no folder is given, or one twice.
-        StorageError: a folder has no sweep, or its `sweep.json` is corrupt.
+        StorageError: a folder has no sweep, or its `sweep.json` is corrupt. Methods raise it if a journal is corrupt.
     """
 
     def __init__(self, *folders: SweepFolder):
@@ -143,9 +143,6 @@ class SweepFrames:
             started (datetime64[ns, UTC]): time of its first event
             ended (datetime64[ns, UTC]): when it finished, failed or was stopped
             reason (string): why it failed or was stopped
-
-        Raises:
-            StorageError: a journal is corrupt.
         """
         dtypes = _TRIAL | self._setting_dtypes() | _PROGRESS
         return _frame(dtypes, [self._trial_row(trial) for trial in self._trials()])
@@ -182,9 +179,6 @@ class SweepFrames:
 
         Every other metric of a journal follows as float64, among them the terms that a method adds to the loss; one
         with the name of another column is called `metrics.<name>`.
-
-        Raises:
-            StorageError: a journal is corrupt.
         """
         all_stages = [(trial, stage) for trial in self._trials() for stage in trial.stages]
         before = _KEY | self._setting_dtypes() | _STAGE
@@ -208,9 +202,6 @@ class SweepFrames:
             metric (string): name of the task's metric
             score (float64): a fraction
             is_new (bool): whether it is the task learned last
-
-        Raises:
-            StorageError: a journal is corrupt.
         """
         dtypes = _KEY | self._setting_dtypes() | _STAGE | _SCORE
         all_stages = ((trial, stage) for trial in self._trials() for stage in trial.stages)
@@ -229,9 +220,6 @@ class SweepFrames:
                 gained_corrected or unparsable; only those that are defined
             category (string): of the tasks that AP or FM is over; missing for all tasks
             value (float64): a fraction
-
-        Raises:
-            StorageError: a journal is corrupt.
         """
         rows = [row for sweep in self._folders for row in self._measure_rows(sweep)]
         return _frame(_KEY | self._setting_dtypes() | _MEASURE, rows)
@@ -248,9 +236,6 @@ class SweepFrames:
             tasks_seen (Int64): 0 for the untouched backbone
             value (float64): a loss, a fraction, or in the unit of the metric
             change (float64): from the untouched backbone
-
-        Raises:
-            StorageError: a journal is corrupt.
         """
         rows = [row for trial in self._trials() if trial.is_finished for row in self._probe_rows(trial)]
         return _frame(_KEY | self._setting_dtypes() | _PROBE, rows)
@@ -267,9 +252,6 @@ class SweepFrames:
             step (Int64): optimizer step of this task, the last of an interval of `run.loss_every` steps
             term (string): `task`, or a term that the method adds to the loss
             loss (float64): mean over the interval
-
-        Raises:
-            StorageError: a journal is corrupt.
         """
         rows = [
             self._stage_key(trial, stage) | {"step": step, "term": term, "loss": loss}

@@ -1,8 +1,4 @@
-"""What a storage contains: its sweeps, what they refer to, and garbage; deletes and copies sweeps.
-
-Shared files are deleted only when no sweep of the storage refers to them; `sweep.json` names a sweep's snapshots.
-`StorageError` is raised if the storage, or what a sweep refers to, cannot be read.
-"""
+"""What a storage contains: its sweeps, what they refer to, and garbage; deletes and copies sweeps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Snapshots: what learning one task leaves. Named by lineage, written once, committed by rename, never changed.
-
-Safetensors and JSON only; nothing is unpickled. Every read checks a digest; a corrupt file is quarantined, reported and
-made again.
-"""
+"""Snapshots: what learning one task leaves. Named by lineage, written once, checked at every read, never changed."""
 
 from __future__ import annotations
 

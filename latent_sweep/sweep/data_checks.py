@@ -1,8 +1,4 @@
-"""Check a sweep's examples before training: faults that would make scores meaningless, and warnings.
-
-`check_sweep` serves `latent-sweep plan` and the start of a run. It counts tokens if the backbone's tokenizer is on this
-machine; otherwise `check_pack` counts them in the trial, before its first task. `CHECKS` lists what is checked.
-"""
+"""Check a sweep's examples when it is planned or, for tokens, in the trial: faults that spoil scores, and warnings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The text of `latent-sweep plan --explain`: for every stage, who shares it, and which settings prevent sharing.
 
-A stage is compared with those of the trials that differ from its own in a single axis of the search: either the axis is
-no part of the snapshot's identity, and the stage is shared, or a field of it differs. A stage that is not stored is
-also compared with the most similar one in the storage. Stages with equal explanations are grouped.
+A stage is compared with those of the trials that differ in a single axis of the search, and one that is not stored with
+the most similar one in the storage. Stages with equal explanations are grouped.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Uploads a sweep to MLflow: one experiment per sweep, one run per trial.
 
-Only the driver writes here, from the journals. `sync` uploads whatever is missing, any number of times, into the same
-runs. `contents` defines the desired runs; this module uploads them and reads them back.
+Only the driver writes here, from the journals; `contents` defines the desired runs. Runs are identified by tags: `kind`
+(sweep, trial, summary) with `sweep_id`, `trial_id` or `configuration`. The tag `mirrored_events` of a trial's run is a
+cursor: the number of journal events whose points have arrived. It is sent with the last points, and MLflow writes the
+tags of a batch last. The status is written after everything else, so a run that has ended also has its artifacts.
 
-Runs are identified by tags: `kind` (sweep, trial, summary) with `sweep_id`, `trial_id` or `configuration`. The tag
-`mirrored_events` of a trial's run is a cursor: the number of journal events whose points have arrived. It is sent with
-the last points, and MLflow writes the tags of a batch last. The status is written after everything else, so a run that
-has ended also has its artifacts. Points carry the times of the journal, so MLflow deduplicates one that arrives twice.
-
-A trial that runs again after its folder was deleted is a new generation with a new journal. MLflow cannot remove points
-or params, so each generation gets its own run, identified by the tag `journal`. The old run is deleted once the new one
-holds everything.
+A trial that runs again after its folder was deleted is a new generation with a run of its own, identified by the tag
+`journal`; the old run is deleted once the new one holds everything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Checks that the files of a sweep are intact and that the tracker holds what the journals record.
-
-`verify_*` change nothing. `repair_*` quarantine corrupt files, which the same run command then makes again, and upload
-to the tracker what it lacks.
-"""
+"""Checks that a sweep's files are intact and that the tracker holds what the journals record; repairs both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Writes a sweep for Weights & Biases: one run per trial, written when the trial has ended.
-
-Without WANDB_MODE runs are written offline, into `wandb/offline-run-*` below WANDB_DIR or the working directory, and
-`wandb sync` uploads them. Next to them, `latent_sweep/<trial>` holds the digest of the last event that was written.
-"""
+"""Writes a sweep for Weights & Biases: one run per trial, when it has ended, offline unless WANDB_MODE is set."""
 
 from __future__ import annotations
 

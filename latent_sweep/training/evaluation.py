@@ -1,12 +1,8 @@
 """Scoring the tasks seen so far, one row of the score matrix, with a cache of generated answers.
 
-The cache is keyed by all that greedy answers depend on: prompt, weighted snapshots, method, decoding, backbone and, for
-near ties of two tokens, device, libraries and graphs. Its unit is a batch, so no score depends on what was computed
-before.
-
-A row's own weights decide how it is answered: `path_of` says whether its batch uses one merged adapter, and if so, the
-common prefix of the task's test prompts is read once. A row's neighbors only affect rounding, through batch size and
-padding. After an out-of-memory error every batch is answered in halves, and cached under another name.
+The cache is keyed by all that greedy answers depend on. Its unit is a batch, so no score depends on what was computed
+before. A row's own weights decide how it is answered (`path_of`); its neighbors only affect rounding, through batch size
+and padding. After an out-of-memory error batches are answered in halves, and cached under another name.
 """
 
 from __future__ import annotations

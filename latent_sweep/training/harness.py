@@ -1,8 +1,4 @@
-"""lm-evaluation-harness on a trial's backbone and snapshots, through its public interface `lm_eval.api.model.LM`.
-
-Requests become rows of probes: routed, batched, cached and shared as those are. Tokenization follows the harness's own
-class for transformers, and the harness seeds nothing but its choice of examples for prompts.
-"""
+"""lm-evaluation-harness on a trial's snapshots, by its public `lm_eval.api.model.LM`: requests become rows of probes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""run_pack: for each task, learn what is missing, score what is missing, and record it.
-
-A plain function without Ray and MLflow, called alike by a debugger, a test and a cluster. Results already stored are
-read, the rest is computed. In a group of workers the first one runs the pack, and the others execute its orders
-(`worker.py`).
-"""
+"""run_pack: for each task, learn what is missing, score what is missing, and record it, without Ray and MLflow."""
 
 from __future__ import annotations
 

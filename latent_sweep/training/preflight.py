@@ -1,8 +1,4 @@
-"""Tries what may fail before anything is learned, so that hours of training do not end in a wrong setting.
-
-The first worker of a group reads and scores rows of every task, fits the router of every stage and checks the storage.
-All workers generate an answer and let the method try its tasks. What is computed is cached for the stages.
-"""
+"""Tries what may fail before anything is learned: rows, routers, scoring, storage, an answer and each method's tasks."""
 
 from __future__ import annotations
 

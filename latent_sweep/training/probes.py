@@ -1,8 +1,4 @@
-"""Probes of general ability: what a trial's snapshots do to texts and questions that belong to no task.
-
-Rows are routed, combined and answered as test rows are, and the results are cached as answers are; those of the
-untouched backbone serve all trials. A probe's prompt alone decides the weights.
-"""
+"""Probes of general ability: what a trial's snapshots, routed by a probe's prompt, do to texts of no task."""
 
 from __future__ import annotations
 
