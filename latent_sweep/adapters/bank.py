@@ -1,4 +1,4 @@
-"""AdapterBank: `y = W h + delta(h)` at the frozen projections, with a delta that may differ between the rows of a batch."""
+"""AdapterBank: `y = W h + delta(h)` at the frozen projections, with a delta that may differ between rows."""
 
 from __future__ import annotations
 

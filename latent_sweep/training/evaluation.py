@@ -1,8 +1,8 @@
 """Scoring the tasks seen so far, one row of the score matrix, with a cache of generated answers.
 
 The cache is keyed by all that greedy answers depend on. Its unit is a batch, so no score depends on what was computed
-before. A row's own weights decide how it is answered (`path_of`); its neighbors only affect rounding, through batch size
-and padding. After an out-of-memory error batches are answered in halves, and cached under another name.
+before. A row's own weights decide how it is answered (`path_of`); its neighbors only affect rounding, through batch
+size and padding. After an out-of-memory error batches are answered in halves, and cached under another name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a trial's snapshots, by its public `lm_eval.api.model.LM`: requests become rows of probes."""
+"""lm-evaluation-harness on a trial's snapshots, through its `lm_eval.api.model.LM`: requests become rows of probes."""
 
 from __future__ import annotations
 

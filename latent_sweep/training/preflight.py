@@ -1,4 +1,4 @@
-"""Tries what may fail before anything is learned: rows, routers, scoring, storage, an answer and each method's tasks."""
+"""Tries what may fail before anything is learned: rows, routers, scoring, storage, an answer and the tasks."""
 
 from __future__ import annotations
 
