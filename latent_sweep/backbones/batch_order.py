@@ -32,11 +32,7 @@ def epoch_batches(
 
 
 def mixed_batches(
-    lengths: Sequence[int],
-    replayed: Sequence[int],
-    batch_size: int,
-    generator: torch.Generator,
-    group_by_length: bool,
+    lengths: Sequence[int], replayed: Sequence[int], batch_size: int, generator: torch.Generator, group_by_length: bool
 ) -> list[list[int]]:
     """Return the batches of an epoch with replayed rows spread evenly over them; the last batch may be smaller.
 

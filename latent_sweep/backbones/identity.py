@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.packaged import package_version
-from latent_sweep.backbones.registry import (
-    PACKAGES,
-    RANDOM,
-    BackboneSettings,
-    canonical_targets,
-    registered_backbone,
-)
+from latent_sweep.backbones.registry import PACKAGES, RANDOM, BackboneSettings, canonical_targets, registered_backbone
 from latent_sweep.data.hub import COMMIT, resolve_commit
 from latent_sweep.memo import memoized
 from latent_sweep.storage import versions

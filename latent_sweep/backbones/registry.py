@@ -121,11 +121,7 @@ _IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 REGISTRY: Mapping[str, BackboneSpec] = {
     EMBEDDED: _llama(f"package:{PACKAGES[EMBEDDED]}", 576, 30, 9, 3, 1536, vocab=49152),
-    FLAN_T5: _t5(
-        f"package:{PACKAGES[FLAN_T5]}",
-        **dict(heads=6, d_kv=64, d_ff=1024, layers=8, d_model=512),
-        **FLAN,
-    ),
+    FLAN_T5: _t5(f"package:{PACKAGES[FLAN_T5]}", **dict(heads=6, d_kv=64, d_ff=1024, layers=8, d_model=512), **FLAN),
     "t5-large": _t5("google-t5/t5-large", heads=16, d_kv=64, d_ff=4096),
     "t5-3b": _t5("google-t5/t5-3b", heads=32, d_kv=128, d_ff=16384),
     "tinyllama-1.1b": _llama("TinyLlama/TinyLlama_v1.1", 2048, 22, 32, 4, 5632, vocab=32000),

@@ -19,14 +19,7 @@ from latent_sweep.adapters.static import NotStatic, StaticDeltas, layout_of
 from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
 from latent_sweep.backbones.graphs import NewPool
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.backbones.recorded_token import (
-    Extend,
-    ReadPrompts,
-    RecordedToken,
-    numbers_of,
-    shapes,
-    tensors_of,
-)
+from latent_sweep.backbones.recorded_token import Extend, ReadPrompts, RecordedToken, numbers_of, shapes, tensors_of
 from latent_sweep.storage.failures import failure_kind
 
 log = logging.getLogger(__name__)

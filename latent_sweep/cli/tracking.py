@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.cli.command import (
-    Commands,
-    Parser,
-    add_command,
-    add_json,
-    add_sweep_folder,
-    add_tracker,
-    print_json,
-)
+from latent_sweep.cli.command import Commands, Parser, add_command, add_json, add_sweep_folder, add_tracker, print_json
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import printable
 

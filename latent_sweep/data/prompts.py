@@ -224,11 +224,7 @@ def is_cut(
 
 
 def encode_target(
-    text: str,
-    tokenizer: PreTrainedTokenizerBase,
-    family: Family,
-    max_target_length: int,
-    chat: Chat | None = None,
+    text: str, tokenizer: PreTrainedTokenizerBase, family: Family, max_target_length: int, chat: Chat | None = None
 ) -> list[int]:
     """Return the token ids of a target and its end (EOS or a chat template's), at most `max_target_length` in all."""
     ids = tokenize(tokenizer, text).ids

@@ -207,13 +207,7 @@ class _Worker:
         return self._reports[seen:]
 
     def run(
-        self,
-        host: str,
-        port: int,
-        pack: Pack,
-        sweep: SweepFolder,
-        run: RunSettings,
-        limit: TimeLimit | None = None,
+        self, host: str, port: int, pack: Pack, sweep: SweepFolder, run: RunSettings, limit: TimeLimit | None = None
     ) -> None:
         log_without_secrets()
         limit_to_share(run.resources)

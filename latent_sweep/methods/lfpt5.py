@@ -35,15 +35,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.backbones.registry import EMBEDDED, dropout_rate
-from latent_sweep.methods.protocol import (
-    EarlierRows,
-    Learner,
-    Method,
-    MethodSettings,
-    Snapshots,
-    TaskData,
-    without,
-)
+from latent_sweep.methods.protocol import EarlierRows, Learner, Method, MethodSettings, Snapshots, TaskData, without
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:

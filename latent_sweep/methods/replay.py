@@ -80,12 +80,7 @@ class ReplayLearner(LoraLearner):
     """Trains one pair, and keeps rows of its task."""
 
     def __init__(
-        self,
-        method: Replay,
-        pair: LoraPair,
-        task: TaskData,
-        earlier: Sequence[Delta],
-        replayed: Replayed | None,
+        self, method: Replay, pair: LoraPair, task: TaskData, earlier: Sequence[Delta], replayed: Replayed | None
     ):
         super().__init__(method, pair, earlier)
         self._method, self._task, self._replayed = method, task, replayed

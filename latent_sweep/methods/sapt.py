@@ -23,14 +23,7 @@ from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import DataError
 from latent_sweep.methods._kept_rows import Keep, kept_indices
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, gain_lora_scripts
-from latent_sweep.methods.protocol import (
-    ADAPTER_COMBINATIONS,
-    Combination,
-    EarlierRows,
-    Snapshots,
-    TaskData,
-    without,
-)
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, EarlierRows, Snapshots, TaskData, without
 from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
@@ -207,7 +200,4 @@ class SaptLearner(LoraLearner):
 
     def facts(self) -> dict[str, float]:
         kept = sum(len(pooled) for pooled, _ in self._kept) if self.settings.kl_weight else 0
-        return {
-            "own_attention": self._own_attention,
-            "replayed_share": kept / (kept + len(self._task.rows)),
-        }
+        return {"own_attention": self._own_attention, "replayed_share": kept / (kept + len(self._task.rows))}

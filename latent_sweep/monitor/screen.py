@@ -227,11 +227,7 @@ class Live:
             from rich.live import Live as RichLive
 
             self._live = RichLive(
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
             )
             self._live.start()
         self._live.update(drawing, refresh=True)

@@ -137,11 +137,7 @@ def _inert(cell: Any) -> Any:
 
 
 def render(
-    summary: Summary,
-    format: str = "text",
-    width: int | None = None,
-    verbose: bool = False,
-    all_measures: bool = False,
+    summary: Summary, format: str = "text", width: int | None = None, verbose: bool = False, all_measures: bool = False
 ) -> str:
     """Return a summary in one of `FORMATS`, redacted and escaped for it; ConfigError for another format.
 

@@ -17,14 +17,7 @@ from latent_sweep.results.bootstrap import RESAMPLES
 from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
 from latent_sweep.results.definition import MEASURES, Measure
 from latent_sweep.results.published import published_cells
-from latent_sweep.results.summaries import (
-    Configuration,
-    RoutingMetric,
-    Statistic,
-    Summary,
-    protocol,
-    routing_columns,
-)
+from latent_sweep.results.summaries import Configuration, RoutingMetric, Statistic, Summary, protocol, routing_columns
 from latent_sweep.results.trial_states import counts_text
 from latent_sweep.security import escape_controls
 from latent_sweep.sweep.prices import items_text

@@ -40,14 +40,7 @@ from latent_sweep.routing.gaussian import (
     record_path,
     scatter_name,
 )
-from latent_sweep.routing.heads import (
-    TaskDistances,
-    TaskNorms,
-    distances_name,
-    fit_router,
-    norms_name,
-    random_map,
-)
+from latent_sweep.routing.heads import TaskDistances, TaskNorms, distances_name, fit_router, norms_name, random_map
 from latent_sweep.routing.metrics import CALIBRATION_BINS, expected_calibration_error
 from latent_sweep.storage.checksummed import has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from latent_sweep.data.schema import (
-    TaskSpec,
-)
-from latent_sweep.settings import (
-    content_hash,
-    flatten,
-)
+from latent_sweep.data.schema import TaskSpec
+from latent_sweep.settings import content_hash, flatten
 from latent_sweep.storage.failures import Phase
 from latent_sweep.sweep.trial import Trial
 

@@ -25,14 +25,7 @@ from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.metrics.answers import metric_source
-from latent_sweep.settings import (
-    Settings,
-    canonical_json,
-    flatten,
-    json_list,
-    json_object,
-    text_hash,
-)
+from latent_sweep.settings import Settings, canonical_json, flatten, json_list, json_object, text_hash
 from latent_sweep.sweep.config import Sweep, trial_settings
 from latent_sweep.sweep.defaults import resolve
 from latent_sweep.sweep.matching import Matching

@@ -71,6 +71,4 @@ def prompt_samples(settings: TrialSettings, split: Split, count: int) -> Iterato
         for example, part in islice(zip(examples, parts, strict=True), count):
             prompt = encode_prompt(part, tokenizer, family, s.max_source_length, s.truncation, s.bos, chat)
             target = encode_target(example.target, tokenizer, family, target_length(s, task), chat)
-            yield PromptSample(
-                *(task.name, split, example.id, text(prompt), len(prompt), text(target), len(target)),
-            )
+            yield PromptSample(*(task.name, split, example.id, text(prompt), len(prompt), text(target), len(target)))

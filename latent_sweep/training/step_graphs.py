@@ -74,10 +74,7 @@ class StepGraphs:
     """Takes the optimizer steps of a pack by `gradients` and `step`, and replays those of frequent shapes."""
 
     def __init__(
-        self,
-        engine: Engine,
-        gradients: Callable[[StepBatches | FixedBatches], Losses],
-        step: Callable[[], Tensor],
+        self, engine: Engine, gradients: Callable[[StepBatches | FixedBatches], Losses], step: Callable[[], Tensor]
     ):
         self._engine, self._gradients, self._step = engine, gradients, step
         assert engine.graphs is not None
