@@ -15,7 +15,6 @@ _NO_REFERENCE = (
     "the same seed, backbone and benchmark"
 )
 _STORED = "costs count what the sweep's trials learned; a stage that they found in the storage has no known cost"
-CATEGORIES = "APs and FMs are means over the tasks of a category"
 
 
 def sections_with_measures(summary: Summary, all_measures: bool = True) -> list[Section]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,6 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R", TaskGmm, TaskScatter, TaskNgrams, TaskNorms, TaskDistances)
 Array = npt.NDArray[np.float64]
-MODES = get_args(Combination)
 
 DISTANCE_ROWS = 500
 """Maximum rows of a task whose distance to the tasks seen is computed, at d^2 operations per row."""
