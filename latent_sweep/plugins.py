@@ -15,13 +15,9 @@ from latent_sweep.errors import ConfigError
 
 
 def imported(name: str, expected: str) -> Any:
-    """Import the object named `package.module:Name`, from Python's path or the working directory.
+    """Import `package.module:Name`, from Python's path or the working directory; `expected` is for messages.
 
-    Args:
-        expected: what the name may be, for messages.
-
-    Raises:
-        ConfigError: the name is malformed, or the module cannot be imported.
+    Raises ConfigError if the name is malformed, or the module cannot be imported.
     """
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):

@@ -344,14 +344,10 @@ def tensor_sizes(family: Family, config: Mapping[str, Any], tied: bool) -> dict[
 def select(
     model_type: str, family: Family, linears: Shapes, targets: Sequence[str] | str | None
 ) -> dict[str, tuple[int, int]]:
-    """Return the projections to adapt among a model's linear ones.
+    """Return the projections to adapt among a model's linear ones; ConfigError if there are none.
 
-    Args:
-        targets: names or ends of names, as in peft; `all-linear`; None for query and value of every attention block
-            (T5: of encoder and decoder, self and cross; appendix "Model architectures").
-
-    Raises:
-        ConfigError: the model has no such projections.
+    `targets` are names or ends of names, as in peft; `all-linear`; or None for query and value of every attention block
+    (T5: of encoder and decoder, self and cross; appendix "Model architectures").
     """
     if targets == ALL_LINEAR:
         return dict(linears)

@@ -26,12 +26,9 @@ NewPool = Callable[[], NewGraph]
 
 
 class CudaGraph:
-    """A graph of CUDA.
+    """A graph of CUDA. Graphs share memory by a `pool`, from `torch.cuda.graph_pool_handle()`, and only on one stream.
 
-    Args:
-        pool: memory that several graphs share, from `torch.cuda.graph_pool_handle()`; None is memory of its own.
-        warm_up: times that the function runs before the capture, on another stream, as libraries initialize then.
-        stream: that other stream; graphs share memory only if it is the same.
+    The function runs `warm_up` times before the capture, on another stream, as libraries initialize then.
     """
 
     def __init__(self, pool: Any = None, warm_up: int = 2, stream: torch.cuda.Stream | None = None):

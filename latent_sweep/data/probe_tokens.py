@@ -25,7 +25,6 @@ class ProbeEncoder:
     """Encodes probes with the special tokens of a benchmark's prompts, in no chat template.
 
     Args:
-        encoder_decoder: whether the encoder reads the context and the decoder the continuation.
         limit: most tokens of a prompt and its target; a longer prompt loses its beginning.
 
     Attributes:

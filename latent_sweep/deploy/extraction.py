@@ -25,11 +25,7 @@ BEST = "best"
 
 
 def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
-    """Return the selected finished trial.
-
-    Args:
-        wanted: `best`, the first one with the highest AP; or a trial's id or the beginning of one; or its name in
-            tables, as `lambda=0.1 seed=0`, or enough of it to be unique.
+    """Return the selected finished trial: `best`, the first one with the highest AP; or by its id, name or part of one.
 
     Raises ConfigError unless exactly one finished trial matches.
     """

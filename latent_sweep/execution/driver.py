@@ -76,11 +76,8 @@ _ONE_AT_A_TIME = threading.Lock()
 def drive(sweep: Sweep, options: RunOptions) -> int:
     """Run what is missing of a sweep; return the number of trials that neither finished nor were stopped early.
 
-    If another thread runs a sweep, wait for its end.
-
-    Raises:
-        LatentSweepError: the sweep cannot be started; the message says what to change.
-        Paused: the time is up, and trials are left.
+    If another thread runs a sweep, wait for its end. Raises LatentSweepError if the sweep cannot be started, and Paused
+    if the time is up and trials are left.
     """
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         options.display.write(f"{sweep.name}: another thread of this process runs a sweep; waiting for its end")

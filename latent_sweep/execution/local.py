@@ -51,10 +51,7 @@ def run_local(
 ) -> None:
     """Run packs; one that fails records it in its trials' journals, and the others go on.
 
-    Raises:
-        ConfigError: the sweep asks for worker groups.
-        DeviceLost: this process has lost its GPU.
-        Paused: the time is up.
+    Raises ConfigError for worker groups, DeviceLost if this process has lost its GPU, and Paused if the time is up.
     """
     if run.resources.workers > 1:
         raise ConfigError(

@@ -70,10 +70,8 @@ def prepare_import() -> None:
 def connect(needed_next: str | None = None) -> bool:
     """Join the cluster at RAY_ADDRESS (a job inherits it), or start one; return whether one was started.
 
-    A cluster started here listens on the loopback interface only and requires a random token.
-
-    Args:
-        needed_next: a module to import in the background, as Ray mostly waits for its processes while it starts.
+    A cluster started here listens on the loopback interface only and requires a random token. Meanwhile the module
+    `needed_next` is imported.
 
     Raises:
         ConfigError: the cluster cannot be joined.

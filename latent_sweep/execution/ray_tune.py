@@ -77,11 +77,7 @@ def run_on_ray(
 ) -> None:
     """Run packs on the cluster that this process belongs to, or on one started for the duration of the call.
 
-    A failed pack records the failure in its trials' journals; the others go on. Once all have ended, a cluster started
-    here is shut down in the background, see `await_shutdown`.
-
-    Args:
-        shard: name of the part of the sweep that these packs are.
+    A failed pack records the failure in its trials' journals; the others go on. `shard` names the part of the sweep.
 
     Raises:
         ConfigError: no node can ever hold a pack, or a node does not see the storage.

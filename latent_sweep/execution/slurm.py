@@ -14,13 +14,9 @@ ANSWER_SECONDS = 30.0
 
 
 def time_budget(text: str) -> float | None:
-    """Return the seconds that `--for` allows; None for no limit.
+    """Return the seconds that `--for` allows; None for no limit. ConfigError if they are not known.
 
-    Args:
-        text: a duration, `slurm` for the time left in this allocation, or `auto` for the same if there is one.
-
-    Raises:
-        ConfigError: it is not a duration, or the time left is unknown.
+    `slurm` is the time left in this allocation, `auto` the same if there is one; other texts are durations.
     """
     if text == "UNLIMITED":  # as squeue prints it
         return None

@@ -19,11 +19,8 @@ _ORDER = ("benchmark.name", "benchmark.order")
 def differing(sweeps: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[Iterable[str]]) -> list[str]:
     """Return the paths of the settings in which sweeps differ: by their values, or as only some sweeps vary them.
 
-    A setting that only some methods have is compared between these.
-
-    Args:
-        sweeps: for each sweep, the settings by path of each configuration or trial.
-        axes: for each sweep, the paths that vary.
+    A setting that only some methods have is compared between these. `sweeps` are settings by path, of each
+    configuration or trial of each sweep, and `axes` the paths that vary in each.
     """
     varied = [set(each) for each in axes]
     settings = [one for sweep in sweeps for one in sweep]

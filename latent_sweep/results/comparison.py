@@ -157,7 +157,6 @@ def find_baselines(
 
     Args:
         configurations: short name of each axis -> value.
-        paths: short name -> path.
         wanted: settings of the baseline as `name=value`, by short name or path, or its whole label.
 
     Raises ConfigError if not exactly one configuration fits.

@@ -52,10 +52,7 @@ class InputTexts:
         self._settings = with_local_data(BenchmarkSettings.model_validate(trial.settings["benchmark"]))
 
     def of(self, task: str, lines: Sequence[Mapping[str, Any]] | None) -> list[str]:
-        """Return the input of each example of a task.
-
-        Args:
-            lines: the task's predictions after the newest stage; None if they are unknown.
+        """Return the input of each example of a task, given its predictions after the newest stage, if they are known.
 
         Raises ConfigError if the benchmark does not exist; DataError if its data is missing, malformed or not what was
         answered.

@@ -261,9 +261,7 @@ def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         over: axes that repeat a configuration, like the seed, by path or short name.
         baseline: settings, as `name=value`, of the configuration that the others are compared with.
 
-    Raises:
-        ConfigError: the sweep has no such axis, or not exactly one configuration fits `baseline`.
-        StorageError: the sweep or a journal is missing or corrupt.
+    Raises ConfigError for an unknown axis, or unless exactly one configuration fits `baseline`; StorageError.
     """
     return summarize_all([sweep], over, baseline)[0]
 

@@ -177,15 +177,12 @@ def fit_router(
     scatters: Sequence[TaskScatter] = (),
     distances: Sequence[TaskDistances] = (),
 ) -> TaskRouter:
-    """Fit the router of a head over these tasks, in the order of its columns.
+    """Fit the router of a head over these tasks, in the order of its columns. RouterError if that is impossible.
 
     Args:
         pooled: the scatters that the covariance pools, and `pooled_gmms` the mixtures of the same tasks.
         norms: of the pooled tasks, for `shrinkage: ledoit_wolf`.
         scatters: of all tasks, as `distances`, for `abstain`.
-
-    Raises:
-        RouterError: the records do not fit together, or the covariance is singular.
     """
     if settings.head == "ridge":
         return RidgeRouter(settings).fit(gmms, pooled)

@@ -263,13 +263,9 @@ def driving(
 ) -> Iterator[Callable[[], None]]:
     """Hold the driver's lease: the right to write the plan, hand out packs and sync the tracker.
 
-    The driver of a shard calls the yielded function once the plan is written. From then on it only holds the lease of
-    its shard, and drivers of other shards may begin; a driver of the whole sweep still waits.
-
-    Args:
-        on_wait: receives the holder's description before waiting.
-        while_waiting: called every few seconds; may raise.
-        shard: name of the shard to drive; None for the whole sweep.
+    The driver of a `shard` calls the yielded function once the plan is written. From then on it only holds the lease of
+    its shard, and drivers of other shards may begin; a driver of the whole sweep still waits. `on_wait` receives the
+    holder's description, and `while_waiting`, called every few seconds, may raise.
     """
     with ExitStack() as stack:
         whole = stack.enter_context(ExitStack())
@@ -316,12 +312,9 @@ def _shard_leases(sweep: SweepFolder) -> list[Lease]:
 def writing(
     sweep: SweepFolder, trials: Mapping[str, Iterable[str]], while_waiting: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Hold the right to write these trials' folders, and sync them.
+    """Hold the right to write these trials' folders, by training id with one lease each, and sync them.
 
     The previous worker may still be running if its driver was killed or Ray gave it up.
-
-    Args:
-        trials: trial ids by training id; there is one lease per training.
     """
 
     def log_waiting(holder: str) -> None:

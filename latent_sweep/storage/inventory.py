@@ -306,11 +306,7 @@ class Copied(NamedTuple):
 def copy_sweep(source: Storage, name: str, address: str, with_snapshots: bool = True) -> Copied:
     """Copy a sweep, its tuning sweeps and their snapshots into a storage or an archive, without caches.
 
-    An interrupted copy is no sweep; the same command continues it.
-
-    Args:
-        address: a folder, the URI of an object store, or the path of an archive.
-        with_snapshots: whether to copy weights. Reports do not need them, and finished trials stay finished.
+    An interrupted copy is no sweep; the same command continues it. Reports do not need snapshots.
 
     Raises:
         ConfigError: there is no such sweep; the target has a different or more advanced sweep of this name; or the

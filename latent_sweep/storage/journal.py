@@ -189,9 +189,6 @@ class Journal:
     def append(self, name: EventName, /, **fields: Any) -> Event:
         """Write an event durably and return it; a line torn by a kill is cut off first. Only the last line is read.
 
-        Args:
-            fields: plain JSON values, by their names in the file.
-
         Raises:
             StorageError: a field is not plain JSON, the journal's last line is corrupt, or it cannot be written.
             TypeError: the event lacks a field, or has no such field.

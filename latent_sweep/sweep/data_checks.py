@@ -114,13 +114,9 @@ class Findings:
 
 @memo_scope()
 def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = None) -> list[str]:
-    """Check the steps and examples of trials; return warnings and notes, one line each.
+    """Check the steps and examples of trials; return warnings and notes, one line each. ConfigError lists all faults.
 
-    Args:
-        folder: the storage in which checked tasks are marked, so that trials need not check them again.
-
-    Raises:
-        ConfigError: listing every fault.
+    Checked tasks are marked in the storage's `folder`, so that trials need not check them again.
     """
     findings = Findings()
     for trial in {trial.training_id: trial for trial in trials}.values():

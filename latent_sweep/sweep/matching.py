@@ -38,13 +38,9 @@ class Matching:
     def values(
         self, kind: type[Method], settings: Any, written: MethodSettings, backbone: BackboneSettings
     ) -> dict[str, int]:
-        """Return the settings to change in a trial, by dotted path.
+        """Return the settings to change in a trial, by dotted path, without those that the sweep file has `written`.
 
-        Args:
-            written: the settings of the sweep file; what they name is not changed.
-
-        Raises:
-            ConfigError: no value comes within `TOLERANCE`, or the backbone's shapes are unknown.
+        Raises ConfigError if no value comes within `TOLERANCE`, or the backbone's shapes are unknown.
         """
         described = describe(backbone)
         if described is None or not described.traits.stacks:

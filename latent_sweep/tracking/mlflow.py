@@ -127,10 +127,6 @@ class MlflowTracker:
 
     Methods raise `TrackingError` if MLflow cannot be reached or refuses, and `StorageError` if `sweep.json` or a
     journal is corrupt. The next call continues from what has arrived.
-
-    Args:
-        uri: by default MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`.
-        allow_insecure: whether `sync_command` allows an insecure server.
     """
 
     def __init__(self, uri: str | None, sweep: SweepFolder, allow_insecure: bool = False):

@@ -32,11 +32,8 @@ class Probe:
 def probe_tracker(uri: str) -> Probe:
     """Write a run into an experiment of its own, read it back, and delete both.
 
-    Instead of a local database that does not exist yet, a temporary one next to it is probed.
-
-    Raises:
-        TrackingError: the tracker cannot be reached, refuses, or returns something else than was written.
-        StorageError: no database can be created at this path.
+    Instead of a local database that does not exist yet, a temporary one next to it is probed. Raises TrackingError, or
+    StorageError if no database can be created at this path.
     """
     import mlflow
 

@@ -19,12 +19,8 @@ _logger = logging.getLogger(__name__)
 class SyncThread:
     """Syncs a tracker from one background thread, so that a slow or dead server never delays training.
 
-    A failure is logged once and retried with growing pauses; the next successful sync uploads everything.
-
-    Args:
-        tracker: used by this thread only.
-        longest_pause_seconds: upper limit of the pause after failures.
-        log_line: receives one line when the tracker falls behind, and one when it has caught up.
+    A failure is logged by `log_line` once and retried with growing pauses, up to `longest_pause_seconds`; the next
+    successful sync uploads everything. No other thread may use the tracker.
     """
 
     def __init__(

@@ -223,9 +223,7 @@ class Evaluator:
 
         Args:
             definitions: number of wordings of the instruction that the prompts take in turn.
-            inputs: the rows' inputs, for a metric that reads them.
             recent: answers of the previous stage, looked up before the cache; replaced by those of this stage.
-            end: where the task's answers end, if not as the evaluator's.
         """
         answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent, end)
         answers = [trimmed(metric, text) for text in answers]

@@ -17,13 +17,9 @@ optimizer step, one step, the preparations of scoring, one batch of answers, one
 
 
 class TimeLimit:
-    """When a run has to end: at its deadline, or when it is asked to.
+    """When a run has to end: at its deadline, in Unix seconds, or once `asked`, called before each piece of work.
 
     Before each piece of work, `ends` compares the time left with the longest such piece so far in this process.
-
-    Args:
-        deadline: Unix seconds at which no work may be in progress; None for none.
-        asked: returns whether the run was asked to end; called before each piece of work.
     """
 
     def __init__(self, deadline: float | None = None, asked: Callable[[], bool] | None = None):
