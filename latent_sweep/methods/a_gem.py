@@ -60,15 +60,15 @@ class AGem(LoraMethod):
     """One pair trained on all tasks in turn, with projected gradients."""
 
     settings_class = AGemSettings
+    later_settings = (*LoraMethod.later_settings, "constraints", "reference_rows", "margin")
     masks_rows = False  # it shapes gradients itself
     settings: AGemSettings
     keeps_rows = True
     official = staticmethod(o_lora_scripts)  # none were released for LoRA
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        unread = ["margin"] if self.settings.constraints == "average" or not position else []
-        unread += [] if position else ["constraints", "reference_rows"]
-        return without(super().stage_identity(position), *unread)
+        identity = super().stage_identity(position)
+        return without(identity, "margin") if self.settings.constraints == "average" else identity
 
     def reference_rows(self, earlier: Sequence[int]) -> int:
         s, kept = self.settings, [count_kept(self.settings.keep, rows) for rows in earlier]

@@ -9,13 +9,13 @@ updates. Here it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from latent_sweep.adapters.inputs import PRODUCT_BLOCK
 from latent_sweep.methods.lora import LoraLearner, TaskAdapterMethod, TaskAdapterSettings
-from latent_sweep.methods.protocol import Snapshots, TaskData, without
+from latent_sweep.methods.protocol import Snapshots, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,13 +38,11 @@ class Ella(TaskAdapterMethod):
     """`dW = s sum_t B_t A_t`; loss = task + lambda_1 ||(sum_i dW_i) * dW_t||_F^2."""
 
     settings_class = EllaSettings
+    later_settings = (*TaskAdapterMethod.later_settings, "lambda_1")
     settings: EllaSettings
 
     def reads_history(self, position: int) -> bool:
         return super().reads_history(position) or (position > 0 and self.settings.lambda_1 > 0)
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        return without(super().stage_identity(position), *(() if position else ("lambda_1",)))
 
     def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
         whole = sum(m for m, _ in shapes.values()) * max(n for _, n in shapes.values())

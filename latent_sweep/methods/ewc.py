@@ -57,15 +57,14 @@ class Ewc(LoraMethod):
     """One pair trained on all tasks in turn, held where earlier tasks need it. A snapshot holds its own task's F."""
 
     settings_class = EwcSettings
+    later_settings = (*LoraMethod.later_settings, "ewc_lambda")
     gradient_rows = FISHER_BATCH
     settings: EwcSettings
     official = staticmethod(o_lora_scripts)  # none were released for LoRA
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        unread = [] if position else ["ewc_lambda"]
-        if position < 2 or not self.settings.ewc_lambda:
-            unread += ["fisher", "gamma"]
-        return without(super().stage_identity(position), *unread)
+        identity = super().stage_identity(position)
+        return without(identity, "fisher", "gamma") if position < 2 or not self.settings.ewc_lambda else identity
 
     def begin_task(self, task: TaskData, history: Snapshots) -> EwcLearner:
         """Continue from the previous pair; DataError if there are no training examples to measure F on."""

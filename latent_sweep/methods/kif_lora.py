@@ -6,19 +6,16 @@ released with TaSL's code; unlike the later Recurrent-KIF it keeps no examples o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
 from latent_sweep.methods.lora import LoraMethod, Scripts
-from latent_sweep.methods.protocol import Snapshots, TaskData, without
+from latent_sweep.methods.protocol import Snapshots, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FUSION = {"temperature", "score_share"}
-"""Settings that only the fusion reads."""
 
 
 class KifLoraSettings(SkillSettings):
@@ -36,6 +33,7 @@ class KifLora(LoraMethod):
     """One pair trained on all tasks in turn, fused with its predecessor after each."""
 
     settings_class = KifLoraSettings
+    later_settings = (*LoraMethod.later_settings, "temperature", "score_share")
     settings: KifLoraSettings
 
     @classmethod
@@ -44,9 +42,6 @@ class KifLora(LoraMethod):
         training = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training)
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        return without(super().stage_identity(position), *(() if position else FUSION))
 
     def begin_task(self, task: TaskData, history: Snapshots) -> KifLoraLearner:
         return KifLoraLearner(self, self.carried(task, history), history[-1] if history else None)

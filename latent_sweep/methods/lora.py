@@ -25,7 +25,6 @@ from latent_sweep.methods.protocol import (
     Observer,
     Snapshots,
     TaskData,
-    without,
 )
 from latent_sweep.settings import FROM_PRESET, LEFT_OUT_AT_DEFAULT, NOT_IDENTITY
 
@@ -118,6 +117,7 @@ class LoraMethod(Method):
         masks_rows: whether `migu` applies: later tasks have a `LoraLearner` without gradient hooks of its own.
     """
 
+    later_settings: ClassVar[tuple[str, ...]] = ("migu",)
     masks_rows: ClassVar[bool] = True
     settings: LoraSettings
 
@@ -167,9 +167,6 @@ class LoraMethod(Method):
         if scripts := cls.scripts(settings, backbone, benchmark):
             return {"group_by_length": False, **scripts.training, "backbone_dropout": dropout_rate(backbone)}
         return {"learning_rate": 1e-3} if backbone in PACKAGES else {}
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        return without(super().stage_identity(position), *(() if position else ("migu",)))
 
     def rank(self) -> int:
         return self.settings.rank

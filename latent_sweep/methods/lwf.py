@@ -37,14 +37,13 @@ class Lwf(LoraMethod):
     """One pair trained on all tasks in turn, each close to the answers of its predecessor."""
 
     settings_class = LwfSettings
+    later_settings = (*LoraMethod.later_settings, "alpha_kd", "temperature")
     settings: LwfSettings
     official = staticmethod(o_lora_scripts)  # none were released for LoRA
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        unread = [] if position else ["alpha_kd"]
-        if not position or not self.settings.alpha_kd:
-            unread += ["temperature"]
-        return without(super().stage_identity(position), *unread)
+        identity = super().stage_identity(position)
+        return identity if self.settings.alpha_kd else without(identity, "temperature")
 
     def begin_task(self, task: TaskData, history: Snapshots) -> LoraLearner:
         pair = self.carried(task, history)

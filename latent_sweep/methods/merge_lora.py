@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
-from latent_sweep.methods.protocol import DenseUpdates, LowRankPairs, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import DenseUpdates, LowRankPairs, Snapshots, TaskData
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class MergeLora(LoraMethod):
     """A pair for every task; all pairs are merged to answer."""
 
     settings_class = MergeLoraSettings
+    later_settings = (*LoraMethod.later_settings, "start")
     combinations = ("sum",)
     settings: MergeLoraSettings
 
@@ -93,9 +94,6 @@ class MergeLora(LoraMethod):
 
     def reads_history(self, position: int) -> bool:
         return position > 0 and self.settings.start == "carried"
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        return without(super().stage_identity(position), *(() if position else ("start",)))
 
     def dense_entries(self, shapes: Mapping[str, tuple[int, int]]) -> int:
         return sum(m * n for m, n in shapes.values()) if self.settings.merge != "average" else 0

@@ -167,6 +167,7 @@ class Method:
         combinations: the possible ways for its snapshots to answer together; the first is the default. A method may
             narrow them by its settings.
         factored: whether its adapters live in truncated SVD factors of the frozen weights.
+        later_settings: the settings that learning the first task does not read.
         replays: whether its learners override `examples`.
         keeps_rows: whether its snapshots hold rows that later tasks train on.
         gradient_rows: largest number of per-row gradients measured at once after a task.
@@ -177,6 +178,7 @@ class Method:
     version: ClassVar[int] = 1
     combinations: ClassVar[tuple[Combination, ...]] = ("last",)
     factored: ClassVar[bool] = False
+    later_settings: ClassVar[tuple[str, ...]] = ()
     replays: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = False
     gradient_rows: ClassVar[int] = 0
@@ -235,7 +237,7 @@ class Method:
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Return the settings that learning the task at this position reads; the others are not in its lineage."""
-        return without(self.settings.training_identity(), "name")
+        return without(self.settings.training_identity(), "name", *(() if position else self.later_settings))
 
     def earlier_rows(self) -> EarlierRows:
         """Return which rows of earlier tasks its learners read: tables mark methods by it.

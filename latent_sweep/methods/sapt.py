@@ -15,7 +15,7 @@ docs/released_protocols.md name the departures from the code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import DataError
 from latent_sweep.methods._kept_rows import Keep, kept_indices
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, gain_lora_scripts
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, EarlierRows, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, EarlierRows, Snapshots, TaskData
 from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Sapt(LoraMethod):
     """`dW(x) = s sum_t a_t(x) B_t A_t` with attention a(x) over all tasks, from the newest query network."""
 
     settings_class = SaptSettings
+    later_settings = (*LoraMethod.later_settings, "kl_weight", "old_branch_grad")
     combinations: ClassVar[tuple[Combination, ...]] = ("gates", *ADAPTER_COMBINATIONS)
     keeps_rows = True
     settings: SaptSettings
@@ -72,9 +73,6 @@ class Sapt(LoraMethod):
         scripts = gain_lora_scripts(family, benchmark)
         weight = RELEASED_KL[family][benchmark != "long_sequence"]
         return Scripts({**scripts.method, "kl_weight": weight}, scripts.training)
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        return without(super().stage_identity(position), *(() if position else ("kl_weight", "old_branch_grad")))
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         return super().parameter_count(shapes, width) + (2 * self.settings.width + 3) * width

@@ -11,13 +11,13 @@ s = 1, hence `alpha` equal to `rank` reproduces it; its term for overlaps is swi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
-from latent_sweep.methods.protocol import DenseUpdates, LowRankPairs, Snapshots, TaskData, without
+from latent_sweep.methods.protocol import DenseUpdates, LowRankPairs, Snapshots, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +42,11 @@ class SdLora(LoraMethod):
     """A pair for every task; the newest magnitudes weigh all of them."""
 
     settings_class = SdLoraSettings
+    later_settings = (*LoraMethod.later_settings, "norm")
     combinations = ("sum",)
     settings: SdLoraSettings
 
     # --- planning ---
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        return without(super().stage_identity(position), *(() if position else ("norm",)))
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         return super().parameter_count(shapes, width) + 1

@@ -13,13 +13,10 @@ from pydantic import Field
 
 from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
 from latent_sweep.methods.lora import LoraMethod, Scripts
-from latent_sweep.methods.protocol import Snapshots, TaskData, without
+from latent_sweep.methods.protocol import Snapshots, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-CONSOLIDATION = {"percentile", "both_share", "score_share"}
-"""Settings that only the consolidation reads."""
 
 
 class TaslSettings(SkillSettings):
@@ -37,6 +34,7 @@ class Tasl(LoraMethod):
     """One pair trained on all tasks in turn, consolidated after each."""
 
     settings_class = TaslSettings
+    later_settings = (*LoraMethod.later_settings, "percentile", "both_share", "score_share")
     settings: TaslSettings
 
     @classmethod
@@ -48,9 +46,6 @@ class Tasl(LoraMethod):
             "llama": {"batch_size": 128, "group_by_length": True},
         }
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own[family])
-
-    def stage_identity(self, position: int) -> dict[str, Any]:
-        return without(super().stage_identity(position), *(() if position else CONSOLIDATION))
 
     def begin_task(self, task: TaskData, history: Snapshots) -> TaslLearner:
         return TaslLearner(self, self.carried(task, history), history[-1] if history else None)
