@@ -62,7 +62,8 @@ _COSTS: Mapping[str, Value] = {
 
 
 def _costs(ranked: Sequence[Configuration]) -> list[Picture]:
-    known = [one for one in ranked if all(value(one) is not None for value in _COSTS.values())]
+    known = [one for one in ranked if any(one.trainable_parameters)]  # the untouched backbone costs nothing
+    known = [one for one in known if all(value(one) is not None for value in _COSTS.values())]
     if len({one.settings.get("method.name") for one in known}) < 2:
         return []
     figure = new_figure(PAGE, 2.7 + 0.13 * min(NAMED, len(known)))
@@ -73,14 +74,14 @@ def _costs(ranked: Sequence[Configuration]) -> list[Picture]:
             _draw_point(axes, position, one, costs[position], _mean(one.average_performance, 100))
         if min(costs) > 0 and max(costs) > 10 * min(costs):
             axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if max(costs) < 300 * min(costs) else (1.0,)))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel(title)
         _finish(axes)
     panels[0].set_ylabel("AP (%)")
     add_legend(figure, panels[0])
-    caption = f"means over finished trials, of configurations whose costs are known{behind(known)}"
+    caption = f"means over finished trials, of configurations that train and whose costs are known{behind(known)}"
     return [Picture("costs", "AP and costs", caption, figure)]
 
 

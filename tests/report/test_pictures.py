@@ -235,6 +235,9 @@ def test_costs_of_methods_are_drawn_against_ap(tmp_path):
         expected = [(value, 10 * n) for n, value in enumerate(values)]
         assert sorted(points) == [pytest.approx(each) for each in sorted(expected)]
     assert {line.get_xdata()[0] for line in stored.lines} == {4.0}
+    for axes in picture.figure.axes:
+        low, high = axes.get_xlim()
+        assert sum(low <= tick <= high for tick in axes.get_xticks()) > 1
     named = [line for line in parameters.lines if not line.get_label().startswith("_")]
     assert len(named) == NAMED and mentions(picture.caption, 10 - NAMED)
     assert_legible(picture)
