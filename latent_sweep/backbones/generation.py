@@ -9,22 +9,17 @@ have ended. Tokens after an answer's end are cut, so answers do not depend on th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache
-from transformers.cache_utils import Cache, DynamicLayer
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, position_argument, positions
-from latent_sweep.backbones.layouts import ALIGNED
+from latent_sweep.backbones.batches import common_tokens
+from latent_sweep.backbones.decoders import decoder_of
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.backbones.recorded_token import ReadPrompts
 from latent_sweep.backbones.sharing import pays_for_prompts
 from latent_sweep.backbones.token_graphs import Comparison, TokenGraphs
 from latent_sweep.metrics.answers import cut_answer
@@ -32,9 +27,6 @@ from latent_sweep.metrics.answers import cut_answer
 WORTHWHILE_TOKENS = 64
 """Tokens that sharing a prefix must save: on a CPU another pass costs as much as 20 to 50 tokens."""
 
-ROOM = 64
-"""Tokens by which the key-value cache grows. A full-size buffer of 64 rows and 512 tokens of a 13B model would take
-25 GiB instead of 3."""
 
 LOOK_EVERY = 4
 """Tokens between the host's checks of a GPU's answers; on a CPU it checks each token.
@@ -42,6 +34,7 @@ LOOK_EVERY = 4
 With 8, twice as many passes would be wasted after the last answer has ended. The interval decides which rows share a
 batch, which in bfloat16 can break near ties of two tokens: changing it requires a new `storage.versions.DECODING`.
 """
+
 
 Choice = Callable[[Tensor, Tensor], Tensor]
 """Chooses the next token ids, (rows,), from logits (rows, vocabulary) and answers so far (rows, tokens), on the device.
@@ -110,7 +103,7 @@ def generate(
     seen = 0
     backbone.before_answering()
     with torch.inference_mode(), bank.active(adaptation):
-        decoder = _decoder(backbone, prompts, max_new_tokens, shared)
+        decoder = decoder_of(backbone, prompts, max_new_tokens, shared)
         written = torch.empty(len(prompts), max_new_tokens, dtype=torch.long, device=backbone.device)
         for step in range(max_new_tokens):
             if step:
@@ -174,206 +167,3 @@ def _extend(answer: list[int], tokens: Sequence[int], backbone: Backbone, stop: 
 
 def _tokens_between_looks(device: torch.device, choose: Choice) -> int:
     return 1 if device.type == "cpu" or isinstance(choose, Sampler) else LOOK_EVERY
-
-
-class _StaticLayer(DynamicLayer):
-    """Keys and values of one layer in a preallocated buffer, (2, rows, heads, capacity, width).
-
-    transformers' own copies all for every token. `read` counts the prompts' tokens, `later` those that may follow.
-    """
-
-    def __init__(self, read: int, later: int):
-        super().__init__()
-        self._read, self._later, self._filled = read, later, 0
-
-    def update(self, keys: Tensor, values: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens, (rows, heads, new, width); return all of them."""
-        start, new = self._filled, keys.shape[-2]
-        self._filled += new
-        if not start:
-            self._hold(self._allocated(keys))
-            self.is_initialized = True
-        elif self._filled > self._buffer.shape[-2]:
-            filled = self._buffer[..., :start, :]
-            self._hold(self._allocated(keys))
-            self._buffer[..., :start, :] = filled
-        self._all_keys.narrow(-2, start, new).copy_(keys)
-        self._all_values.narrow(-2, start, new).copy_(values)
-        self._expose()
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self._filled
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._hold(self._buffer.index_select(1, indices))
-        self._expose()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._hold(self._buffer.repeat_interleave(repeats, dim=1))
-        self._expose()
-
-    def _allocated(self, keys: Tensor) -> Tensor:
-        steps = max(1, math.ceil((self._filled - self._read) / ROOM))
-        capacity = self._read + min(self._later, steps * ROOM)
-        return keys.new_empty(2, *keys.shape[:-2], capacity, keys.shape[-1])
-
-    def _hold(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self._all_keys, self._all_values = buffer
-
-    def _expose(self) -> None:
-        self.keys = self._all_keys.narrow(-2, 0, self._filled)
-        self.values = self._all_values.narrow(-2, 0, self._filled)
-
-
-def _decoder(
-    backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int
-) -> _EncoderDecoder | _CausalDecoder:
-    if backbone.traits.encoder_decoder:
-        return _EncoderDecoder(backbone, prompts, longest)
-    return _CausalDecoder(backbone, prompts, longest, shared)
-
-
-class _CausalDecoder:
-    """Pads prompts on the left; the first pass reads them, each later pass one token."""
-
-    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int):
-        self._model, self._backbone = backbone.model, backbone
-        lays_out = backbone.lays_out(max(map(len, prompts)) + longest)
-        shared = shared if lays_out else 0
-        self._ids, mask = pad_prompts([prompt[shared:] for prompt in prompts], backbone)
-        mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)  # padding follows the prefix
-        masks: type[_Padding | _Plain] = _Padding if lays_out else _Plain
-        self._padding = masks(backbone, prompts, mask, longest - 1)
-        self._mask = self._padding.of_prompts(shared)
-        token_positions = positions(mask)
-        self._positions = token_positions[:, shared:]
-        self._later_positions = token_positions[:, -1:] + torch.arange(1, longest, device=backbone.device)
-        self._keep: Tensor | int = last_positions(self._ids, 1)
-        self._cache = Cache(layer_class_to_replicate=partial(_StaticLayer, mask.shape[1], longest - 1))
-        if shared:
-            prefix = torch.tensor([list(prompts[0][:shared])], device=backbone.device)
-            self._model.base_model(input_ids=prefix, use_cache=True, **{backbone.cache_name: self._cache})
-            self._cache.batch_repeat_interleave(len(prompts))
-
-    def next_logits(self) -> Tensor:
-        keep = {"logits_to_keep": self._keep} if "logits_to_keep" in self._backbone.accepts else {}
-        return self._model(
-            input_ids=self._ids,
-            attention_mask=self._mask,
-            **position_argument(self._backbone, self._positions),
-            use_cache=True,
-            **{self._backbone.cache_name: self._cache},
-            **keep,
-        ).logits[:, -1]
-
-    def read(self) -> ReadPrompts | None:
-        """Return the state after the prompts; None if the model makes its own masks."""
-        if isinstance(self._padding, _Plain):
-            return None
-        return ReadPrompts(self._cache, self._padding.hidden, self._later_positions[:, :1])
-
-    def feed(self, tokens: Tensor) -> None:
-        self._ids, self._keep = tokens[:, None], 0  # transformers' code for all tokens
-        self._positions, self._later_positions = self._later_positions.tensor_split([1], dim=1)
-        self._mask = self._padding.of(self._cache.get_seq_length() + 1)
-
-    def select(self, active: Sequence[int], kept: Tensor) -> None:
-        self._cache.batch_select_indices(kept)
-        self._later_positions = self._later_positions[kept]
-        self._padding.select(active, kept)
-
-
-class _EncoderDecoder:
-    """Runs the encoder once; the decoder reads its own last token, and cross-attention keys are cached."""
-
-    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int):
-        self._model, self._backbone = backbone.model, backbone
-        ids, mask = pad_prompts(prompts, backbone)
-        self._read = ids.shape[1]
-        masks: type[_Padding | _Plain] = _Padding if backbone.traits.laid_out else _Plain
-        self._padding = masks(backbone, prompts, mask)
-        self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=self._padding.of(self._read))
-        start = backbone.model.config.decoder_start_token_id
-        self._ids = torch.full((len(prompts), 1), start, device=backbone.device)
-        self._cache = EncoderDecoderCache(
-            Cache(layer_class_to_replicate=partial(_StaticLayer, 1, longest - 1)),
-            Cache(layer_class_to_replicate=partial(_StaticLayer, self._read, 0)),
-        )
-
-    def next_logits(self) -> Tensor:
-        return self._model(
-            encoder_outputs=self._encoded,
-            attention_mask=self._padding.of(self._read),
-            decoder_input_ids=self._ids,
-            use_cache=True,
-            **{self._backbone.cache_name: self._cache},
-        ).logits[:, -1]
-
-    def read(self) -> ReadPrompts | None:
-        """As of `_CausalDecoder`; the decoder has read its first token."""
-        if isinstance(self._padding, _Plain):
-            return None
-        both = self._cache
-        return ReadPrompts(both.self_attention_cache, self._padding.hidden, across=both.cross_attention_cache)
-
-    def feed(self, tokens: Tensor) -> None:
-        self._ids = tokens[:, None]
-
-    def select(self, active: Sequence[int], kept: Tensor) -> None:
-        self._cache.self_attention_cache.batch_select_indices(kept)
-        self._cache.cross_attention_cache.batch_select_indices(kept)
-        self._encoded.last_hidden_state = self._encoded.last_hidden_state[kept]
-        self._padding.select(active, kept)
-
-
-class _Plain:
-    """Masks for any transformers model, (rows, keys), 1 for a token; nothing is shared."""
-
-    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], mask: Tensor, later: int = 0):
-        self._read = mask.shape[1]
-        self._mask = torch.cat([mask, mask.new_ones(len(mask), later)], dim=1)
-
-    def of(self, keys: int) -> Tensor:
-        return self._mask[:, :keys]
-
-    def of_prompts(self, shared: int) -> Tensor:
-        return self.of(self._read)
-
-    def select(self, active: Sequence[int], kept: Tensor) -> None:
-        self._mask = self._mask[kept]
-
-
-class _Padding:
-    """Additive masks that hide padding: four-dimensional, so that transformers neither checks nor converts them."""
-
-    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], mask: Tensor, later: int = 0):
-        self._padded = [len(prompt) < mask.shape[1] for prompt in prompts]  # without asking the device
-        self.hidden = (mask == 0)[:, None, None]
-        self._dtype = backbone.model.dtype
-        self._added = self._lowest_where(self.hidden, later)
-
-    def of(self, keys: int) -> Tensor | None:
-        """Return what every query adds to its scores, (rows, 1, 1, keys); None without padding."""
-        return self._added[..., :keys] if any(self._padded) else None
-
-    def of_prompts(self, shared: int) -> Tensor | None:
-        """Return the causal mask, (rows, 1, tokens, keys); None if transformers' own suffices."""
-        if not shared and not any(self._padded):
-            return None
-        keys = self.hidden.shape[-1]
-        positions = torch.arange(keys, device=self.hidden.device)
-        return self._lowest_where(self.hidden | (positions > positions[shared:, None]))[..., :keys]
-
-    def select(self, active: Sequence[int], kept: Tensor) -> None:
-        self._padded = [self._padded[row] for row in active]
-        self._added = self._added[kept]
-
-    def _lowest_where(self, hidden: Tensor, later: int = 0) -> Tensor:
-        """Return the lowest number for hidden keys, else 0, with aligned memory for later keys."""
-        keys = hidden.shape[-1]
-        wide = ALIGNED * math.ceil((keys + later) / ALIGNED)
-        added = torch.zeros(*hidden.shape[:-1], wide, dtype=self._dtype, device=hidden.device)
-        added[..., :keys].masked_fill_(hidden, torch.finfo(self._dtype).min)
-        return added

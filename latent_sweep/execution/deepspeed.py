@@ -26,6 +26,7 @@ from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
 from latent_sweep.settings.faults import validation_faults
+from latent_sweep.sweep.memory import GATHER_HEADROOM
 from latent_sweep.sweep.schema import EngineSettings
 from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.worker_group import WorkerGroup
@@ -39,9 +40,6 @@ ALLOWED = ("zero_optimization", "communication_data_type", "comms_logger", "memo
 
 M_MMAP_THRESHOLD = -3
 """glibc option: blocks of at least this size are unmapped when freed."""
-
-HEADROOM = 1.25
-"""Weights are gathered for answering if this multiple of their size is free; the KV cache needs memory, too."""
 
 
 def deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
@@ -194,7 +192,7 @@ class DeepSpeedEngine(Engine):
     def _whole_weights_fit(self, model: Any) -> bool:
         if self._settings.gather != "auto":
             return self._settings.gather == "always"
-        needed = HEADROOM * _whole_bytes(model)
+        needed = GATHER_HEADROOM * _whole_bytes(model)
         if self._device.type == "cuda":
             fits = torch.cuda.mem_get_info()[0] > needed
         else:

@@ -1,21 +1,18 @@
 """Predict the memory of answering prompts, of probes, and of decoding graphs; legend as in `memory`.
 
-cache        keys and values of all tokens of a batch, with `GENERATION_ROOM` for later ones
+cache        keys and values of all tokens of a batch, grown by `CACHE_GROWTH`
 reading      the working set of a block as it reads the prompts, or a copy of one block's keys and values
 graphs       with `run.graphs: auto`, keys and values of all padded rows and places, and latent adapters once more
 """
 
 from __future__ import annotations
 
-from latent_sweep.backbones.graph_sizes import padded_places, padded_rows
+from latent_sweep.backbones.graph_sizes import CACHE_GROWTH, padded_places, padded_rows
 from latent_sweep.data.probe_tokens import CHUNK, MOST_LOGITS, PROMPT
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.sweep.shapes import Shape
 from latent_sweep.sweep.step_memory import longest_texts
 from latent_sweep.sweep.trial import Trial
-
-GENERATION_ROOM = 64
-"""Tokens by which the key-value cache grows, up to the longest answer; as in `latent_sweep.backbones.generation`."""
 
 
 def probe_bytes(trial: Trial, shape: Shape) -> int:
@@ -35,7 +32,7 @@ def peak_of_answers(trial: Trial, shape: Shape) -> tuple[int, int]:
     later = target - 1  # nothing reads the last token
     if not shape.family.encoder_decoder:
         of_token = 2 * b * shape["keys"] * rows  # keys and values of one block
-        first, whole = shape["blocks"] * of_token * (prompt + min(later, GENERATION_ROOM)), of_token * (prompt + later)
+        first, whole = shape["blocks"] * of_token * (prompt + min(later, CACHE_GROWTH)), of_token * (prompt + later)
         at_first = first, max(in_mlp, tokens * b * (8 * a + 3 * h)) + b * rows * prompt**2
         at_last = shape["blocks"] * whole, whole  # with a copy of one block's
     else:

@@ -66,8 +66,8 @@ ACCELERATORS: Mapping[str, Mapping[int, float]] = {
 """Usable GiB by Ray's names of accelerators and the GB they are sold with; `A100` covers two cards."""
 
 
-GATHER_ROOM = 1.25
-"""Weights are gathered to evaluate if this many times their size is free; as in `latent_sweep.execution.deepspeed`."""
+GATHER_HEADROOM = 1.25
+"""Weights are gathered for answering if this multiple of their size is free; the KV cache needs memory, too."""
 
 
 ZERO_DEFAULTS: Mapping[str, int] = {
@@ -234,5 +234,5 @@ def _weights(shape: Shape, run: RunSettings) -> tuple[int, int, int, int]:
     share = -(-large // workers)
     held, host = (small, share) if offloaded else (small + share, 0)
     room = max(cards(run.resources).values(), default=math.inf)
-    fits = engine.gather == "always" or (engine.gather == "auto" and held + GATHER_ROOM * large + RESERVE <= room)
+    fits = engine.gather == "always" or (engine.gather == "auto" and held + GATHER_HEADROOM * large + RESERVE <= room)
     return held, gathered, large if fits else gathered, host

@@ -13,8 +13,9 @@ from transformers.cache_utils import DynamicLayer
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.factors import truncated_svd
-from latent_sweep.backbones import generation
+from latent_sweep.backbones import decoders, generation
 from latent_sweep.backbones.generation import Sampler, answer_text, generate, shared_tokens
+from latent_sweep.backbones.layouts import ALIGNED
 
 INSTRUCTION = [*range(40, 80)]
 
@@ -49,7 +50,7 @@ def reference(backbone, model, prompt):
 def test_the_cache_grows_within_an_answer(setting, monkeypatch):
     backbone, bank, space, R = setting
     expected = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
-    monkeypatch.setattr(generation, "ROOM", 3)
+    monkeypatch.setattr(decoders, "CACHE_GROWTH", 3)
     assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST) == expected
 
 
@@ -112,8 +113,8 @@ def test_a_gpu_is_checked_less_often_except_when_sampling():
 
 def test_the_cache_equals_transformers_own(monkeypatch):
     """For a prefix, for the rest of each row, and for later tokens."""
-    monkeypatch.setattr(generation, "ROOM", 4)
-    ours, usual = generation._StaticLayer(read=5, later=7), DynamicLayer()
+    monkeypatch.setattr(decoders, "CACHE_GROWTH", 4)
+    ours, usual = decoders.StaticLayer(read=5, later=7), DynamicLayer()
     generator, buffers = torch.Generator().manual_seed(0), []
     for rows, new in [(1, 3), (4, 2), *[(4, 1)] * 3, *[(3, 1)] * 4]:
         keys_and_values = torch.randn(2, rows, 2, new, 7, generator=generator)
@@ -152,7 +153,7 @@ def test_padding_is_masked_while_there_is_any(setting, look_every):
     assert [mask is None for mask in masks] == [False] * seen + [True] * (6 - seen)
     for mask in masks[:seen]:
         assert mask.dtype == backbone.model.dtype and mask.shape[:2] == (3, 1)
-        assert all(step % generation.ALIGNED == 0 for step in mask.stride()[:-1])
+        assert all(step % ALIGNED == 0 for step in mask.stride()[:-1])
         hidden = mask[:, 0, -1] < 0
         assert hidden[:2].sum() == 0 and hidden[2].sum() == 7
 

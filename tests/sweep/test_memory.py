@@ -16,10 +16,8 @@ from helpers.tiny import bank_of, checkpoint_at, task_data
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, BackboneSettings, BackboneSpec
-from latent_sweep.sweep.answer_memory import GENERATION_ROOM
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import (
-    GATHER_ROOM,
     GIB,
     RESERVE,
     ZERO_DEFAULTS,
@@ -661,13 +659,6 @@ def test_a_share_of_a_card_is_a_share_of_its_memory():
     run = RunSettings(resources={"gpus": 0.5, "accelerator": "A100"})
     assert cards(run.resources) == {40: 0.5 * 39.4 * GIB, 80: 0.5 * 79.1 * GIB}
     assert cards(RunSettings(resources={"gpus": 0, "accelerator": "A100"}).resources) == {}
-
-
-def test_constants_are_those_of_the_code_they_describe():
-    from latent_sweep.backbones.generation import ROOM
-    from latent_sweep.execution.deepspeed import HEADROOM as ROOM_TO_GATHER
-
-    assert (GENERATION_ROOM, GATHER_ROOM) == (ROOM, ROOM_TO_GATHER)
 
 
 def test_defaults_are_deepspeeds_own():

@@ -36,6 +36,7 @@ SUBJECTS: Mapping[str, str] = {
     "adapters/lora.py": "adapters/test_lora_adapter.py",
     "adapters/low_rank.py": "adapters/test_low_rank.py",
     "adapters/task_attention.py": "methods/test_sapt.py",
+    "backbones/decoders.py": "backbones/test_generation.py",
     "backbones/generation.py": "backbones/test_generation.py",
     "backbones/layouts.py": "backbones/test_layouts.py",
     "data/mapping.py": "data/test_sources.py",

@@ -1,0 +1,171 @@
+"""Decoders that generate token by token, with a key-value cache: causal, and of an encoder-decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from latent_sweep.backbones.batches import last_positions, pad_prompts, position_argument, positions
+from latent_sweep.backbones.graph_sizes import CACHE_GROWTH
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.padding_masks import PaddingMasks, PlainMasks
+from latent_sweep.backbones.recorded_token import ReadPrompts
+
+
+class StaticLayer(DynamicLayer):
+    """Keys and values of one layer in a preallocated buffer, (2, rows, heads, capacity, width).
+
+    transformers' own copies all for every token. `read` counts the prompts' tokens, `later` those that may follow.
+    """
+
+    def __init__(self, read: int, later: int):
+        super().__init__()
+        self._read, self._later, self._filled = read, later, 0
+
+    def update(self, keys: Tensor, values: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens, (rows, heads, new, width); return all of them."""
+        start, new = self._filled, keys.shape[-2]
+        self._filled += new
+        if not start:
+            self._hold(self._allocated(keys))
+            self.is_initialized = True
+        elif self._filled > self._buffer.shape[-2]:
+            filled = self._buffer[..., :start, :]
+            self._hold(self._allocated(keys))
+            self._buffer[..., :start, :] = filled
+        self._all_keys.narrow(-2, start, new).copy_(keys)
+        self._all_values.narrow(-2, start, new).copy_(values)
+        self._expose()
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self._filled
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._hold(self._buffer.index_select(1, indices))
+        self._expose()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._hold(self._buffer.repeat_interleave(repeats, dim=1))
+        self._expose()
+
+    def _allocated(self, keys: Tensor) -> Tensor:
+        steps = max(1, math.ceil((self._filled - self._read) / CACHE_GROWTH))
+        capacity = self._read + min(self._later, steps * CACHE_GROWTH)
+        return keys.new_empty(2, *keys.shape[:-2], capacity, keys.shape[-1])
+
+    def _hold(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._all_keys, self._all_values = buffer
+
+    def _expose(self) -> None:
+        self.keys = self._all_keys.narrow(-2, 0, self._filled)
+        self.values = self._all_values.narrow(-2, 0, self._filled)
+
+
+def decoder_of(
+    backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int
+) -> EncoderDecoder | CausalDecoder:
+    if backbone.traits.encoder_decoder:
+        return EncoderDecoder(backbone, prompts, longest)
+    return CausalDecoder(backbone, prompts, longest, shared)
+
+
+class CausalDecoder:
+    """Pads prompts on the left; the first pass reads them, each later pass one token."""
+
+    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int):
+        self._model, self._backbone = backbone.model, backbone
+        lays_out = backbone.lays_out(max(map(len, prompts)) + longest)
+        shared = shared if lays_out else 0
+        self._ids, mask = pad_prompts([prompt[shared:] for prompt in prompts], backbone)
+        mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)  # padding follows the prefix
+        masks: type[PaddingMasks | PlainMasks] = PaddingMasks if lays_out else PlainMasks
+        self._padding = masks(backbone, prompts, mask, longest - 1)
+        self._mask = self._padding.of_prompts(shared)
+        token_positions = positions(mask)
+        self._positions = token_positions[:, shared:]
+        self._later_positions = token_positions[:, -1:] + torch.arange(1, longest, device=backbone.device)
+        self._keep: Tensor | int = last_positions(self._ids, 1)
+        self._cache = Cache(layer_class_to_replicate=partial(StaticLayer, mask.shape[1], longest - 1))
+        if shared:
+            prefix = torch.tensor([list(prompts[0][:shared])], device=backbone.device)
+            self._model.base_model(input_ids=prefix, use_cache=True, **{backbone.cache_name: self._cache})
+            self._cache.batch_repeat_interleave(len(prompts))
+
+    def next_logits(self) -> Tensor:
+        keep = {"logits_to_keep": self._keep} if "logits_to_keep" in self._backbone.accepts else {}
+        return self._model(
+            input_ids=self._ids,
+            attention_mask=self._mask,
+            **position_argument(self._backbone, self._positions),
+            use_cache=True,
+            **{self._backbone.cache_name: self._cache},
+            **keep,
+        ).logits[:, -1]
+
+    def read(self) -> ReadPrompts | None:
+        """Return the state after the prompts; None if the model makes its own masks."""
+        if isinstance(self._padding, PlainMasks):
+            return None
+        return ReadPrompts(self._cache, self._padding.hidden, self._later_positions[:, :1])
+
+    def feed(self, tokens: Tensor) -> None:
+        self._ids, self._keep = tokens[:, None], 0  # transformers' code for all tokens
+        self._positions, self._later_positions = self._later_positions.tensor_split([1], dim=1)
+        self._mask = self._padding.of(self._cache.get_seq_length() + 1)
+
+    def select(self, active: Sequence[int], kept: Tensor) -> None:
+        self._cache.batch_select_indices(kept)
+        self._later_positions = self._later_positions[kept]
+        self._padding.select(active, kept)
+
+
+class EncoderDecoder:
+    """Runs the encoder once; the decoder reads its own last token, and cross-attention keys are cached."""
+
+    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int):
+        self._model, self._backbone = backbone.model, backbone
+        ids, mask = pad_prompts(prompts, backbone)
+        self._read = ids.shape[1]
+        masks: type[PaddingMasks | PlainMasks] = PaddingMasks if backbone.traits.laid_out else PlainMasks
+        self._padding = masks(backbone, prompts, mask)
+        self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=self._padding.of(self._read))
+        start = backbone.model.config.decoder_start_token_id
+        self._ids = torch.full((len(prompts), 1), start, device=backbone.device)
+        self._cache = EncoderDecoderCache(
+            Cache(layer_class_to_replicate=partial(StaticLayer, 1, longest - 1)),
+            Cache(layer_class_to_replicate=partial(StaticLayer, self._read, 0)),
+        )
+
+    def next_logits(self) -> Tensor:
+        return self._model(
+            encoder_outputs=self._encoded,
+            attention_mask=self._padding.of(self._read),
+            decoder_input_ids=self._ids,
+            use_cache=True,
+            **{self._backbone.cache_name: self._cache},
+        ).logits[:, -1]
+
+    def read(self) -> ReadPrompts | None:
+        """As of `CausalDecoder`; the decoder has read its first token."""
+        if isinstance(self._padding, PlainMasks):
+            return None
+        both = self._cache
+        return ReadPrompts(both.self_attention_cache, self._padding.hidden, across=both.cross_attention_cache)
+
+    def feed(self, tokens: Tensor) -> None:
+        self._ids = tokens[:, None]
+
+    def select(self, active: Sequence[int], kept: Tensor) -> None:
+        self._cache.self_attention_cache.batch_select_indices(kept)
+        self._cache.cross_attention_cache.batch_select_indices(kept)
+        self._encoded.last_hidden_state = self._encoded.last_hidden_state[kept]
+        self._padding.select(active, kept)
