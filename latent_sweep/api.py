@@ -24,9 +24,10 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import open_storage
 from latent_sweep.sweep import planning
-from latent_sweep.sweep.config import Sweep, load_sweep, override
+from latent_sweep.sweep.config import Sweep, load_sweep
 from latent_sweep.sweep.explain import explain_plan
 from latent_sweep.sweep.forecast import plan_record
+from latent_sweep.sweep.overrides import override
 from latent_sweep.sweep.plan_text import describe_whole_plan
 from latent_sweep.sweep.shards import Shard
 from latent_sweep.training.time_limit import TimeLimit

@@ -15,7 +15,8 @@ from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.settings import canonical_json
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.storage import Storage
-from latent_sweep.sweep.config import Draw, Sweep
+from latent_sweep.sweep.axes import Draw
+from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.forecast import CHARACTERS_PER_TOKEN, Estimate, Work, costs_of, estimate, trainings_of, work_of
 from latent_sweep.sweep.match_text import match_lines
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing

@@ -23,7 +23,8 @@ from latent_sweep.settings import Settings, as_written, canonical_json, flatten
 from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
 from latent_sweep.storage.journal import Failed, stages, status
-from latent_sweep.sweep.config import MOST_TRIALS, Sweep, trial_settings
+from latent_sweep.sweep.axes import MOST_TRIALS
+from latent_sweep.sweep.config import Sweep, trial_settings
 from latent_sweep.sweep.defaults import resolve
 from latent_sweep.sweep.plan import plan_trial
 from latent_sweep.sweep.points import combinations, points
