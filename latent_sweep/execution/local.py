@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -19,6 +19,7 @@ from latent_sweep.monitor.progress import MEASURING, ProgressWriter, say_driving
 from latent_sweep.storage.failures import failure_kind, free_frames
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.sweep.memory import decided
+from latent_sweep.sweep.packs import Pack
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.training.events import Activity, StageDone, Step
 from latent_sweep.training.pack import run_pack
@@ -67,48 +68,68 @@ def run_local(
         source = PackList([part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)])
     while (p := source.next_pack()) is not None:
         launched = journal_lengths([p], sweep)
-        with ProgressWriter(sweep, p) as progress:
-
-            def emit(event: Activity | Step | StageDone, progress: ProgressWriter = progress) -> None:
-                if not isinstance(event, StageDone):
-                    progress.write(event)
-
-            left, tried = still_to_try(p, sweep, launched, run), None
-            while left is not None and left != tried:  # unchanged, it would fail again
-                try:
-                    run_pack(
-                        decided(left, run, free_memory),
-                        sweep,
-                        emit,
-                        engine=engine_of(run.engine, graphs=run.graphs),
-                        keep_answers=run.keep_answers,
-                        limit=limit,
-                        loss_every=run.loss_every,
-                        forward_transfer=run.forward_transfer,
-                        probes=run.probes,
-                    )
-                    break
-                except KeyboardInterrupt as error:
-                    record_interrupt([left], sweep, error)
-                    raise
-                except LatentSweepError as error:
-                    log.error("pack %s failed: %s", p.pack_id, error)
-                    if isinstance(error, StorageError):
-                        with suppress(StorageError):  # the disk may be too full for this, too
-                            record_loss(left, sweep, "storage", str(error))
-                    free_frames(error)
-                except Exception as error:
-                    log.exception("pack %s failed", p.pack_id)
-                    if failure_kind(error) == "device_lost":
-                        record_loss(left, sweep, "worker_died", str(error))
-                        raise DeviceLost(
-                            f"this process has lost its GPU and cannot use CUDA any more: {error}\nRun the same "
-                            "command again to resume. If it happens at the same place, set CUDA_LAUNCH_BLOCKING=1 "
-                            "to see which operation fails"
-                        ) from None
-                    free_frames(error)  # frees the backbone and activations for the next attempt
-                left, tried = still_to_try(p, sweep, launched, run), left
+        _run_until_done(p, launched, sweep, run, limit)
         if fail_fast and has_failed(p, sweep, launched, run):
             log_line("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
             return
         source.complete(p)
+
+
+def _run_until_done(
+    p: Pack, launched: Mapping[str, int], sweep: SweepFolder, run: RunSettings, limit: TimeLimit | None
+) -> None:
+    """Run a pack, and try what is left of it again while that changes."""
+    with ProgressWriter(sweep, p) as progress:
+
+        def emit(event: Activity | Step | StageDone) -> None:
+            if not isinstance(event, StageDone):
+                progress.write(event)
+
+        left, tried = still_to_try(p, sweep, launched, run), None
+        while left is not None and left != tried:  # unchanged, it would fail again
+            if _run_once(left, sweep, run, emit, limit):
+                return
+            left, tried = still_to_try(p, sweep, launched, run), left
+
+
+def _run_once(
+    left: Pack,
+    sweep: SweepFolder,
+    run: RunSettings,
+    emit: Callable[[Activity | Step | StageDone], None],
+    limit: TimeLimit | None,
+) -> bool:
+    """Return whether the pack ended without an error, which is logged; `run_pack` records it in the journals."""
+    try:
+        run_pack(
+            decided(left, run, free_memory),
+            sweep,
+            emit,
+            engine=engine_of(run.engine, graphs=run.graphs),
+            keep_answers=run.keep_answers,
+            limit=limit,
+            loss_every=run.loss_every,
+            forward_transfer=run.forward_transfer,
+            probes=run.probes,
+        )
+    except KeyboardInterrupt as error:
+        record_interrupt([left], sweep, error)
+        raise
+    except LatentSweepError as error:
+        log.error("pack %s failed: %s", left.pack_id, error)
+        if isinstance(error, StorageError):
+            with suppress(StorageError):  # the disk may be too full for this, too
+                record_loss(left, sweep, "storage", str(error))
+        free_frames(error)
+    except Exception as error:
+        log.exception("pack %s failed", left.pack_id)
+        if failure_kind(error) == "device_lost":
+            record_loss(left, sweep, "worker_died", str(error))
+            raise DeviceLost(
+                f"this process has lost its GPU and cannot use CUDA any more: {error}\nRun the same command again to "
+                "resume. If it happens at the same place, set CUDA_LAUNCH_BLOCKING=1 to see which operation fails"
+            ) from None
+        free_frames(error)  # frees the backbone and activations for the next attempt
+    else:
+        return True
+    return False

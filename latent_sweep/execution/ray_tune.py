@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -83,93 +82,115 @@ def run_on_ray(
         ConfigError: no node can ever hold a pack, or a node does not see the storage.
         Paused: the time is up.
     """
-    limit = limit or TimeLimit()
     say_driving(sweep, "starting Ray")
-    started_cluster = connect("ray.tune")
-    from ray import tune
-    from ray.tune.stopper import CombinedStopper
-
-    storage, exits, all_ended = sweep.storage, ExitStack(), False
+    started_cluster, all_ended = connect("ray.tune"), False
     try:
         _check_fits(run.resources, started_cluster)
         say_driving(sweep, "asking every node whether it sees the storage")
-        question_name = exits.enter_context(question(storage))
-        check_every_node_sees(storage, question_name)
-        if run.pack == "auto":
-            say_driving(sweep, MEASURING)
-            source = PackList(_measured(list(iter(source.next_pack, None)), storage, run))
-        by_id: dict[str, Pack] = {}
-        most = run.max_concurrent
-        if run.search.is_adaptive and most is None:  # a point that waits for a node could not learn from others
-            most = max(1, _slots(run.resources) // run.resources.workers)
-        stopper = _failure_stopper(sweep, run) if fail_fast else None
-        ends, asking = _end_recorder(), AskedToStop(f"stop-{uuid.uuid4().hex}")
-        stoppers = [_pause_stopper(limit, asking), *filter(None, [stopper])]
-        callbacks = [_placement_watch(run.resources), _loss_recorder(sweep, run), ends, *stoppers]
-        stopped: set[str] = set()
-        exits.enter_context(ray_private.killed_workers_as_lost())
-        in_controller = exits.enter_context(ray_private.own_controller(callbacks, ends.record))
-        tuner = tune.Tuner(
-            tune.with_resources(
-                tune.with_parameters(
-                    _run_in_worker,
-                    sweep=sweep,
-                    question_name=question_name,
-                    run=run,
-                    limit=TimeLimit(limit.deadline, asking),
-                ),
-                _placement(run.resources),
-            ),
-            tune_config=tune.TuneConfig(
-                metric="AP",
-                mode="max",
-                search_alg=_stream(source, by_id, sweep, limit),
-                num_samples=-1,  # until the stream is finished
-                scheduler=_scheduler(run, source.n_tasks, stopped.add),
-                max_concurrent_trials=most,
-                trial_dirname_creator=lambda trial: trial.config["pack_id"],
-                reuse_actors=True,  # the next pack of a worker finds its backbone loaded
-            ),
-            run_config=tune.RunConfig(
-                name=shard or TUNE_FOLDER,  # drivers of other shards have a folder of their own
-                storage_path=str(sweep.path / TUNE_FOLDER if shard else sweep.path),
-                failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from the journals
-                stop=CombinedStopper(*stoppers),
-                callbacks=None if in_controller else callbacks,
-                progress_reporter=tune.CLIReporter(),  # silent; a notebook's would clear the cell
-                verbose=0,
-            ),
-        )
+        with question(sweep.storage) as question_name:
+            check_every_node_sees(sweep.storage, question_name)
+            if run.pack == "auto":
+                say_driving(sweep, MEASURING)
+                source = PackList(_measured(list(iter(source.next_pack, None)), sweep.storage, run))
+            all_ended = _tune(source, sweep, run, question_name, fail_fast, limit or TimeLimit(), shard)
+    finally:
+        if started_cluster and all_ended:
+            begin_shutdown()
+        elif started_cluster:  # its workers must not write any more
+            disconnect()
+
+
+def _tune(
+    source: PackSource,
+    sweep: SweepFolder,
+    run: RunSettings,
+    question_name: str,
+    fail_fast: bool,
+    limit: TimeLimit,
+    shard: str,
+) -> bool:
+    """Run each pack as a trial of Tune; return False if a failed trial has ended the sweep before the others."""
+    from ray import tune
+
+    by_id: dict[str, Pack] = {}
+    stopped: set[str] = set()  # ids of packs that the scheduler has stopped
+    ends, asking = _end_recorder(), AskedToStop(f"stop-{uuid.uuid4().hex}")
+    failed = _failure_stopper(sweep, run) if fail_fast else None
+    stoppers = [_pause_stopper(limit, asking), *filter(None, [failed])]
+    callbacks = [_placement_watch(run.resources), _loss_recorder(sweep, run), ends, *stoppers]
+    with (
+        ray_private.killed_workers_as_lost(),
+        ray_private.own_controller(callbacks, ends.record) as in_controller,
+    ):
+        given = {"sweep": sweep, "question_name": question_name, "run": run}
+        work = tune.with_parameters(_run_in_worker, **given, limit=TimeLimit(limit.deadline, asking))
+        stream = _stream(source, by_id, sweep, limit)
+        scheduler = _scheduler(run, source.n_tasks, stopped.add)
+        tuner = _tuner(work, stream, scheduler, stoppers, [] if in_controller else callbacks, sweep, run, shard)
         say_driving(sweep, "waiting for workers")
         for name, value in {**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": _max_pending()}.items():
             os.environ.setdefault(name, value)
         try:
             _fit(tuner)
         except KeyboardInterrupt as interrupt:
-            if not storage.is_remote:  # its workers may still push their journals
+            if not sweep.storage.is_remote:  # its workers may still push their journals
                 record_interrupt(by_id.values(), sweep, interrupt)
             raise
         finally:  # the scheduler's decisions hold however the run ends: the next run does not start these packs
-            storage.pull(sweep.path)
+            sweep.storage.pull(sweep.path)
             for pack_id in stopped:
                 _record_end(by_id[pack_id], sweep, None)
-        if stopper is not None and stopper.stopped:
-            log.warning("a trial has failed, and the sweep ends here; run it again for the others")
-            return
-        for pack_id, error in ends.errors.items():
-            if error is not None:
-                _record_end(by_id[pack_id], sweep, error)
-        # a worker ends before a piece of work that would not fit, so the driver's clock need not have reached the end
-        is_left = limit.deadline is not None and any(unfinished(pack, sweep) for pack in by_id.values())
-        if limit.is_over or is_left:
-            raise Paused
-        all_ended = True
-    finally:
-        exits.close()
-        if started_cluster and all_ended:
-            begin_shutdown()
-        elif started_cluster:  # its workers must not write any more
-            disconnect()
+    if failed is not None and failed.stopped:
+        log.warning("a trial has failed, and the sweep ends here; run it again for the others")
+        return False
+    for pack_id, error in ends.errors.items():
+        if error is not None:
+            _record_end(by_id[pack_id], sweep, error)
+    # a worker ends before a piece of work that would not fit, so the driver's clock need not have reached the end
+    is_left = limit.deadline is not None and any(unfinished(pack, sweep) for pack in by_id.values())
+    if limit.is_over or is_left:
+        raise Paused
+    return True
+
+
+def _tuner(
+    work: Callable[..., None],
+    stream: Any,
+    scheduler: Any,
+    stoppers: Sequence[Any],
+    callbacks: Sequence[Any],
+    sweep: SweepFolder,
+    run: RunSettings,
+    shard: str,
+) -> Any:
+    from ray import tune
+    from ray.tune.stopper import CombinedStopper
+
+    most = run.max_concurrent
+    if run.search.is_adaptive and most is None:  # a point that waits for a node could not learn from others
+        most = max(1, _slots(run.resources) // run.resources.workers)
+    return tune.Tuner(
+        tune.with_resources(work, _placement(run.resources)),
+        tune_config=tune.TuneConfig(
+            metric="AP",
+            mode="max",
+            search_alg=stream,
+            num_samples=-1,  # until the stream is finished
+            scheduler=scheduler,
+            max_concurrent_trials=most,
+            trial_dirname_creator=lambda trial: trial.config["pack_id"],
+            reuse_actors=True,  # the next pack of a worker finds its backbone loaded
+        ),
+        run_config=tune.RunConfig(
+            name=shard or TUNE_FOLDER,  # drivers of other shards have a folder of their own
+            storage_path=str(sweep.path / TUNE_FOLDER if shard else sweep.path),
+            failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from the journals
+            stop=CombinedStopper(*stoppers),
+            callbacks=list(callbacks) or None,
+            progress_reporter=tune.CLIReporter(),  # silent; a notebook's would clear the cell
+            verbose=0,
+        ),
+    )
 
 
 def _stream(source: PackSource, by_id: dict[str, Pack], sweep: SweepFolder, limit: TimeLimit) -> Any:
