@@ -11,31 +11,31 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from latent_sweep.data.loaders import count_examples, load_examples
 from latent_sweep.data.probes import NO_PROBES, ProbeSettings, read_probes
 from latent_sweep.data.prompts import prompt_parts
-from latent_sweep.data.schema import Split, stop_of
+from latent_sweep.data.schema import Split
 from latent_sweep.errors import MissingData, StorageError
 from latent_sweep.memo import memo_scope, memoized
-from latent_sweep.routing.gaussian import ROUTED, RouterSettings
+from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.predictions import cached_stages
 from latent_sweep.storage.snapshots import SnapshotStorage
 from latent_sweep.storage.storage import Storage
 from latent_sweep.storage.trial_files import AHEAD, recorded_files, recorded_rows
+from latent_sweep.sweep.passes import Passes, StagePasses, passes_ahead, tests_of
 from latent_sweep.sweep.plan import SPLITS
 from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 from latent_sweep.sweep.reader import Reader, reader_of
 from latent_sweep.sweep.shapes import shape_of
-from latent_sweep.sweep.trial import Trial, learns_in_turn, router_identity
+from latent_sweep.sweep.trial import Trial, learns_in_turn
 from latent_sweep.sweep.tuning import tuning_lines
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -122,66 +122,86 @@ def estimate(
 
 def _reuse(trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool) -> Reuse:
     lineages = {trial.training_id: trial.lineages() for trial in trainings_of(trials)}
-    rows_of = [_recorded_rows(trial, folder) for trial in trials]
-    unfinished = [trial for trial, rows in zip(trials, rows_of, strict=True) if rows < len(trial.tasks)]
+    recorded = [(trial, _recorded_rows(trial, folder)) for trial in trials]
+    unfinished = [(trial, rows) for trial, rows in recorded if rows < len(trial.tasks)]
     distinct = frozenset().union(*lineages.values())
     stored = folder.snapshots.lineages()
-    missing = _missing_stages(unfinished, lineages, stored)
+    missing = _missing_stages([trial for trial, _ in unfinished], lineages, stored)
     by_method = {trial.settings.method.name: trial for trial, _ in missing.values()}
-    answers = 0
-    least, most, done = _Passes(), _Passes(), _Passes()
-    generated = cached_stages(folder.storage.folder)
-    written: Counter[str] = Counter()
-    for trial, recorded in zip(trials, rows_of, strict=True):
-        own = lineages[trial.training_id]
-        passes = _StagePasses.of(trial, own)
-        answers += sum(passes.seen)
-        if forward_transfer and learns_in_turn(own):
-            ahead = _passes_ahead(trial, own)
-            answers += sum(sum(tests.values()) for _, tests in ahead.least)
-            for total, before in ((least, ahead.least), (most, ahead.most)):
-                for snapshots, tests in before:
-                    total.add(snapshots, tests)
-                    if AHEAD in _recorded_files(trial, folder):
-                        done.add(snapshots, tests)
-        if recorded < len(trial.tasks):
-            written["trials"] += 1
-            written["rows"] += len(trial.tasks) - recorded
-            written["files"] += sum(range(recorded + 1, len(trial.tasks) + 1))
-            written["answers"] += sum(passes.seen[recorded:])
-            written["predictions"] += passes.seen[-1]
-        keys = trial.answer_keys() if generated and recorded < len(trial.tasks) else ()
-        answered = {stage for stage, key in enumerate(keys) if key in generated} | set(range(recorded))
-        for total, of_trial in ((least, passes.least), (most, passes.most)):
-            for stage, snapshots, tests in of_trial:
-                total.add(snapshots, tests)
-                if stage in answered:
-                    done.add(snapshots, tests)
-    feature_rows, feature_tokens = _features_read(unfinished)
+    work = _all_passes(recorded, lineages, folder, forward_transfer)
+    feature_rows, feature_tokens = _features_read([trial for trial, _ in unfinished])
     return Reuse(
         distinct=len(distinct),
         stored=len(distinct & stored),
         to_learn=len(missing),
         steps=sum(trial.steps(position) for trial, position in missing.values()),
         adding=tuple(name for name, trial in by_method.items() if trial.method().replays),
-        answers=answers,
-        passes=Span(least.count(), most.count()),
-        open_passes=Span(least.count(done), most.count(done)),
-        open_answers=Span(least.answers(done), most.answers(done)),
+        answers=work.answers,
+        passes=Span(work.least.count(), work.most.count()),
+        open_passes=Span(work.least.count(work.done), work.most.count(work.done)),
+        open_answers=Span(work.least.answers(work.done), work.most.answers(work.done)),
         feature_rows=feature_rows,
         feature_tokens=feature_tokens,
-        writing=Writing(
-            trainings=len(trainings_of(unfinished)),
-            stages=len(missing),
-            numbers=sum(
-                _parameter_count(trial) for trial, position in missing.values() if trial.rows_learned(position)
-            ),
-            checkpoints=sum(  # none after the last step
-                max(0, trial.steps(position) - 1) // trial.settings.training.checkpoint_every
-                for trial, position in missing.values()
-            ),
-            **{name: written[name] for name in ("trials", "rows", "files", "answers", "predictions")},
+        writing=_writing(unfinished, list(missing.values())),
+    )
+
+
+@dataclass
+class _AllPasses:
+    """The passes of all trials."""
+
+    answers: int = 0
+    """Answers if every trial answered every task seen, at every stage."""
+    least: Passes = field(default_factory=Passes)
+    most: Passes = field(default_factory=Passes)
+    done: Passes = field(default_factory=Passes)
+    """Those with recorded rows, or with answers in the generation cache."""
+
+
+def _all_passes(
+    recorded: Sequence[tuple[Trial, int]],
+    lineages: Mapping[str, Sequence[str]],
+    folder: SweepFolder,
+    forward_transfer: bool,
+) -> _AllPasses:
+    every, generated = _AllPasses(), cached_stages(folder.storage.folder)
+    for trial, rows in recorded:
+        own = lineages[trial.training_id]
+        passes = StagePasses.of(trial, own)
+        every.answers += sum(passes.seen)
+        if forward_transfer and learns_in_turn(own):
+            ahead, is_done = passes_ahead(trial, own), AHEAD in _recorded_files(trial, folder)
+            every.answers += sum(sum(tests.values()) for _, tests in ahead.least)
+            for total, before in ((every.least, ahead.least), (every.most, ahead.most)):
+                for snapshots, tests in before:
+                    total.add(snapshots, tests)
+                    if is_done:
+                        every.done.add(snapshots, tests)
+        keys = trial.answer_keys() if generated and rows < len(trial.tasks) else ()
+        answered = {stage for stage, key in enumerate(keys) if key in generated} | set(range(rows))
+        for total, of_trial in ((every.least, passes.least), (every.most, passes.most)):
+            for stage, snapshots, tests in of_trial:
+                total.add(snapshots, tests)
+                if stage in answered:
+                    every.done.add(snapshots, tests)
+    return every
+
+
+def _writing(unfinished: Sequence[tuple[Trial, int]], missing: Sequence[tuple[Trial, int]]) -> Writing:
+    """Count what these trials, with their recorded rows, and these stages will write."""
+    left = [tests_of(trial)[0][rows:] for trial, rows in unfinished]
+    return Writing(
+        trainings=len(trainings_of([trial for trial, _ in unfinished])),
+        stages=len(missing),
+        numbers=sum(_parameter_count(trial) for trial, position in missing if trial.rows_learned(position)),
+        checkpoints=sum(  # none after the last step
+            max(0, trial.steps(position) - 1) // trial.settings.training.checkpoint_every for trial, position in missing
         ),
+        trials=len(unfinished),
+        rows=sum(map(len, left)),
+        files=sum(sum(range(rows + 1, len(trial.tasks) + 1)) for trial, rows in unfinished),
+        answers=sum(map(sum, left)),
+        predictions=sum(seen[-1] for seen in left),
     )
 
 
@@ -207,115 +227,6 @@ def _missing_stages(
         for position, lineage in reversed(list(enumerate(lineages[trial.training_id])))
     }
     return {lineage: place for lineage, place in places.items() if lineage not in stored}
-
-
-# --- passes ----------------------------------------------------------------------------------------------------------
-
-
-Tests = Mapping[str, int]
-"""Numbers of test examples by a key for all that their answers depend on apart from the snapshots."""
-
-
-class _Passes:
-    """Distinct passes: which tests are answered by which snapshots."""
-
-    def __init__(self) -> None:
-        self._tests: dict[str, dict[str, int]] = {}
-
-    def add(self, snapshots: str, tests: Tests) -> None:
-        self._tests.setdefault(snapshots, {}).update(tests)
-
-    def count(self, without: _Passes | None = None) -> int:
-        return sum(len(tests) for tests in self._open(without))
-
-    def answers(self, without: _Passes | None = None) -> int:
-        return sum(sum(tests.values()) for tests in self._open(without))
-
-    def _open(self, without: _Passes | None) -> Iterator[Tests]:
-        for snapshots, tests in self._tests.items():
-            done = {} if without is None else without._tests.get(snapshots, {})
-            yield {test: count for test, count in tests.items() if test not in done} if done else tests
-
-
-class _StagePasses(NamedTuple):
-    """The passes of one trial: for each stage, the snapshots that answer and the tests."""
-
-    seen: Sequence[int]
-    """Test examples of each stage, if it answered all tasks seen."""
-    least: Sequence[tuple[int, str, Tests]]
-    """If the router always picks the right task."""
-    most: Sequence[tuple[int, str, Tests]]
-    """If it weights the whole history."""
-
-    @classmethod
-    def of(cls, trial: Trial, lineages: Sequence[str]) -> _StagePasses:
-        mode = trial.settings.router.combine
-        rows, seen, alone = _tests(trial)
-        if mode == "last":
-            stages = [(stage, newest, seen[stage]) for stage, newest in enumerate(lineages)]
-            return cls(rows, stages, stages)
-        sure = [(stage, snapshot, alone[stage]) for stage, snapshot in enumerate(lineages)]
-        if mode == "oracle":
-            return cls(rows, sure, sure)
-        weights = _weights_key(trial, lineages)
-        spread = [(stage, f"{weights} {' '.join(lineages[: stage + 1])}", tests) for stage, tests in enumerate(seen)]
-        if mode != "gates":  # a single snapshot has weight one
-            spread[0] = 0, lineages[0], seen[0]
-        return cls(rows, sure if mode in (*ROUTED, "ngram") else spread, spread)
-
-
-class _PassesAhead(NamedTuple):
-    """The passes for the forward transfer of one trial: the snapshots that answer, and the tests."""
-
-    least: Sequence[tuple[str, Tests]]
-    most: Sequence[tuple[str, Tests]]
-
-
-_UNTOUCHED = "untouched"
-
-
-def _passes_ahead(trial: Trial, lineages: Sequence[str]) -> _PassesAhead:
-    """Return each later task's pass by the snapshots before it, and by the backbone, whose answers all trials share."""
-    _, _, alone = _tests(trial)
-    bare = [(_UNTOUCHED, tests) for tests in alone[1:]]
-    before = list(enumerate(alone[1:], start=1))
-    mode = trial.settings.router.combine
-    if mode == "oracle":
-        return _PassesAhead(bare, bare)
-    single = [(lineages[n - 1], tests) for n, tests in before]
-    weights = _weights_key(trial, lineages)
-    spread = [(f"{weights} {' '.join(lineages[:n])}", tests) for n, tests in before]
-    least = single if mode in ("last", *ROUTED, "ngram") else spread
-    return _PassesAhead(bare + least, bare + (single if mode == "last" else spread))
-
-
-def _test_parts(trial: Trial) -> tuple[Any, ...]:
-    s = trial.settings
-    return s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
-
-
-@memoized(_test_parts)
-def _tests(trial: Trial) -> tuple[list[int], list[Tests], list[Tests]]:
-    s = trial.settings
-    decoding = [s.evaluation.identity(), s.benchmark.max_target_length, s.method.inference_identity()]
-    digests = [[trial.data_digest_of(task, "test"), stop_of(trial.spec, task)] for task in trial.tasks]
-    counts = [count_examples(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
-    tests = [(content_hash([*digest, *decoding]), count) for digest, count in zip(digests, counts, strict=True)]
-    seen: list[Tests] = [dict(tests[: stage + 1]) for stage in range(len(tests))]
-    return list(itertools.accumulate(counts)), seen, [{test: count} for test, count in tests]
-
-
-def _weights_key(trial: Trial, lineages: Sequence[str]) -> str:
-    router, seed = trial.settings.router, trial.settings.seed
-    if router.combine not in ROUTED:
-        return router.combine
-    # a covariance of all tasks reads later snapshots too (A16)
-    return _weights_hash(router, seed, tuple(lineages) if router.cov.refresh == "final" else None)
-
-
-@memoized(lambda router, seed, lineages: (router, seed, repr(lineages)))
-def _weights_hash(router: RouterSettings, seed: int, lineages: tuple[str, ...] | None) -> str:
-    return content_hash([router_identity(router), seed, lineages])
 
 
 def _features_read(trials: Sequence[Trial]) -> tuple[int, float]:
