@@ -9,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +30,13 @@ from latent_sweep.storage.predictions import (
     Answers,
     KeepAnswers,
     answers_file,
-    changed,
     changes,
     newest_answers,
     saved_answers,
     saves_answers,
     stage_of,
 )
-from latent_sweep.storage.storage import JOURNAL, json_bytes
+from latent_sweep.storage.storage import json_bytes
 
 log = logging.getLogger(__name__)
 
@@ -89,83 +85,6 @@ def _fault(path: Path, digest: str) -> str | None:
         return "is missing"
     same = path.is_file() and _digest(path.read_bytes()) == digest
     return None if same else "does not match its digest in the journal"
-
-
-def contradicting_files(folder: Path, events: Sequence[Event]) -> list[CorruptFile]:
-    """Return the files whose content contradicts the rows in the journal, whatever their digests say.
-
-    AP, FM and BWT must follow from the rows. The saved answers of each stage must average to its row, and the newest
-    answers must equal the predictions.
-    """
-    recorded = stages(events)
-    if not recorded:
-        return []
-    tasks = tuple(recorded[-1].scores)
-    try:
-        matrix = recorded_matrix(recorded)
-    except ValueError as error:
-        return [CorruptFile(folder / JOURNAL, f"holds no {error}")]
-    row = dict(zip(tasks, matrix.rows[-1], strict=True))
-    end = final_event(events)
-    metrics = [event.metrics for event in (recorded[-1], end) if isinstance(event, (Stage, Finished))]
-    answers: dict[int, Answers] = {}
-
-    def scores_agree(content: bytes) -> bool:
-        stored = json.loads(content)
-        same = tuple(map(tuple, stored["scores"])) == matrix.rows
-        return same and tuple(stored["tasks"][: len(tasks)]) == tasks
-
-    def result_agrees(content: bytes) -> bool:
-        result = json.loads(content)
-        return result["scores"] == row and _are_measures(result["metrics"], matrix)
-
-    def answers_agree(content: bytes, event: Stage) -> bool:
-        seen = event.tasks_seen
-        if seen > 1 and saves_answers(recorded[seen - 2]) and seen - 1 not in answers:
-            return True  # cannot be checked: the stage before is corrupt
-        rebuilt = changed(answers.get(seen - 1, {}), content)
-        scores = {task: [answer.score for answer in rows] for task, rows in rebuilt.items()}
-        if scores.keys() != event.scores.keys() or not all(
-            _average_to(scores[task], score) for task, score in event.scores.items()
-        ):
-            return False
-        answers[seen] = rebuilt
-        return True
-
-    def predictions_agree(content: bytes, task: str) -> bool:
-        lines = [json.loads(line) for line in content.splitlines()]
-        predicted = [Answer(line["prediction"], line["score"]) for line in lines]
-        saved = answers.get(len(recorded))
-        return _average_to([line["score"] for line in lines], row[task]) and (saved is None or saved[task] == predicted)
-
-    checks: dict[str, Callable[[bytes], bool]] = {SCORES: scores_agree}
-    checks |= {
-        answers_file(event.tasks_seen): partial(answers_agree, event=event)
-        for event in recorded
-        if saves_answers(event)
-    }
-    checks |= {f"{PREDICTIONS}/{task}.jsonl": partial(predictions_agree, task=task) for task in tasks}
-    if isinstance(end, Finished):
-        checks[RESULT] = result_agrees
-    agree = all(_are_measures(values, matrix) for values in metrics)
-    faults = [] if agree else [CorruptFile(folder / JOURNAL, "holds measures that do not follow from its rows")]
-    for name, agrees in checks.items():
-        try:
-            if agrees((folder / name).read_bytes()):
-                continue
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            pass  # malformed
-        faults.append(CorruptFile(folder / name, "does not follow from the rows in the journal"))
-    return faults
-
-
-def _average_to(scores: Sequence[float], mean: float) -> bool:
-    return abs(statistics.fmean(scores) - mean) <= len(scores) * EPSILON
-
-
-def _are_measures(metrics: Mapping[str, float], matrix: ScoreMatrix) -> bool:
-    rounding = 4 * len(matrix.rows) * EPSILON
-    return all(abs(metrics.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
 
 
 @dataclass(frozen=True)
