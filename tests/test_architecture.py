@@ -43,6 +43,9 @@ ORDER = (
 )
 """Chapters and root files from top to bottom: each imports only from lower lines, and no files import in a circle."""
 
+RAY = ("ends", "nodes", "placement", "private", "tune", "workers")
+"""Files of the execution that import Ray."""
+
 WITHOUT_TORCH = [
     *(
         f"{folder}.{path.stem}"
@@ -63,10 +66,7 @@ WITHOUT_TORCH = [
         "settings",
     ),
     *("backbones.identity", "backbones.registry", "methods", "methods.protocol"),
-    *(
-        f"execution.{name}"
-        for name in ("driver", "ray_nodes", "ray_private", "ray_tune", "ray_workers", "retries", "search")
-    ),
+    *(f"execution.{name}" for name in ("driver", "retries", "search", *(f"ray_{part}" for part in RAY))),
 ]
 """Modules that plan, distribute and report."""
 
@@ -88,7 +88,8 @@ def importers(package):
 
 def test_each_outside_system_has_one_importer():
     assert importers("ray") == [
-        *(f"execution/{name}.py" for name in ("ray_nodes", "ray_private", "ray_tune", "ray_workers", "search"))
+        *(f"execution/ray_{part}.py" for part in RAY),
+        "execution/search.py",
     ]
     assert importers("mlflow") == [f"tracking/mlflow{part}.py" for part in ("", "_model", "_private", "_probe")]
     assert importers("wandb") == ["tracking/wandb.py"]

@@ -21,8 +21,8 @@ from latent_sweep.execution.ray_nodes import (
     connect,
     disconnect,
 )
+from latent_sweep.execution.ray_placement import advice_text, fits, request_text
 from latent_sweep.execution.ray_private import detected_resources
-from latent_sweep.execution.ray_tune import advice_text, fits, request_text
 from latent_sweep.security import log_without_secrets, redact
 from latent_sweep.storage.storage import Storage, has_answer, question, sees, unseen_message
 from latent_sweep.sweep.schema import ResourceSettings

@@ -8,52 +8,42 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from latent_sweep.errors import ConfigError, LatentSweepError, Paused, StorageError
 from latent_sweep.execution import ray_private
+from latent_sweep.execution.ray_ends import end_recorder, failure_stopper, loss_recorder, pause_stopper, record_end
 from latent_sweep.execution.ray_nodes import begin_shutdown, check_every_node_sees, connect, disconnect
+from latent_sweep.execution.ray_placement import check_fits, placement, placement_watch, slots
 from latent_sweep.execution.ray_workers import AskedToStop
 from latent_sweep.execution.retries import (
-    LossKind,
-    has_failed,
     journal_lengths,
     record_failure,
     record_interrupt,
-    record_loss,
     still_to_try,
     unfinished,
 )
 from latent_sweep.execution.search import PackList, PackSource, build_scheduler
 from latent_sweep.monitor.progress import MEASURING, say_driving
-from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
+from latent_sweep.security import log_without_secrets, redact_error
 from latent_sweep.storage.failures import failure_facts, failure_kind, free_frames
 from latent_sweep.storage.folders import TUNE_FOLDER, SweepFolder
-from latent_sweep.storage.journal import stages
 from latent_sweep.storage.storage import Storage, question, sees, unseen_message
 from latent_sweep.sweep.packs import Pack
-from latent_sweep.sweep.schema import ResourceSettings, RunSettings
+from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.training.memory_housekeeping import loading_modules
 from latent_sweep.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
-PLACEMENT_SECONDS = 5.0
-"""Pause between two checks whether waiting packs can be placed at all."""
-WARNING_SECONDS = 60.0
-"""Pause between two warnings about what they wait for."""
-FAILURE_SECONDS = 1.0
-"""Pause between two checks for failed trials under `--fail-fast`."""
+
 STOP_SECONDS = "60"
 """Seconds that a stopped pack has to release its leases before its process starts the next pack. Tune's default of two
 is too short for an object store, and Tune then fails the next pack."""
+
 
 TUNE: Mapping[str, str] = {
     "TUNE_GLOBAL_CHECKPOINT_S": "inf",  # runs of Tune are never restored
@@ -61,6 +51,8 @@ TUNE: Mapping[str, str] = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # packs report nothing unless a scheduler judges them
 }
 """Settings that Tune reads from the environment only; variables that the user has set stay."""
+
+
 PENDING = 200
 """Most packs that wait for resources at once, so that an autoscaler sees the demand. Large clusters allow 1.1 per CPU,
 Tune's own limit for a grid."""
@@ -85,7 +77,7 @@ def run_on_ray(
     say_driving(sweep, "starting Ray")
     started_cluster, all_ended = connect("ray.tune"), False
     try:
-        _check_fits(run.resources, started_cluster)
+        check_fits(run.resources, started_cluster)
         say_driving(sweep, "asking every node whether it sees the storage")
         with question(sweep.storage) as question_name:
             check_every_node_sees(sweep.storage, question_name)
@@ -114,10 +106,10 @@ def _tune(
 
     by_id: dict[str, Pack] = {}
     stopped: set[str] = set()  # ids of packs that the scheduler has stopped
-    ends, asking = _end_recorder(), AskedToStop(f"stop-{uuid.uuid4().hex}")
-    failed = _failure_stopper(sweep, run) if fail_fast else None
-    stoppers = [_pause_stopper(limit, asking), *filter(None, [failed])]
-    callbacks = [_placement_watch(run.resources), _loss_recorder(sweep, run), ends, *stoppers]
+    ends, asking = end_recorder(), AskedToStop(f"stop-{uuid.uuid4().hex}")
+    failed = failure_stopper(sweep, run) if fail_fast else None
+    stoppers = [pause_stopper(limit, asking), *filter(None, [failed])]
+    callbacks = [placement_watch(run.resources), loss_recorder(sweep, run), ends, *stoppers]
     with (
         ray_private.killed_workers_as_lost(),
         ray_private.own_controller(callbacks, ends.record) as in_controller,
@@ -139,13 +131,13 @@ def _tune(
         finally:  # the scheduler's decisions hold however the run ends: the next run does not start these packs
             sweep.storage.pull(sweep.path)
             for pack_id in stopped:
-                _record_end(by_id[pack_id], sweep, None)
+                record_end(by_id[pack_id], sweep, None)
     if failed is not None and failed.stopped:
         log.warning("a trial has failed, and the sweep ends here; run it again for the others")
         return False
     for pack_id, error in ends.errors.items():
         if error is not None:
-            _record_end(by_id[pack_id], sweep, error)
+            record_end(by_id[pack_id], sweep, error)
     # a worker ends before a piece of work that would not fit, so the driver's clock need not have reached the end
     is_left = limit.deadline is not None and any(unfinished(pack, sweep) for pack in by_id.values())
     if limit.is_over or is_left:
@@ -168,9 +160,9 @@ def _tuner(
 
     most = run.max_concurrent
     if run.search.is_adaptive and most is None:  # a point that waits for a node could not learn from others
-        most = max(1, _slots(run.resources) // run.resources.workers)
+        most = max(1, slots(run.resources) // run.resources.workers)
     return tune.Tuner(
-        tune.with_resources(work, _placement(run.resources)),
+        tune.with_resources(work, placement(run.resources)),
         tune_config=tune.TuneConfig(
             metric="AP",
             mode="max",
@@ -236,13 +228,6 @@ def _max_pending() -> str:
     return str(max(PENDING, int(1.1 * ray.cluster_resources().get("CPU", 0))))
 
 
-def _work(trial: Any) -> tuple[Pack, Mapping[str, int]]:
-    """See `still_to_try`."""
-    import ray
-
-    return ray.get(trial.config["work"])
-
-
 def _fit(tuner: Any) -> None:
     """Run the tuner; if Tune has wrapped one of our errors, raise that error."""
     try:
@@ -255,8 +240,6 @@ def _fit(tuner: Any) -> None:
             raise
         raise ours from None
 
-
-# --- in the worker ---------------------------------------------------------------------------------------------------
 
 _LIMITS: dict[float | None, TimeLimit] = {}
 """The limit of the run that this process works for: it knows how long the pieces of earlier packs took."""
@@ -321,12 +304,6 @@ def _pull_journals(pack: Pack, sweep: SweepFolder) -> None:
         sweep.storage.pull_journal(sweep.journal(trial.trial_id).path)
 
 
-def _pull_trials(pack: Pack, sweep: SweepFolder) -> None:
-    """Fetch all files of a pack's trials: a journal without its files would pass for a complete trial."""
-    for trial in pack.trials:
-        sweep.storage.pull(sweep.journal(trial.trial_id).path.parent)
-
-
 def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list[Pack]:
     import ray
 
@@ -339,18 +316,8 @@ def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list
     # passed here instead of to `.options()`, so that a process that used a GPU ends with its task and frees its memory
     remote = ray.remote(**options)(_measure_on_node)
     timings = ray.get([remote.remote(pack, storage, run) for pack in packs])
-    slots = _slots(resources)
-    return [part for p, timing in zip(packs, timings, strict=True) for part in split(p, best_size(timing), slots)]
-
-
-def _slots(resources: ResourceSettings) -> int:
-    import ray
-
-    cluster = ray.cluster_resources()
-    slots = cluster.get("CPU", 0) // resources.cpus
-    if resources.gpus:
-        slots = min(slots, cluster.get("GPU", 0) // resources.gpus)
-    return int(slots)
+    n_slots = slots(resources)
+    return [part for p, timing in zip(packs, timings, strict=True) for part in split(p, best_size(timing), n_slots)]
 
 
 def _measure_on_node(pack: Pack, storage: Storage, run: RunSettings) -> Sequence[Any]:
@@ -363,158 +330,6 @@ def _measure_on_node(pack: Pack, storage: Storage, run: RunSettings) -> Sequence
 
     limit_to_share(run.resources)
     return measure(decided(pack, run, free_memory), storage, max(1, int(run.resources.cpus)))
-
-
-# --- ends ------------------------------------------------------------------------------------------------------------
-
-
-def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
-    """Return a Tune stopper, also a callback, that ends the sweep once a trial fails without a retry."""
-    from ray.tune import Callback, Stopper
-
-    class FailureStopper(Callback, Stopper):
-        checked, stopped = 0.0, False
-
-        def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-            return False
-
-        def stop_all(self) -> bool:
-            return self.stopped
-
-        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
-            if not self.stopped and time.monotonic() - self.checked > FAILURE_SECONDS:
-                self.checked = time.monotonic()
-                self.check(*(trial for trial in trials if trial.status == "RUNNING"))
-
-        def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            _pull_trials(_work(trial)[0], sweep)  # the trial has left the running ones
-            self.check(trial)
-
-        def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            self.on_trial_complete(iteration, trials, trial)
-
-        def check(self, *trials: Any) -> None:
-            work = map(_work, trials)
-            self.stopped = self.stopped or any(has_failed(pack, sweep, launched, run) for pack, launched in work)
-
-    return FailureStopper()
-
-
-def _pause_stopper(limit: TimeLimit, asking: AskedToStop) -> Any:
-    """Return a Tune stopper, also a callback, that ends the run once the time is up and running packs have paused."""
-    from ray.tune import Callback, Stopper
-
-    class PauseStopper(Callback, Stopper):
-        def __init__(self) -> None:
-            self.on_sigusr1 = signal.getsignal(signal.SIGUSR1) or signal.SIG_DFL
-            self.running: list[Any] | None = None
-            """The packs that ran when the time was up; those that Tune starts later return at once."""
-            self.stopped = False
-
-        def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-            return False
-
-        def stop_all(self) -> bool:
-            return self.stopped
-
-        def on_step_begin(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGUSR1, self.on_sigusr1)  # Tune's own handler ends the run at once
-
-        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
-            if self.running is None and limit.is_over:
-                self.running = [trial for trial in trials if trial.status == "RUNNING"]
-                asking.ask()
-            if self.running is not None:
-                self.stopped = all(trial.status != "RUNNING" for trial in self.running)
-
-    return PauseStopper()
-
-
-def _loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
-    """Return a Tune callback that records in the journals why a worker was lost, before its pack is retried."""
-    from ray.tune import Callback
-
-    class LossRecorder(Callback):
-        def on_trial_recover(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            error = _error_of(trial)
-            cause = getattr(error, "cause", None) or error
-            if isinstance(cause, ConfigError):
-                raise cause  # it holds for every pack
-            pack, launched = _work(trial)
-            _pull_trials(pack, sweep)
-            record_loss(pack, sweep, _loss_kind(cause), str(cause or "it ended without a reason from Ray"))
-            if still_to_try(pack, sweep, launched, run) is None:
-                trial.max_failures = 0  # or Tune would restart a worker that cannot even start, without end
-
-    return LossRecorder()
-
-
-def _end_recorder() -> Any:
-    """Return a Tune callback whose `errors` maps each ended pack to the error that ended it, or None.
-
-    Tune calls `on_trial_complete` and `on_trial_error` when a trial ends, even if its worker never started, but neither
-    when a stopper ends the run.
-    """
-    from ray.tune import Callback
-
-    class EndRecorder(Callback):
-        def __init__(self) -> None:
-            self.errors: dict[str, Exception | None] = {}
-
-        def on_experiment_end(self, trials: Sequence[Any], **info: Any) -> None:
-            for trial in trials:
-                if trial.is_finished():
-                    self.record(trial)
-
-        def record(self, trial: Any) -> None:
-            self.errors[trial.config["pack_id"]] = _final_error(trial)
-
-    return EndRecorder()
-
-
-def _error_of(trial: Any) -> Exception | None:
-    """Return the error that ended a Tune trial's worker, from its file; that of Tune's `get_error` is written later."""
-    from ray import cloudpickle
-
-    path = trial.pickled_error_file
-    return cloudpickle.loads(Path(path).read_bytes()) if path and Path(path).is_file() else None
-
-
-def _final_error(trial: Any) -> Exception | None:
-    if trial.status != "ERROR":
-        return None
-    text = Path(trial.error_file) if trial.error_file else None
-    return _error_of(trial) or RuntimeError(text.read_text(encoding="utf-8") if text else "Ray Tune gives no reason")
-
-
-def _loss_kind(cause: Exception | None) -> LossKind:
-    from ray.exceptions import ActorUnavailableError
-
-    text = str(cause)
-    if isinstance(cause, StorageError):
-        return "storage"
-    if getattr(cause, "preempted", False):
-        return "preempted"
-    if isinstance(cause, ActorUnavailableError):  # if only the worker had died, its node would have reported it
-        return "node_lost"
-    if "node has died" in text or "node was terminated" in text or "NodeDiedError" in text:
-        return "node_lost"
-    if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:  # host memory, from Ray's monitor
-        return "out_of_memory"
-    return "worker_died"
-
-
-def _record_end(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
-    """Record the pack's error in the journals of unfinished trials or, if it is None, its stop by the scheduler."""
-    if error is not None:
-        facts = {"kind": "lost", "message": redact(str(error))[-2000:], "traceback": traceback_text(error)}
-        record_failure(pack, sweep, facts)
-        return
-    for journal, events in unfinished(pack, sweep):
-        if events:
-            seen, reason = len(stages(events)), "stopped early by the scheduler: others had a higher AP"
-            journal.append("stopped", tasks_seen=seen, reason=reason)
 
 
 def _scheduler(run: RunSettings, n_tasks: int, on_stop: Callable[[str], None]) -> Any:
@@ -548,115 +363,3 @@ def _scheduler(run: RunSettings, n_tasks: int, on_stop: Callable[[str], None]) -
         grace_period=min(settings.grace_tasks, n_tasks),
         reduction_factor=settings.reduction_factor,
     )
-
-
-# --- placement -------------------------------------------------------------------------------------------------------
-
-
-def _placement(resources: ResourceSettings) -> Any:
-    """Return the placement group of a pack: one bundle per worker, placed together or not at all."""
-    from ray import tune
-
-    bundles = [_bundle(resources)] * resources.workers
-    if resources.workers == 1:
-        return tune.PlacementGroupFactory(bundles)
-    # the first bundle is for the pack's own process, which only watches the workers
-    return tune.PlacementGroupFactory([{}, *bundles], strategy="PACK")
-
-
-def _bundle(resources: ResourceSettings) -> dict[str, float]:
-    bundle = {"CPU": resources.cpus, "GPU": resources.gpus}
-    if resources.accelerator:
-        bundle[f"accelerator_type:{resources.accelerator}"] = 0.001
-    return bundle
-
-
-def _check_fits(resources: ResourceSettings, started_cluster: bool) -> None:
-    if fits(_nodes(), resources):
-        return
-    message = f"{request_text(resources)}; {_cluster_text()}"
-    if started_cluster:
-        raise ConfigError(f"{message}. Ask for less, {advice_text(_nodes(), resources)}, or submit to a larger cluster")
-    log.warning("%s. Waiting for nodes to join", message)
-
-
-def _nodes() -> list[Mapping[str, float]]:
-    import ray
-
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def fits(nodes: Sequence[Mapping[str, float]], resources: ResourceSettings) -> bool:
-    """Return whether a pack would fit on these nodes if they were empty."""
-    return sum(_workers_on(node, resources) for node in nodes) >= resources.workers
-
-
-def _workers_on(node: Mapping[str, float], resources: ResourceSettings) -> int:
-    if resources.accelerator and f"accelerator_type:{resources.accelerator}" not in node:
-        return 0
-    counts = [node.get("CPU", 0) / resources.cpus]
-    if resources.gpus:
-        counts.append(node.get("GPU", 0) / resources.gpus)
-    return int(min(counts))
-
-
-def request_text(resources: ResourceSettings) -> str:
-    each = f"{resources.cpus:g} CPU and {resources.gpus:g} GPU"
-    each += f" ({resources.accelerator})" if resources.accelerator else ""
-    if resources.workers == 1:
-        return f"run.resources: a trial asks for {each} on one node"
-    return f"run.resources: a trial asks for {resources.workers} workers at once, each with {each}"
-
-
-def advice_text(nodes: Sequence[Mapping[str, float]], resources: ResourceSettings) -> str:
-    largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in ("CPU", "GPU")}
-    less: dict[str, str] = {}
-    if resources.cpus > largest["CPU"]:
-        less["cpus"] = f"{largest['CPU']:g}"
-    if resources.gpus > largest["GPU"]:
-        less["gpus"] = f"{largest['GPU']:g}"
-    if resources.accelerator and all(f"accelerator_type:{resources.accelerator}" not in node for node in nodes):
-        less["accelerator"] = "null"
-    if not less:  # one worker fits but not all of them, or no single node has everything that one worker asks for
-        fitting = sum(_workers_on(node, resources) for node in nodes)
-        less = {"workers": str(fitting)} if fitting else {"cpus": "1"}
-    return "e.g. " + " ".join(f"--set run.resources.{name}={value}" for name, value in less.items())
-
-
-def _cluster_text() -> str:
-    nodes = _nodes()
-    total = {kind: sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
-    types = sorted({key.partition(":")[2] for node in nodes for key in node if key.startswith("accelerator_type:")})
-    text = f"the cluster has {total['CPU']:g} CPU and {total['GPU']:g} GPU on {len(nodes)} nodes"
-    return f"{text}, of type {', '.join(types)}" if types else text
-
-
-def _placement_watch(resources: ResourceSettings) -> Any:
-    """Return a Tune callback that warns what packs wait for, and ends the sweep if they would wait forever."""
-    from ray.tune import Callback
-
-    class PlacementWatch(Callback):
-        checked = warned = time.monotonic()
-        infeasible = 0
-        """Checks in a row without a way to place a pack; a single one may fall between a node's launch and arrival."""
-
-        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
-            now = time.monotonic()
-            if now - self.checked < PLACEMENT_SECONDS or any(trial.status == "RUNNING" for trial in trials):
-                return
-            self.checked = now
-            if fits(_nodes(), resources):
-                self.infeasible = 0
-                return
-            self.infeasible = self.infeasible + 1 if ray_private.is_infeasible(_bundle(resources)) else 0
-            if self.infeasible == 2:
-                raise ConfigError(
-                    f"{request_text(resources)}; {_cluster_text()}, and its autoscaler has no node type that could add "
-                    f"it. Ask for less, {advice_text(_nodes(), resources)}, or add such a node type to the cluster's "
-                    "configuration"
-                )
-            if now - self.warned > WARNING_SECONDS:
-                self.warned = now
-                log.warning("%s; %s. Still waiting for nodes", request_text(resources), _cluster_text())
-
-    return PlacementWatch()

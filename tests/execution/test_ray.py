@@ -20,7 +20,8 @@ from helpers.sweeps import HALTING_STEPS, end, events, family, launch, results, 
 from latent_sweep.cli.main import main
 from latent_sweep.execution import ray_private, ray_tune
 from latent_sweep.execution import ray_workers as ray_group
-from latent_sweep.execution.ray_tune import _loss_kind, advice_text, fits
+from latent_sweep.execution.ray_ends import loss_kind
+from latent_sweep.execution.ray_placement import advice_text, fits
 from latent_sweep.execution.ray_workers import limit_to_share
 from latent_sweep.storage.checksummed import read_checksummed_json
 from latent_sweep.storage.failures import during
@@ -181,14 +182,14 @@ def test_losses_are_classified_by_rays_error(reason, message, kind):
     context = ActorDiedErrorContext(error_message=message, actor_id=bytes(16))
     if reason is not None:
         context.node_death_info.reason = NodeDeathInfo.Reason.Value(reason)
-    assert _loss_kind(ActorDiedError(context)) == kind
+    assert loss_kind(ActorDiedError(context)) == kind
 
 
 def test_an_unreachable_worker_is_a_lost_node():
     from ray.exceptions import ActorUnavailableError
 
-    assert _loss_kind(ActorUnavailableError("the connection was reset", None)) == "node_lost"
-    assert _loss_kind(None) == "worker_died", "where Ray says nothing, it is counted"
+    assert loss_kind(ActorUnavailableError("the connection was reset", None)) == "node_lost"
+    assert loss_kind(None) == "worker_died", "where Ray says nothing, it is counted"
 
 
 @pytest.mark.slow
@@ -412,7 +413,7 @@ def test_a_worker_killed_by_the_memory_monitor_is_a_lost_one():
         manager._actor_task_failed(task, error)  # would raise and end the run without the hook
     assert errors == [("actor", error), ("task", error)]
     assert manager.is_actor_failed(actor)
-    assert _loss_kind(error) == "out_of_memory"
+    assert loss_kind(error) == "out_of_memory"
 
 
 @pytest.mark.slow

@@ -337,7 +337,8 @@ def test_a_lost_gpu_ends_all_runs_of_a_pack(tmp_path, losing_the_gpu):
 
 
 def test_on_ray_the_driver_records_a_lost_gpu(tmp_path, losing_the_gpu, monkeypatch):
-    from latent_sweep.execution.ray_tune import _loss_kind, _run_work
+    from latent_sweep.execution.ray_ends import loss_kind
+    from latent_sweep.execution.ray_tune import _run_work
     from latent_sweep.storage.storage import question
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as a worker sets it, for all that this process starts later
@@ -347,4 +348,4 @@ def test_on_ray_the_driver_records_a_lost_gpu(tmp_path, losing_the_gpu, monkeypa
     with question(folder.storage) as asked, pytest.raises(RuntimeError, match=LOST_GPU) as found:
         _run_work(one, {}, folder, asked, sweep.run, print)
     assert [event.name for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
-    assert _loss_kind(found.value) == "worker_died"
+    assert loss_kind(found.value) == "worker_died"

@@ -1,0 +1,192 @@
+"""How a run of Ray Tune and its packs end: callbacks and stoppers that stop a run, and record losses and errors."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.errors import ConfigError, StorageError
+from latent_sweep.execution.ray_workers import AskedToStop
+from latent_sweep.execution.retries import (
+    LossKind,
+    has_failed,
+    record_failure,
+    record_loss,
+    still_to_try,
+    unfinished,
+)
+from latent_sweep.security import redact, traceback_text
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.journal import stages
+from latent_sweep.sweep.packs import Pack
+from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.training.time_limit import TimeLimit
+
+FAILURE_SECONDS = 1.0
+"""Pause between two checks for failed trials under `--fail-fast`."""
+
+
+def failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
+    """Return a Tune stopper, also a callback, that ends the sweep once a trial fails without a retry."""
+    from ray.tune import Callback, Stopper
+
+    class FailureStopper(Callback, Stopper):
+        checked, stopped = 0.0, False
+
+        def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            return self.stopped
+
+        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
+            if not self.stopped and time.monotonic() - self.checked > FAILURE_SECONDS:
+                self.checked = time.monotonic()
+                self.check(*(trial for trial in trials if trial.status == "RUNNING"))
+
+        def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            _pull_trials(_work(trial)[0], sweep)  # the trial has left the running ones
+            self.check(trial)
+
+        def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            self.on_trial_complete(iteration, trials, trial)
+
+        def check(self, *trials: Any) -> None:
+            work = map(_work, trials)
+            self.stopped = self.stopped or any(has_failed(pack, sweep, launched, run) for pack, launched in work)
+
+    return FailureStopper()
+
+
+def pause_stopper(limit: TimeLimit, asking: AskedToStop) -> Any:
+    """Return a Tune stopper, also a callback, that ends the run once the time is up and running packs have paused."""
+    from ray.tune import Callback, Stopper
+
+    class PauseStopper(Callback, Stopper):
+        def __init__(self) -> None:
+            self.on_sigusr1 = signal.getsignal(signal.SIGUSR1) or signal.SIG_DFL
+            self.running: list[Any] | None = None
+            """The packs that ran when the time was up; those that Tune starts later return at once."""
+            self.stopped = False
+
+        def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            return self.stopped
+
+        def on_step_begin(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGUSR1, self.on_sigusr1)  # Tune's own handler ends the run at once
+
+        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
+            if self.running is None and limit.is_over:
+                self.running = [trial for trial in trials if trial.status == "RUNNING"]
+                asking.ask()
+            if self.running is not None:
+                self.stopped = all(trial.status != "RUNNING" for trial in self.running)
+
+    return PauseStopper()
+
+
+def loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
+    """Return a Tune callback that records in the journals why a worker was lost, before its pack is retried."""
+    from ray.tune import Callback
+
+    class LossRecorder(Callback):
+        def on_trial_recover(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            error = _error_of(trial)
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, ConfigError):
+                raise cause  # it holds for every pack
+            pack, launched = _work(trial)
+            _pull_trials(pack, sweep)
+            record_loss(pack, sweep, loss_kind(cause), str(cause or "it ended without a reason from Ray"))
+            if still_to_try(pack, sweep, launched, run) is None:
+                trial.max_failures = 0  # or Tune would restart a worker that cannot even start, without end
+
+    return LossRecorder()
+
+
+def end_recorder() -> Any:
+    """Return a Tune callback whose `errors` maps each ended pack to the error that ended it, or None.
+
+    Tune calls `on_trial_complete` and `on_trial_error` when a trial ends, even if its worker never started, but neither
+    when a stopper ends the run.
+    """
+    from ray.tune import Callback
+
+    class EndRecorder(Callback):
+        def __init__(self) -> None:
+            self.errors: dict[str, Exception | None] = {}
+
+        def on_experiment_end(self, trials: Sequence[Any], **info: Any) -> None:
+            for trial in trials:
+                if trial.is_finished():
+                    self.record(trial)
+
+        def record(self, trial: Any) -> None:
+            self.errors[trial.config["pack_id"]] = _final_error(trial)
+
+    return EndRecorder()
+
+
+def _error_of(trial: Any) -> Exception | None:
+    """Return the error that ended a Tune trial's worker, from its file; that of Tune's `get_error` is written later."""
+    from ray import cloudpickle
+
+    path = trial.pickled_error_file
+    return cloudpickle.loads(Path(path).read_bytes()) if path and Path(path).is_file() else None
+
+
+def _final_error(trial: Any) -> Exception | None:
+    if trial.status != "ERROR":
+        return None
+    text = Path(trial.error_file) if trial.error_file else None
+    return _error_of(trial) or RuntimeError(text.read_text(encoding="utf-8") if text else "Ray Tune gives no reason")
+
+
+def loss_kind(cause: Exception | None) -> LossKind:
+    from ray.exceptions import ActorUnavailableError
+
+    text = str(cause)
+    if isinstance(cause, StorageError):
+        return "storage"
+    if getattr(cause, "preempted", False):
+        return "preempted"
+    if isinstance(cause, ActorUnavailableError):  # if only the worker had died, its node would have reported it
+        return "node_lost"
+    if "node has died" in text or "node was terminated" in text or "NodeDiedError" in text:
+        return "node_lost"
+    if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:  # host memory, from Ray's monitor
+        return "out_of_memory"
+    return "worker_died"
+
+
+def record_end(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
+    """Record the pack's error in the journals of unfinished trials or, if it is None, its stop by the scheduler."""
+    if error is not None:
+        facts = {"kind": "lost", "message": redact(str(error))[-2000:], "traceback": traceback_text(error)}
+        record_failure(pack, sweep, facts)
+        return
+    for journal, events in unfinished(pack, sweep):
+        if events:
+            seen, reason = len(stages(events)), "stopped early by the scheduler: others had a higher AP"
+            journal.append("stopped", tasks_seen=seen, reason=reason)
+
+
+def _work(trial: Any) -> tuple[Pack, Mapping[str, int]]:
+    """See `still_to_try`."""
+    import ray
+
+    return ray.get(trial.config["work"])
+
+
+def _pull_trials(pack: Pack, sweep: SweepFolder) -> None:
+    """Fetch all files of a pack's trials: a journal without its files would pass for a complete trial."""
+    for trial in pack.trials:
+        sweep.storage.pull(sweep.journal(trial.trial_id).path.parent)
