@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from latent_sweep.data.schema import TaskSpec
-from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
+from latent_sweep.routing.records import TaskGmm, TaskScatter
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.trial import Trial
 

@@ -25,9 +25,9 @@ from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Records
 from latent_sweep.errors import ConfigError, StorageError, clause
 from latent_sweep.methods.protocol import Method
-from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.routing.heads import TaskDistances, TaskNorms
 from latent_sweep.routing.ngram import TaskNgrams
+from latent_sweep.routing.records import TaskGmm, TaskScatter
 from latent_sweep.settings.paths import local_path
 from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import has_valid_checksum, write_checksummed_json

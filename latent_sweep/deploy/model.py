@@ -24,8 +24,9 @@ from latent_sweep.deploy.records import fitted, limit_at, records_at, records_co
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.protocol import Method
 from latent_sweep.routing.combination import FittedTasks, Rows, pool, table_std, texts_read, weigh
-from latent_sweep.routing.gaussian import ROUTED, TaskRouter, normalize_embeddings
+from latent_sweep.routing.gaussian import TaskRouter, normalize_embeddings
 from latent_sweep.routing.heads import random_map
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings.paths import local_path
 from latent_sweep.storage.folders import open_sweep

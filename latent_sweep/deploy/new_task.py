@@ -13,7 +13,7 @@ from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark, sc
 from latent_sweep.deploy.content import ModelContent
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics.answers import metric_source
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings import content_hash
 from latent_sweep.settings.paths import local_path

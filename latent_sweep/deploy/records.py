@@ -12,8 +12,9 @@ from latent_sweep.data.schema import PromptSettings
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, Records
 from latent_sweep.errors import MissingData
 from latent_sweep.routing.combination import DISTANCE_ROWS, Combiner
-from latent_sweep.routing.gaussian import ROUTED, PooledScatter, RouterSettings, TaskRouter, spread
+from latent_sweep.routing.gaussian import PooledScatter, TaskRouter, spread
 from latent_sweep.routing.heads import fit_router
+from latent_sweep.routing.settings import ROUTED, RouterSettings
 from latent_sweep.sweep.trial import Trial
 from latent_sweep.training.context import Context
 

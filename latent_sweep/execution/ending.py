@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from latent_sweep.monitor.state import TrialEvent
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Stage
 from latent_sweep.sweep.planning import Plan

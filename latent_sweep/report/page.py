@@ -26,7 +26,7 @@ from latent_sweep.report.trade_off_pictures import trade_off_pictures
 from latent_sweep.results.definition import trial_name
 from latent_sweep.results.flips import Flip, flips
 from latent_sweep.results.summaries import Configuration, Summary, summarize_all
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.security import printable
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.sweep.settings_read import values_read

@@ -29,23 +29,7 @@ from latent_sweep.backbones.loading import Backbone
 from latent_sweep.data.schema import Split
 from latent_sweep.errors import DataError
 from latent_sweep.methods.protocol import Combination
-from latent_sweep.routing.gaussian import (
-    ROUTED,
-    PooledScatter,
-    RouterSettings,
-    TaskGmm,
-    TaskRouter,
-    TaskScatter,
-    fit_gmm,
-    gmm_name,
-    normalize_embeddings,
-    pooled_name,
-    pooled_path,
-    record_path,
-    scatter_name,
-    scatter_of,
-    spread,
-)
+from latent_sweep.routing.gaussian import PooledScatter, TaskRouter, fit_gmm, normalize_embeddings, scatter_of, spread
 from latent_sweep.routing.heads import (
     RandomMap,
     TaskDistances,
@@ -59,6 +43,16 @@ from latent_sweep.routing.heads import (
 )
 from latent_sweep.routing.metrics import PosteriorMetrics, accuracies, is_posterior, novelty_auroc
 from latent_sweep.routing.ngram import TaskNgrams, fit_ngrams, nearest
+from latent_sweep.routing.records import (
+    TaskGmm,
+    TaskScatter,
+    gmm_name,
+    pooled_name,
+    pooled_path,
+    record_path,
+    scatter_name,
+)
+from latent_sweep.routing.settings import ROUTED, RouterSettings
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import verified, write_checksummed

@@ -22,22 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.routing.gaussian import (
-    Array,
     GaussianRouter,
     PooledScatter,
-    Record,
     RouterError,
     RouterNotFitted,
-    RouterSettings,
-    TaskGmm,
     TaskRouter,
-    TaskScatter,
     checked_embeddings,
     fit_gmm,
     no_scatter,
     pooled_covariance,
     scatter_of,
 )
+from latent_sweep.routing.records import Array, Record, TaskGmm, TaskScatter
+from latent_sweep.routing.settings import RouterSettings
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import versions
 

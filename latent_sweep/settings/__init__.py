@@ -1,6 +1,6 @@
 """The base class of all settings groups, and how settings become identities.
 
-Each settings class is defined next to the class it configures (`RouterSettings` in `routing/gaussian.py`). Settings are
+Each settings class is defined next to the class it configures (`RouterSettings` in `routing/settings.py`). Settings are
 frozen, refuse unknown keys and never coerce: a string for a number is an error. Their files are strict YAML.
 
 A group's class describes the resolved settings, with every value known. Fields that a sweep file may leave to a preset

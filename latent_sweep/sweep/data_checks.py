@@ -39,7 +39,7 @@ from latent_sweep.data.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData, fault_report
 from latent_sweep.memo import memo_scope
 from latent_sweep.metrics.answers import metric_source
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.storage.files import write_file

@@ -21,7 +21,7 @@ from latent_sweep.data.prompts import prompt_parts
 from latent_sweep.data.schema import Split
 from latent_sweep.errors import MissingData, StorageError
 from latent_sweep.memo import memo_scope, memoized
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.predictions import cached_stages

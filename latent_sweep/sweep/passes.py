@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from latent_sweep.data.loaders import count_examples
 from latent_sweep.data.schema import stop_of
 from latent_sweep.memo import memoized
-from latent_sweep.routing.gaussian import ROUTED, RouterSettings
+from latent_sweep.routing.settings import ROUTED, RouterSettings
 from latent_sweep.settings import content_hash
 from latent_sweep.sweep.trial import Trial, router_identity
 

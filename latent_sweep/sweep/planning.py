@@ -13,7 +13,7 @@ from latent_sweep.data.probes import read_probes
 from latent_sweep.errors import ConfigError, MissingData, StorageError, fault_report
 from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.settings import canonical_json, flatten
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import stages

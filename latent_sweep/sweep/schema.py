@@ -15,7 +15,7 @@ from latent_sweep.data.probes import NO_PROBES, ProbeSettings
 from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
-from latent_sweep.routing.gaussian import RouterSettings
+from latent_sweep.routing.settings import RouterSettings
 from latent_sweep.security import has_credentials, quoted
 from latent_sweep.settings import (
     FROM_PRESET,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from latent_sweep.routing.gaussian import ROUTED, unread_settings
+from latent_sweep.routing.settings import ROUTED, unread_settings
 from latent_sweep.storage.folders import TrialFolder
 from latent_sweep.sweep.schema import TrialSettings
 

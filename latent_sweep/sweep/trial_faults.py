@@ -11,7 +11,7 @@ from latent_sweep.backbones.registry import REGISTRY, describe
 from latent_sweep.data.loaders import count_examples
 from latent_sweep.data.schema import Split
 from latent_sweep.memo import memoized
-from latent_sweep.routing.gaussian import ROUTED, RouterSettings
+from latent_sweep.routing.settings import ROUTED, RouterSettings
 from latent_sweep.sweep.trial import Trial
 
 

@@ -18,7 +18,7 @@ from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, task_seq
 from latent_sweep.errors import ConfigError, LatentSweepError, StorageError, fault_report
 from latent_sweep.labels import format_value, label, label_paths, short_names
 from latent_sweep.memo import memoized
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.settings import Settings, as_written, canonical_json, flatten
 from latent_sweep.storage.checksummed import checksummed_json, has_valid_checksum
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name

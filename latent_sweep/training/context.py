@@ -30,7 +30,9 @@ from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
 from latent_sweep.metrics.answers import score_rows
 from latent_sweep.routing.combination import Combiner, Gates
-from latent_sweep.routing.gaussian import ROUTED, PooledScatter, TaskGmm
+from latent_sweep.routing.gaussian import PooledScatter
+from latent_sweep.routing.records import TaskGmm
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.settings import canonical_json
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import Phase

@@ -15,7 +15,7 @@ from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics.answers import score_rows, takes_input
 from latent_sweep.routing.combination import Array
-from latent_sweep.routing.gaussian import ROUTED
+from latent_sweep.routing.settings import ROUTED
 from latent_sweep.storage.failures import failure_kind
 from latent_sweep.storage.files import write_file
 from latent_sweep.sweep.trial import Trial

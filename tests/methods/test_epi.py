@@ -5,8 +5,9 @@ import pytest
 import torch
 from helpers.sweeps import tiny
 
-from latent_sweep.routing.gaussian import PooledScatter, RouterSettings, fit_gmm, scatter_of
+from latent_sweep.routing.gaussian import PooledScatter, fit_gmm, scatter_of
 from latent_sweep.routing.heads import fit_router
+from latent_sweep.routing.settings import RouterSettings
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
 

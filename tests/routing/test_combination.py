@@ -14,7 +14,8 @@ from scipy.stats import multivariate_normal
 from latent_sweep.errors import DataError
 from latent_sweep.routing import gaussian
 from latent_sweep.routing.combination import Combiner, pool
-from latent_sweep.routing.gaussian import RouterSettings, TaskGmm, TaskScatter
+from latent_sweep.routing.records import TaskGmm, TaskScatter
+from latent_sweep.routing.settings import RouterSettings
 
 TASKS = 3
 NAMES = ("one", "two", "three")

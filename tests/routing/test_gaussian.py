@@ -22,15 +22,14 @@ from latent_sweep.routing.gaussian import (
     PooledScatter,
     RouterError,
     RouterNotFitted,
-    RouterSettings,
-    TaskGmm,
-    TaskScatter,
     fit_gmm,
     normalize_embeddings,
     pooled_covariance,
     prune,
     scatter_of,
 )
+from latent_sweep.routing.records import TaskGmm, TaskScatter
+from latent_sweep.routing.settings import RouterSettings
 from latent_sweep.storage import checksummed
 
 D = 6

@@ -14,16 +14,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.neighbors import NearestCentroid
 
-from latent_sweep.routing.gaussian import (
-    PooledScatter,
-    RouterError,
-    RouterNotFitted,
-    RouterSettings,
-    TaskRouter,
-    fit_gmm,
-    scatter_of,
-    unread_settings,
-)
+from latent_sweep.routing.gaussian import PooledScatter, RouterError, RouterNotFitted, TaskRouter, fit_gmm, scatter_of
 from latent_sweep.routing.heads import (
     RidgeRouter,
     TaskDistances,
@@ -35,6 +26,7 @@ from latent_sweep.routing.heads import (
     norms_of,
     random_map,
 )
+from latent_sweep.routing.settings import RouterSettings, unread_settings
 
 D, SIZES = 6, (60, 30, 90, 45)
 rng = np.random.default_rng(0)

@@ -26,8 +26,9 @@ from tools.routers_page import tables
 
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.routing.combination import Combiner
-from latent_sweep.routing.gaussian import TaskRouter, pooled_path
+from latent_sweep.routing.gaussian import TaskRouter
 from latent_sweep.routing.metrics import LEAST_PROBABILITY
+from latent_sweep.routing.records import pooled_path
 from latent_sweep.settings import content_hash
 from latent_sweep.storage.checksummed import verified, write_checksummed
 from latent_sweep.storage.storage import Storage

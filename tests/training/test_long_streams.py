@@ -10,7 +10,7 @@ import yaml
 from helpers.sweeps import tiny
 from helpers.tiny import Runs, learns
 
-from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
+from latent_sweep.routing.records import TaskGmm, TaskScatter
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Journal
 from latent_sweep.storage.snapshots import Snapshot, SnapshotStorage, StoredTensors
