@@ -10,6 +10,11 @@ from latent_sweep.security import printable
 
 
 def add(commands: Commands) -> None:
+    for each in (_add_report, _add_figures, _add_rescore):
+        each(commands)
+
+
+def _add_report(commands: Commands) -> None:
     report = add_command(
         commands,
         "report",
@@ -55,6 +60,8 @@ def add(commands: Commands) -> None:
         help="also print definitions of the columns and settings that do not vary",
     )
 
+
+def _add_figures(commands: Commands) -> None:
     figures = add_command(
         commands,
         "figures",
@@ -68,6 +75,8 @@ def add(commands: Commands) -> None:
     figures.add_argument("--over", action="append", default=[], metavar="AXIS", help="as for report")
     figures.add_argument("--baseline", action="append", default=[], metavar="NAME=VALUE", help="as for report")
 
+
+def _add_rescore(commands: Commands) -> None:
     rescore = add_command(
         commands,
         "rescore",

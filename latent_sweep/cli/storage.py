@@ -21,6 +21,11 @@ KEEP_DAYS = 7.0
 
 
 def add(commands: Commands) -> None:
+    for each in (_add_list, _add_gc, _add_delete, _add_copy):
+        each(commands)
+
+
+def _add_list(commands: Commands) -> None:
     listing = add_command(
         commands,
         "list",
@@ -33,6 +38,8 @@ def add(commands: Commands) -> None:
     _add_storage(listing)
     add_json(listing)
 
+
+def _add_gc(commands: Commands) -> None:
     gc = add_command(
         commands,
         "gc",
@@ -59,6 +66,8 @@ def add(commands: Commands) -> None:
     )
     add_json(gc)
 
+
+def _add_delete(commands: Commands) -> None:
     delete = add_command(
         commands,
         "delete",
@@ -72,6 +81,8 @@ def add(commands: Commands) -> None:
     add_sweep_folder(delete)
     delete.add_argument("--yes", action="store_true", help="do not ask")
 
+
+def _add_copy(commands: Commands) -> None:
     cp = add_command(
         commands,
         "cp",

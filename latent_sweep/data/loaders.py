@@ -12,7 +12,7 @@ import heapq
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ from latent_sweep.data.prompts import (
     CUE,
     LOST,
     Family,
+    PromptIds,
+    PromptParts,
     cue_of,
     definitions,
     encode_parts,
@@ -188,14 +190,7 @@ def tokenized(
         if not complete_or_quarantined(target, "token cache"):
             examples = load_examples(spec, task, split, settings, carve_validation, source)
             parts = split_prompts(spec, task, split, settings, (example.input for example in examples))
-            options = settings.truncation, settings.bos, chat
-            prompts = [encode_parts(part, tokenizer, family, max_source_length, *options) for part in parts]
-            may_shrink = settings.truncation == "official"  # retokenizing a cut prompt can leave fewer tokens
-            cut = sum(
-                (may_shrink or sum(map(len, ids)) == max_source_length)
-                and is_cut(part, tokenizer, family, max_source_length, settings.bos, chat)
-                for part, ids in zip(parts, prompts, strict=True)
-            )
+            prompts, cut = _encode(parts, tokenizer, family, max_source_length, settings, chat)
             if cut:
                 log.warning(
                     "Benchmark %s, task %s: %s of %s %s prompts exceed benchmark.max_source_length = %s tokens and "
@@ -214,6 +209,26 @@ def tokenized(
             }
             write_tokenized(columns, target)
     return TokenizedExamples(target)
+
+
+def _encode(
+    parts: Sequence[PromptParts],
+    tokenizer: PreTrainedTokenizerBase,
+    family: Family,
+    max_source_length: int,
+    settings: BenchmarkSettings,
+    chat: Chat | None,
+) -> tuple[list[PromptIds], int]:
+    """Return prompts as token ids, and how many of them are cut."""
+    options = settings.truncation, settings.bos, chat
+    prompts = [encode_parts(part, tokenizer, family, max_source_length, *options) for part in parts]
+    may_shrink = settings.truncation == "official"  # retokenizing a cut prompt can leave fewer tokens
+    cut = sum(
+        (may_shrink or sum(map(len, ids)) == max_source_length)
+        and is_cut(part, tokenizer, family, max_source_length, settings.bos, chat)
+        for part, ids in zip(parts, prompts, strict=True)
+    )
+    return prompts, cut
 
 
 def truncation_identity(settings: BenchmarkSettings) -> str:
