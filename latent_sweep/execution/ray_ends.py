@@ -11,14 +11,7 @@ from typing import Any
 
 from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.execution.ray_workers import AskedToStop
-from latent_sweep.execution.retries import (
-    LossKind,
-    has_failed,
-    record_failure,
-    record_loss,
-    still_to_try,
-    unfinished,
-)
+from latent_sweep.execution.retries import LossKind, has_failed, record_failure, record_loss, still_to_try, unfinished
 from latent_sweep.security import redact, traceback_text
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import stages

@@ -19,13 +19,7 @@ from latent_sweep.execution.ray_ends import end_recorder, failure_stopper, loss_
 from latent_sweep.execution.ray_nodes import begin_shutdown, check_every_node_sees, connect, disconnect
 from latent_sweep.execution.ray_placement import check_fits, placement, placement_watch, slots
 from latent_sweep.execution.ray_workers import AskedToStop
-from latent_sweep.execution.retries import (
-    journal_lengths,
-    record_failure,
-    record_interrupt,
-    still_to_try,
-    unfinished,
-)
+from latent_sweep.execution.retries import journal_lengths, record_failure, record_interrupt, still_to_try, unfinished
 from latent_sweep.execution.search import PackList, PackSource, build_scheduler
 from latent_sweep.monitor.progress import MEASURING, say_driving
 from latent_sweep.security import log_without_secrets, redact_error
@@ -110,10 +104,7 @@ def _tune(
     failed = failure_stopper(sweep, run) if fail_fast else None
     stoppers = [pause_stopper(limit, asking), *filter(None, [failed])]
     callbacks = [placement_watch(run.resources), loss_recorder(sweep, run), ends, *stoppers]
-    with (
-        ray_private.killed_workers_as_lost(),
-        ray_private.own_controller(callbacks, ends.record) as in_controller,
-    ):
+    with ray_private.killed_workers_as_lost(), ray_private.own_controller(callbacks, ends.record) as in_controller:
         given = {"sweep": sweep, "question_name": question_name, "run": run}
         work = tune.with_parameters(_run_in_worker, **given, limit=TimeLimit(limit.deadline, asking))
         stream = _stream(source, by_id, sweep, limit)

@@ -66,10 +66,7 @@ Head = Literal["gaussian", "ncm", "klda", "ridge"]
 
 NOT_READ: Mapping[Head, tuple[str, ...]] = {
     "gaussian": ("projection", "bandwidth"),
-    "ncm": (
-        *("components", "gmm", "cov.center"),
-        *("epsilon", "epsilon_mode", "shrinkage", "projection", "bandwidth"),
-    ),
+    "ncm": (*("components", "gmm", "cov.center"), *("epsilon", "epsilon_mode", "shrinkage", "projection", "bandwidth")),
     "klda": ("components", "gmm", "cov.center"),
     "ridge": ("components", "gmm", "cov", "shrinkage", "bandwidth", "dtype"),
 }

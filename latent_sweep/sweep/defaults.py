@@ -13,10 +13,7 @@ from latent_sweep.data.schema import load_benchmark, resolved_benchmark
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import method_class
 from latent_sweep.routing.settings import RouterSettings
-from latent_sweep.settings import (
-    Settings,
-    filled,
-)
+from latent_sweep.settings import Settings, filled
 from latent_sweep.settings.faults import validation_faults
 from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTrial
 

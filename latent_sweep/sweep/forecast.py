@@ -97,10 +97,7 @@ class Estimate:
 
 @memo_scope()
 def estimate(
-    trials: Sequence[Trial],
-    folder: SweepFolder,
-    forward_transfer: bool = False,
-    probes: ProbeSettings = NO_PROBES,
+    trials: Sequence[Trial], folder: SweepFolder, forward_transfer: bool = False, probes: ProbeSettings = NO_PROBES
 ) -> Estimate:
     """Estimate the work of trials under `run.forward_transfer` and `run.probes`; rows in the folder are done."""
     reuse, missing = None, None

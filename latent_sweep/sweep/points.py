@@ -8,9 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from latent_sweep.settings import (
-    flatten,
-)
+from latent_sweep.settings import flatten
 from latent_sweep.sweep.axes import Draw
 from latent_sweep.sweep.config import Sweep
 

@@ -29,12 +29,7 @@ from latent_sweep.memo import memoized
 from latent_sweep.methods import checked, method_class
 from latent_sweep.methods.protocol import EarlierRows, Method, MethodSettings
 from latent_sweep.routing.settings import ROUTED, RouterSettings
-from latent_sweep.settings import (
-    canonical_json,
-    json_list,
-    json_object,
-    text_hash,
-)
+from latent_sweep.settings import canonical_json, json_list, json_object, text_hash
 from latent_sweep.storage import versions
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.trial_files import AHEAD, TrialFiles
