@@ -58,14 +58,19 @@ def test_a_plan_reads_a_cut_prompt_as_a_run_does():
         assert list(map(len, mine)) == list(map(len, theirs))
 
 
+@pytest.fixture(scope="module")
+def t5_tokenizer():
+    return AutoTokenizer.from_pretrained(T5)
+
+
 @pytest.mark.skipif(not T5.is_dir(), reason="LATENT_SWEEP_DATA has no tokenizer of T5")
 @pytest.mark.parametrize("place", RELEASED)
-def test_ids_of_cut_prompts_are_those_of_the_released_code(place):
+def test_ids_of_cut_prompts_are_those_of_the_released_code(place, t5_tokenizer):
     benchmark, folder, split = place.split("/")
     spec = load_benchmark(benchmark.lower())
     task = next(task for task in spec.tasks if task.folder == folder)
     settings = settings_of(spec.name, truncation="official")
-    tokenizer, rows = AutoTokenizer.from_pretrained(T5), load_examples(spec, task, split, settings)
+    tokenizer, rows = t5_tokenizer, load_examples(spec, task, split, settings)
     prompts = [prompt_parts(spec, task, row.input) for row in rows]
     long = {i: parts for i, parts in enumerate(prompts) if len("".join(parts)) > 512}
     cut = {i: parts for i, parts in long.items() if is_cut(parts, tokenizer, "t5", 512)}
