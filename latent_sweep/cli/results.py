@@ -112,8 +112,9 @@ def _report(options: argparse.Namespace) -> int:
         text = render_page(sweeps, options.over, options.baseline)
     else:
         width = terminal_width() if output is None else None
-        summaries = summarize_all(sweeps, options.over, options.baseline)
-        text = render_all(summaries, options.format, width, options.verbose, options.measures == "all")
+        everything = options.measures == "all"
+        summaries = summarize_all(sweeps, options.over, options.baseline, everything)
+        text = render_all(summaries, options.format, width, options.verbose, everything)
     if output is None:
         print(text)
     else:

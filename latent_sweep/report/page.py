@@ -36,7 +36,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
     """Return the report of one or several sweeps as HTML; several are compared first. Arguments as `summarize_all`."""
     from jinja2 import Environment
 
-    summaries = summarize_all(sweeps, over, baseline)
+    summaries = summarize_all(sweeps, over, baseline, read_answers=True)
     alone = len(sweeps) == 1
     parts = [_part(sweep, summary, alone) for sweep, summary in zip(sweeps, summaries, strict=True)]
     source = resources.files("latent_sweep.report").joinpath("page.html.j2").read_text(encoding="utf-8")

@@ -210,6 +210,7 @@ class SweepFrames:
     def measures(self) -> pd.DataFrame:
         """Return one row per measure of each finished trial: all but FM_scorer, also by category of task.
 
+        What a trial's journal lacks, as in some archives of `sweeps/results`, is computed from its saved answers.
         `docs/statistics.md` defines the measures.
 
         Columns; those of `axes` follow `trial_id`:
@@ -375,7 +376,7 @@ class SweepFrames:
                 values |= {"LA": matrix.mean_diagonal()} | references.measures(trial.folder, matrix)
             if "FM" in trial.measures:
                 values["FM"] = trial.metrics["FM"]
-            for name, value in (values | further_measures(trial)).items():
+            for name, value in (values | further_measures(trial, read_answers=True)).items():
                 measure, _, category = name.removeprefix("category_").partition("/")
                 row = {"measure": measure, "category": category or None, "value": value}
                 yield _key(trial) | self._settings(trial.folder) | row

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.metrics.matrix import ScoreMatrix
-from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM, Flips, TaskFacts
+from latent_sweep.metrics.more import CATEGORY_AP, CATEGORY_FM, Flips, TaskFacts, more_measures
 from latent_sweep.results.columns import LOCATION_AND_SPEED
 from latent_sweep.results.definition import defined_metrics
 from latent_sweep.results.marks import answers_alone
@@ -17,6 +17,7 @@ from latent_sweep.results.selection import UNREADABLE
 from latent_sweep.results.trial import TrialResults
 from latent_sweep.storage.folders import TrialFolder
 from latent_sweep.storage.journal import final_metrics
+from latent_sweep.storage.trial_files import newest_scored, scores_when_new
 
 
 class MoreMeasure(NamedTuple):
@@ -48,10 +49,15 @@ def recorded_measures(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name in _RECORDED or name.startswith(prefixes)}
 
 
-def further_measures(trial: TrialResults) -> dict[str, float]:
-    """Return the defined measures of a finished trial that need no other trial."""
+def further_measures(trial: TrialResults, read_answers: bool = False) -> dict[str, float]:
+    """Return the defined measures of a finished trial that need no other trial.
+
+    With `read_answers`, what its journal lacks, as in some archives of `sweeps/results`, is computed from its answers.
+    """
     matrix, recorded = trial.matrix, recorded_measures(final_metrics(trial.events))
     measures = {"BWT": matrix.backward_transfer(), "Avg": matrix.average_of_stages()}
+    if "Avg" not in recorded and read_answers:
+        measures |= _from_answers(trial)
     return defined_metrics(trial.folder, trial.stages, measures | recorded)
 
 
@@ -60,6 +66,20 @@ def task_facts(benchmark: str) -> dict[str, TaskFacts]:
         return {task.name: TaskFacts(task.category, task.labels) for task in load_benchmark(benchmark).tasks}
     except UNREADABLE:
         return {}
+
+
+def _from_answers(trial: TrialResults) -> dict[str, float]:
+    folder = trial.folder
+    facts = task_facts(str(folder.params.get("benchmark.name")))
+    last = newest_scored(folder.path, trial.stages[-1])
+    try:
+        new = scores_when_new(folder.path, trial.stages)
+    except UNREADABLE:
+        new = {}
+    try:
+        return more_measures(trial.matrix, facts, last, new)
+    except ValueError:  # stages have answers to different examples
+        return more_measures(trial.matrix, facts, last, {})
 
 
 # --- the single-task reference ---------------------------------------------------------------------------------------

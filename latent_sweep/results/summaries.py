@@ -267,7 +267,10 @@ def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
 
 
 def summarize_all(
-    sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()
+    sweeps: Sequence[SweepFolder],
+    over: Sequence[str] = (),
+    baseline: Sequence[str] = (),
+    read_answers: bool = False,
 ) -> list[Summary]:
     """Summarize several sweeps, with a column for every setting in which they differ.
 
@@ -278,7 +281,7 @@ def summarize_all(
     if twice := [str(path) for path, count in times.items() if count > 1]:
         raise ConfigError(f"report: {', '.join(twice)} is named more than once; name each sweep once.")
     names = Counter(sweep.name for sweep in sweeps)
-    read = [_summarize(sweep, over) for sweep in sweeps]
+    read = [_summarize(sweep, over, read_answers) for sweep in sweeps]
     axes = [path for sweep in sweeps for path in sweep.axes]
     summaries = _with_differing_columns(
         [summary for summary, *_ in read], axes, [path for *_, paths in read for path in paths]
@@ -295,7 +298,9 @@ def summarize_all(
     ]
 
 
-def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
+def _summarize(
+    sweep: SweepFolder, over: Sequence[str], read_answers: bool
+) -> tuple[Summary, list[list[TrialSummary]], tuple[str, ...]]:
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     columns = {axis: name for axis, name in names.items() if axis not in repeats}
@@ -304,7 +309,7 @@ def _summarize(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
     trials: dict[str, TrialSummary] = {}
     for folder in sweep:  # one journal at a time: there may be thousands
         trial = TrialResults(sweep, folder)
-        trials[folder.trial_id] = _trial_summary(trial)
+        trials[folder.trial_id] = _trial_summary(trial, read_answers)
         cost.add(trial)
         at_work += held_at_work(trial.events)
     trials = _with_references(trials, cost)
@@ -440,7 +445,7 @@ def _with_references(trials: Mapping[str, TrialSummary], cost: Cost) -> dict[str
     return {trial_id: completed(each) for trial_id, each in trials.items()}
 
 
-def _trial_summary(trial: TrialResults) -> TrialSummary:
+def _trial_summary(trial: TrialResults, read_answers: bool = False) -> TrialSummary:
     events, learned = trial.events, trial.stages
     last = events[-1] if events else None
     lost = f"{last.kind}: {last.message}" if isinstance(last, Lost) else ""
@@ -468,7 +473,7 @@ def _trial_summary(trial: TrialResults) -> TrialSummary:
         matrix=trial.matrix,
         constants={stage.task: stage.constant for stage in learned if stage.constant is not None},
         router=_routing_metrics(learned),
-        further=further_measures(trial),
+        further=further_measures(trial, read_answers),
         probes=at_both_ends(probe_results(trial)),
         used=tuple(map(StageUse.of, learned)),
         costs=other_seconds(metrics),

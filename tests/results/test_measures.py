@@ -189,6 +189,19 @@ def test_rescoring_confirms_recorded_measures_and_finds_changed_ones(ran, tmp_pa
     assert [name for name, one in different.measures.items() if one.differs] == ["lost"]
 
 
+def test_a_sweep_of_an_earlier_version_has_the_same_measures(ran, tmp_path):
+    """Take the measures out of the journals: reading computes them from the saved answers."""
+    shutil.copytree(ran.path, copy := tmp_path / ran.name)
+    sweep = open_sweep(copy)
+    for folder in sweep:
+        trial = TrialResults(sweep, folder)
+        end = trial.events[-1]
+        folder.journal.append("finished", metrics=trial.matrix.measures(), files=end.files)
+        older = TrialResults(sweep, folder)
+        assert set(further_measures(older)) <= {"Avg", "BWT"}
+        assert further_measures(older, read_answers=True) == pytest.approx(further_measures(trial))
+
+
 def test_undefined_measures_are_left_out(ran):
     """Joint training learns no task anew, so nothing is lost or gained; its answers may still be no labels."""
     assert set(further_measures(trial_named(ran, "joint_lora"))) == {
