@@ -46,7 +46,10 @@ def test_a_whole_sweep_is_equal(finished, capsys):
 
 
 def test_a_data_folder_of_another_machine_is_replaced(tmp_path):
-    here, elsewhere = (BenchmarkSettings(name="superni", data_dir=str(path)) for path in (tmp_path, tmp_path / "gone"))
+    limits = {"max_source_length": 512, "max_target_length": 50}
+    here, elsewhere = (
+        BenchmarkSettings(name="superni", data_dir=str(path), **limits) for path in (tmp_path, tmp_path / "gone")
+    )
     assert with_local_data(here) == here
     assert with_local_data(elsewhere).data_dir is None  # so that LATENT_SWEEP_DATA holds
 
