@@ -73,7 +73,7 @@ portability: $(STAMP)
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)faults
 
-# changes the code that decides results in about 200 random places, one at a time, and runs the tests that should notice;
+# changes the code that decides results in about 240 random places, one at a time, and runs the tests that should notice;
 # e.g. MUTANTS="routing/ --per-file 20"
 mutants: $(STAMP)
 	$(TOOL)mutants $(MUTANTS)

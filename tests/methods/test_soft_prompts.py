@@ -21,6 +21,7 @@ from latent_sweep.backbones.batches import forward
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import method_class
 from latent_sweep.methods.l2p import select
+from latent_sweep.methods.prog_prompt import new_mlp
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
 from latent_sweep.sweep.memory import predict
@@ -184,6 +185,17 @@ def test_validation_reads_what_answers_read(backbone, bank, tmp_path, name, sett
         answering = [{**row, "prompt_ids": ids} for row, ids in zip(rows, prompts, strict=True)]
         answered = forward(backbone, bank, answering, own.combine(after[2:], torch.ones(1, 1)))
     torch.testing.assert_close(validated.logits, answered.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mlp", ["mlp1", "mlp2"])
+def test_networks_begin_as_linear_layers_of_pytorch(mlp):
+    """Each weight and bias is uniform up to 1 / sqrt(inputs): of 1,000 draws the largest is within one percent."""
+    settings = as_written(method_class("prog_prompt").settings_class)(mlp=mlp, bottleneck=4000)
+    drawn = new_mlp(settings, 1000, torch.Generator().manual_seed(0), torch.device("cpu"))
+    inputs = {"mlp1": [1000, 4000], "mlp2": [1000, 4000, 2000]}[mlp]
+    for i, n in enumerate(inputs):
+        for kind in ("weight", "bias"):
+            assert float(drawn[f"mlp.{i}.{kind}"].abs().max()) == pytest.approx(n**-0.5, rel=0.01)
 
 
 # --- L2P's selection -------------------------------------------------------------------------------------------------

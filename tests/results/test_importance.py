@@ -86,6 +86,11 @@ def test_many_numbers_are_numeric_and_settings_may_be_missing():
     assert importances(observations, ["method", "rate"], "FM") is None
 
 
+@pytest.mark.parametrize(("low", "high", "log"), [(0.001, 0.1, True), (0.001, 0.09, False), (0.0, 0.1, False)])
+def test_numbers_over_two_orders_of_magnitude_have_a_logarithmic_scale(low, high, log):
+    assert importance._distribution([low, *(high * i / 16 for i in range(1, 17))]).log is log
+
+
 def test_importance_in_an_archive(tmp_path):
     """Forgetting depends on how snapshots are combined, and not on the penalty."""
     assert main(["cp", str(ARCHIVES / "penalty_superni.tar.xz"), str(tmp_path)]) == 0
