@@ -40,6 +40,10 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
     # the model's own method looks for accelerators and prints about them
     config = backbone.model.config.to_dict()
     config |= {"architectures": [type(backbone.model).__name__], "dtype": model.trial.settings.backbone.dtype}
+    # transformers' T5 always says that the head is tied
+    config["tie_word_embeddings"] = (
+        backbone.model.get_output_embeddings().weight is backbone.model.get_input_embeddings().weight
+    )
     write_file(path / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
     with committing(path):
         save_file({n: w.cpu().contiguous() for n, w in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})

@@ -137,6 +137,8 @@ def test_merged_weights_compute_the_same(opened, tmp_path, family, name, expecte
         config = json.loads((folder / "config.json").read_text())
         assert config["architectures"] == [type(merged).__name__]  # servers go by that
         assert "laid_out" not in json.dumps(config)
+        tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+        assert config["tie_word_embeddings"] == tied
         texts = ["Mark this.\nOutput: "]
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer(texts)["input_ids"] == model.context.backbone.tokenizer(texts)["input_ids"]

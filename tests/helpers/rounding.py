@@ -33,9 +33,11 @@ def same_to_rounding(found: Tensor, expected: Tensor, share: float = PRODUCT) ->
 
 ALIKE = 1e-3
 """Relative difference allowed between two trainings of one learner."""
+DEEP = 4 * ALIKE
+"""The same on FLAN-T5-small, which has four times as many blocks as the tiny T5."""
 
 
-def assert_trained_alike(found: Tensor, expected: Tensor, start: Tensor | float = 0.0) -> None:
+def assert_trained_alike(found: Tensor, expected: Tensor, start: Tensor | float = 0.0, share: float = ALIKE) -> None:
     """Two trainings from one start moved alike, as a whole and to a thousandth; one of another batch parts at once.
 
     Entry by entry they may part further: AdamW divides by the gradient's own size, and so steps as far for a gradient
@@ -44,4 +46,4 @@ def assert_trained_alike(found: Tensor, expected: Tensor, start: Tensor | float 
     movement = (expected - start).norm()
     assert math.isfinite(movement) and movement > 0, "it must have learned for this to mean anything"
     parted = float((found - expected).norm() / movement)
-    assert parted < ALIKE, f"they part by {parted:.1g} of the movement"
+    assert parted < share, f"they part by {parted:.1g} of the movement"

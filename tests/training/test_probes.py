@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from latent_sweep import ContinualModel
 from latent_sweep.backbones import likelihood
+from latent_sweep.backbones.registry import FLAN_T5
 from latent_sweep.data.probe_tokens import CHUNK, PROMPT, ProbeEncoder
 from latent_sweep.data.probes import ProbeSettings, read_probes
 from latent_sweep.deploy.merged import export_merged
@@ -49,13 +50,20 @@ ABSTAINING = {**LATENT, "router": {"combine": "soft", "components": 1, "abstain"
 ORACLE = {"method": {"name": "inc_lora", "rank": 4, "train_active": "current"}, "router": {"combine": "oracle"}}
 
 
+def text_for(backbone):
+    """Return a text of four chunks or more; the tiny backbones' tokens are bytes."""
+    return TEXT * 3 if backbone == FLAN_T5 else TEXT
+
+
 def probed(folder, trials=(SEQ, LATENT, ABSTAINING, ORACLE), backbone="tiny-llama", **probes):
     """Write a sweep file of these trials with a text and questions as probes; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "prose.txt").write_text(TEXT)
+    (folder / "prose.txt").write_text(text_for(backbone))
     (folder / "quiz.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     probes = {"text": [str(folder / "prose.txt")], "choices": [str(folder / "quiz.jsonl")], **probes}
     changes = brief(trial__method=None, search={"trial": list(trials)}, run={**RUN, "probes": probes})
+    if backbone == FLAN_T5:
+        changes["trial__training"]["learning_rate"] = 1e-3
     return write(folder, tiny(**changes, trial__backbone={"name": backbone, "dtype": "float32"}))
 
 
@@ -99,9 +107,10 @@ def check_by_hand(trial, folder, encoder_decoder, stage=2, rows=None):
     read = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     first = [] if encoder_decoder else tokenizer("a")["input_ids"][: -len(read("a"))]
     last = [tokenizer.eos_token_id] if encoder_decoder else []
-    ids, lines = read(TEXT), [line for line in lines_of(trial, "prose") if line["tasks_seen"] == stage]
+    backbone = trial.folder.settings["backbone"]["name"]
+    ids, lines = read(text_for(backbone)), [line for line in lines_of(trial, "prose") if line["tasks_seen"] == stage]
     longer = [start for start in range(0, len(ids), CHUNK) if len(ids) - start > PROMPT]
-    assert len(lines) == len(longer) > 0
+    assert len(lines) == len(longer) > 3
     for line in lines:
         chunk = ids[CHUNK * line["row"] :][:CHUNK]
         assert line["tokens"] == len(chunk) - PROMPT
