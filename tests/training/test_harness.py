@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from helpers.group_of_processes import ZERO_3, group_of
+from helpers.pretrained import on_flan_t5
 from helpers.sweeps import brief, run_locally, sweep_folder, tiny, write
 
 from latent_sweep import ContinualModel
@@ -82,14 +83,14 @@ def content(folder, backbone="tiny-llama", **probes):
 @needs_harness
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the harness and its packages
-@pytest.mark.parametrize("backbone", ["tiny-llama", "tiny-t5"])
+@pytest.mark.parametrize("backbone", ["tiny-llama", "tiny-t5", on_flan_t5()])
 def test_every_kind_of_request_agrees_with_the_harness_on_the_merged_model(backbone, tmp_path, monkeypatch):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    if backbone == "tiny-t5":
+    if backbone != "tiny-llama":
         monkeypatch.delitem(TASKS, "prose")  # the harness reads whole documents with causal models only
     path = write(tmp_path, content(tmp_path, backbone))
     assert run_locally(path) == 0
