@@ -10,7 +10,8 @@ ARCHIVES = Path(__file__).parents[2] / "sweeps" / "results"
 def test_a_wrong_cell_is_noticed(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("recompute", ARCHIVES / "recompute.py")
     recompute = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "recompute", recompute)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "recompute", recompute)
+    monkeypatch.syspath_prepend(ARCHIVES)
     spec.loader.exec_module(recompute)
     page = (recompute.PAGES / "budget.md").read_text()
     assert "| seq_lora | 42.9 |" in page
