@@ -1,4 +1,4 @@
-"""Where packs are placed on a cluster of Ray, and what a user is told if they cannot be."""
+"""Where packs are placed on a cluster of Ray, and what the log says if they cannot be."""
 
 from __future__ import annotations
 
