@@ -29,8 +29,11 @@ REFERENCE = "seq_lora"
 ANSWER_TOKENS = 8
 """Length of every answer, so that times do not depend on what a method has learned."""
 
-SHORTENED: Mapping[str, Mapping[str, Any]] = {"lfpt5": {"prompt_length": 20, "sample_length": 32, "tries": 4}}
-"""Settings that keep the benchmark short."""
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "lfpt5": {"prompt_length": 20, "sample_length": 32, "tries": 4},  # short
+    "replay": {"ratio": 0.5},  # an epoch of a few new rows and as many kept ones consists of full batches
+}
+"""Other than the defaults."""
 
 NOTES = {
     "gain_lora": "gates weigh every prompt separately, so earlier pairs cannot be merged",
@@ -52,7 +55,7 @@ def method_trial(bench: Workbench, name: str) -> Trial:
     benchmark = {"name": "builtin", "train_per_task": 2 * sizes.batch_size, "test_per_task": sizes.test_rows}
     sweep = bench.subject.sweep(benchmark, {"learning_rate": 1e-4, "max_steps": 1})
     if name != sweep["trial"]["method"]["name"]:
-        sweep["trial"]["method"] = {"name": name, **SHORTENED.get(name, {})}
+        sweep["trial"]["method"] = {"name": name, **SETTINGS.get(name, {})}
     whole = first_trial(sweep)
     sweep["trial"]["benchmark"]["tasks"] = [task.name for task in whole.tasks[: sizes.stages[-1]]]
     return first_trial(sweep)
