@@ -92,8 +92,8 @@ def generate(
         stop: strings that end an answer if they follow some text; `answer_text` cuts there.
         shared: length of a common prefix, which a causal model reads once; see `shared_tokens`. Must be 0 unless the
             adaptation is the same for every row.
-        look_every: tokens between checks for ended answers; None suits the device.
-        graphs: generate greedy answers after their first tokens, where they can.
+        look_every: tokens between checks for ended answers; None is the default of the device.
+        graphs: CUDA graphs for greedy answers after the first token, used if they fit the batch.
     """
     extend = partial(_extend, backbone=backbone, stop=stop)
     comparison: Comparison | None = None
@@ -137,8 +137,8 @@ def generate(
 def shared_tokens(backbone: Backbone, prompts: Sequence[Sequence[int]], together: int) -> int:
     """Return the length of the common prefix of all prompts if reading it once pays off, else 0.
 
-    The decision is for batches of `together` rows. Smaller ones are treated alike, so that how a prompt is read does
-    not depend on its neighbors.
+    It is decided for batches of `together` rows, and holds for smaller ones: how a prompt is read must not depend on
+    the size of its batch.
     """
     count, rows = common_tokens(prompts), min(together, len(prompts))
     if count * (rows - 1) < WORTHWHILE_TOKENS:

@@ -1,8 +1,8 @@
 """The contract between a continual-learning method and the rest of the package.
 
 A method is one file: its settings, a `Method` that plans and combines snapshots, and a `Learner` that lives for one
-task. Members with a body are optional. Method files import torch only inside functions, so that planning a sweep does
-not load it.
+task. Members with a default are optional, and so are `gates` and `low_rank_pairs`. Method files import torch only
+inside functions, so that planning a sweep does not load it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ Snapshots = Sequence[Mapping[str, "Tensor"]]
 Combination = Literal["soft", "hard", "ngram", "gates", "sum", "last", "oracle"]
 
 EarlierRows = Literal["none", "real", "generated", "all"]
-"""Rows of other tasks that learning a task reads; `all`: one stage learns the rows of several tasks, as joint training
-does."""
+"""Examples of other tasks that training reads; `all` if a stage learns other tasks as its own, as in joint training."""
 
 ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "ngram", "last", "oracle")
-"""The combinations open to a method whose snapshots are adapters of their own."""
+"""The combinations of a method with an adapter per task."""
 
 
 def without(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -48,7 +47,7 @@ class MethodSettings(Settings):
     """Name of the method, as registered in `latent_sweep.methods`."""
 
     def answer_identity(self, source: str | None) -> dict[str, Any]:
-        """Return the settings, besides those of training, that name answers.
+        """Return the settings that answers depend on besides the snapshots.
 
         For a plugin method (`source` is its code digest) these are all settings: `combine` or `gates` may read any.
         """
@@ -126,7 +125,7 @@ class Replayed:
     """Examples of earlier tasks that are mixed into every batch of a task."""
 
     rows: Sequence[Example]
-    """They take turns, shuffled anew in each turn, so that all are read equally often."""
+    """Read in rounds, each in a new random order, so that all are read equally often."""
     in_an_epoch: int
     """Number of them that an epoch reads in addition to the task's own examples."""
 
@@ -164,8 +163,8 @@ class Method:
     Attributes:
         settings_class: the pydantic class of its `method:` group.
         version: part of every lineage; raise it when the same settings would train to a different result.
-        combinations: the possible ways for its snapshots to answer together; the first is the default. A method may
-            narrow them by its settings.
+        combinations: the values of `router.combine` that it supports; the first is the default. An instance may narrow
+            them by its settings.
         factored: whether its adapters live in truncated SVD factors of the frozen weights.
         later_settings: the settings that learning the first task does not read.
         replays: whether its learners override `examples`.
@@ -221,6 +220,7 @@ class Method:
         return (position,)
 
     def replayed_rows(self, position: int, rows: int) -> int:
+        """Return `Replayed.in_an_epoch` for a task with this many training examples."""
         return 0
 
     def reference_rows(self, earlier: Sequence[int]) -> int:
@@ -240,10 +240,9 @@ class Method:
         return without(self.settings.training_identity(), "name", *(() if position else self.later_settings))
 
     def earlier_rows(self) -> EarlierRows:
-        """Return which rows of earlier tasks its learners read: tables mark methods by it.
+        """Return which examples of earlier tasks its learners read, as tables show it; `generated` if all of them are.
 
-        The default follows `keeps_rows`. Return `generated` if all of them are generated. Methods whose `learns_from`
-        names other tasks are marked without it.
+        Not called if `learns_from` names other tasks, which is shown as `all`.
         """
         return "real" if self.keeps_rows else "none"
 
@@ -268,21 +267,18 @@ class Method:
         return []
 
     def held_bytes(self, shapes: Mapping[str, tuple[int, int]], n_tasks: int) -> int:
-        """Return bytes on the device that a learner needs besides its parameters and the history, for the forecast.
-
-        Those of the last of the tasks, which may need most.
-        """
+        """Return bytes on the device that the last task's learner needs besides its parameters and the history."""
         return 0
 
     def kept_rank(self, n_tasks: int) -> int:
-        """Return the width of the products inside a projection's adapters that a step keeps, at the last of the tasks.
+        """Return the numbers per token that a projection's adapters keep for the last task's backward pass.
 
-        More than `rank` if factors of earlier adapters are trained.
+        By default `rank`: the products with A.
         """
         return self.rank()
 
     def dense_entries(self, shapes: Mapping[str, tuple[int, int]]) -> int:
-        """Count the entries of the dense matrices in which snapshots answer; 0 if they answer as they are stored."""
+        """Count the entries of the dense matrices that snapshots are merged into to answer; 0 if they are not."""
         return 0
 
     @property
@@ -313,7 +309,7 @@ class Method:
         raise NotImplementedError
 
     def with_options(self, learner: Learner, task: TaskData) -> Learner:
-        """Return the learner of `begin_task` with options applied that suit any learner of this method."""
+        """Return the learner of `begin_task` with options such as `migu` applied."""
         return learner
 
     # --- answering ---
@@ -330,9 +326,9 @@ class Method:
         return [list(ids) for ids in prompts]
 
     def combine(self, history: Snapshots, weights: Tensor) -> Adaptation:
-        """Return the adaptation in which these snapshots answer, weighted row by row: weights (rows, snapshots).
+        """Return the adaptation with which these snapshots answer, by weights for each example, (rows, snapshots).
 
-        A single row of weights applies to every row of any batch.
+        A single row of weights applies to every example of a batch.
         """
         raise NotImplementedError
 
@@ -347,9 +343,9 @@ class Method:
         raise NotImplementedError
 
     def exported_sum(self, history: Snapshots) -> LowRankPairs | DenseUpdates:
-        """Return how these snapshots answer together (`sum`), for export.
+        """Return the sum of these snapshots' updates, for export.
 
-        By default these are the pairs of `low_rank_pairs`, of equal scales, concatenated: the ranks add up.
+        By default the pairs of `low_rank_pairs`, whose scales must be equal, are concatenated: the ranks add up.
         """
         import torch
 

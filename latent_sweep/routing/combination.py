@@ -1,12 +1,12 @@
-"""How snapshots answer together: every row of a batch has a weight for each snapshot.
+"""The weights with which the snapshots answer an example.
 
-last    the newest snapshot alone
-sum     all snapshots with weight one: the sum of the task adapters, the ablation without a router
+last    1 for the newest snapshot
+sum     1 for every snapshot: the sum of the task adapters, the ablation without a router
 soft    the router's posterior, equation (15)
-hard    weight one on the posterior's largest entry
-ngram   the task whose definition shares the most character n-grams with the prompt, a baseline (`ngram.py`)
-gates   the method's own gates, computed from the prompt (GainLoRA)
-oracle  the snapshot of the row's own task: an upper reference that needs the task's identity
+hard    1 for the most probable task of the posterior
+ngram   1 for the task whose definition shares the most character n-grams with the prompt, a baseline (`ngram.py`)
+gates   the method's own gates, computed from the prompt (GainLoRA, SAPT)
+oracle  1 for the example's own task: an upper reference that needs the task's identity
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ R = TypeVar("R", TaskGmm, TaskScatter, TaskNgrams, TaskNorms, TaskDistances)
 Array = npt.NDArray[np.float64]
 
 DISTANCE_ROWS = 500
-"""Maximum rows of a task whose distance to the tasks seen is computed, at d^2 operations per row."""
+"""Maximum test examples of a task whose distances `novelty` computes, at d^2 operations each."""
 
 DISTANCE_ROWS_IN_ALL = 15 * DISTANCE_ROWS
-"""Maximum over all tasks of a trial: with more than 15 tasks, each has fewer."""
+"""The same over all tasks of a trial: with more than 15 tasks, each has fewer."""
 
 Tokens = Callable[[int, Split], Any]
-"""Returns the tokenized rows of a split of the task at a position."""
+"""Returns the tokenized examples of a task's split, given its position (0-based) in the trial."""
 
 Gates = Callable[[int, Sequence[Sequence[int]]], Array]
-"""Returns the gates' weights, (prompts, snapshots), given the number of snapshots and the prompts' token ids."""
+"""Returns `Method.gates` of the first snapshots, (prompts, snapshots), given their number and the prompts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows to answer, in the forms that combinations read; each form is computed when it is called."""
+    """Examples to answer, in the forms that combinations read; each form is computed when it is called."""
 
     count: int
     embeddings: Callable[[], npt.NDArray[Any]]
-    """phi(x), (rows, d), as the router's head reads it; see `head_features`."""
+    """The input phi(x) of the router's head, (rows, d)."""
     texts: Callable[[], list[str]]
     """The prompts as text, as the model reads them."""
     prompts: Callable[[], Sequence[Sequence[int]]]
@@ -89,7 +89,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class FittedTasks:
-    """What a combination needs of the tasks seen."""
+    """What `weigh` reads of the tasks seen."""
 
     tasks_seen: int
     router: TaskRouter | None
@@ -100,7 +100,7 @@ class FittedTasks:
 
 
 def weigh(mode: Combination, tasks: FittedTasks, rows: Rows, task: int | None = None) -> Array:
-    """Return the weights of the snapshots in every row, (rows, tasks_seen); only `oracle` reads the rows' task."""
+    """Return the weights of the snapshots for each example, (rows, tasks_seen); only `oracle` reads their task."""
     if mode == "soft" or mode == "hard":
         assert tasks.router is not None, "soft and hard need a router"
         return tasks.router.weights(rows.embeddings(), mode)
@@ -115,11 +115,10 @@ def weigh(mode: Combination, tasks: FittedTasks, rows: Rows, task: int | None = 
 
 
 class Combiner:
-    """The weights of one trial's snapshots, row by row, with `router.combine` resolved.
+    """Computes the weights of one trial's snapshots by its `router` settings.
 
-    Pooled features and router records are cached in `storage`; `bank` is needed for hidden states alone. `sums`
-    (pooled scatters by first task and `cov.refresh`, which grow by one addition per task) and `gmms` (mixtures by name)
-    may be shared by combiners of one worker.
+    Pooled features and router records are cached in `storage`; only hidden states need `bank`. Combiners of one worker
+    may share `sums` (pooled scatters) and `gmms` (mixtures by name).
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class Combiner:
         return self.settings.combine in ("soft", "hard", "ngram")
 
     def weights(self, tasks_seen: int) -> list[Array]:
-        """Return for each task seen the weights of its test rows, (rows, tasks_seen)."""
+        """Return the weights for the test examples of each task seen, (rows, tasks_seen)."""
         return [self.weights_at(tasks_seen, task) for task in range(tasks_seen)]
 
     def fitted(self, tasks_seen: int) -> FittedTasks:
@@ -177,16 +176,16 @@ class Combiner:
         return weigh(mode, self.fitted(tasks_seen), rows, task)
 
     def weights_for(self, tasks_seen: int, tokens: Mapping[str, Sequence[Sequence[int]]]) -> Array:
-        """Return the weights of the snapshots in rows of no task, (rows, tasks_seen), zero for `oracle`."""
+        """Return the weights for examples of no task of the trial, (rows, tasks_seen); zero for `oracle`."""
         prompts = tokens["prompt_ids"]
         if self.settings.combine == "oracle":
             return np.zeros((len(prompts), tasks_seen))
-        embeddings = cache(lambda: self._as_read(pool(self.backbone, tokens, self.settings, self.bank)))
+        embeddings = cache(lambda: self._head_input(pool(self.backbone, tokens, self.settings, self.bank)))
         rows = Rows(len(prompts), embeddings, partial(texts_read, self.backbone, prompts), lambda: prompts)
         return weigh(self.settings.combine, self.fitted(tasks_seen), rows)
 
     def log_posterior(self, tasks_seen: int, task: int) -> Array:
-        """Return log p(t | x) of the task's test rows, (rows, tasks_seen)."""
+        """Return log p(t | x) of the task's test examples, (rows, tasks_seen)."""
         if (tasks_seen, task) not in self._posterior:
             log_posterior = self._router(tasks_seen).log_posterior(self.embeddings(task, "test"))
             self._posterior = {(tasks_seen, task): log_posterior}
@@ -196,12 +195,12 @@ class Combiner:
         return RoutingMetrics(self, tasks_seen, names)
 
     def novelty(self, tasks_seen: int, task: int) -> Array | None:
-        """Return the distances of a task's test rows from the tasks seen; None if the head has none."""
+        """Return the distances of some of a task's test examples to the tasks seen; None if the head has none."""
         most = min(DISTANCE_ROWS, max(1, DISTANCE_ROWS_IN_ALL // self.n_tasks))
         return self._router(tasks_seen).distances(spread(self.embeddings(task, "test"), most))
 
     def abstained(self, tasks_seen: int, task: int) -> float | None:
-        """Return the share of a task's test rows for which the router abstains; None if it never does."""
+        """Return the share of a task's test examples for which the router abstains; None if it never does."""
         router = self._router(tasks_seen)
         if router.limits is None:
             return None
@@ -261,7 +260,7 @@ class Combiner:
         return record
 
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
-        """Return phi(x) of every row, (rows, d), as the head reads it: its mean token embedding, equation (11)."""
+        """Return phi(x) of a split, (rows, d), as the head reads it: `pool`, normalized and mapped as `router` says."""
         if (task, split) not in self._embeddings:
             path = pooled_path(self.storage, self.pooled_name(task, split))
             if verified(path):
@@ -269,10 +268,10 @@ class Combiner:
             else:
                 pooled = pool(self.backbone, self.tokens(task, split), self.settings, self.bank)
                 write_checksummed(path, {"pooled": pooled})
-            self._embeddings = {(task, split): self._as_read(pooled)}
+            self._embeddings = {(task, split): self._head_input(pooled)}
         return self._embeddings[task, split]
 
-    def _as_read(self, pooled: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _head_input(self, pooled: npt.NDArray[Any]) -> npt.NDArray[Any]:
         std = self._table_std if self.settings.embed_norm == "std" else None
         return self._random_map(normalize_embeddings(pooled, self.settings.embed_norm, std))
 
@@ -318,7 +317,7 @@ class Combiner:
 
 
 class RoutingMetrics:
-    """How well a stage's router finds the task of test rows, and detects rows of future tasks by their distance."""
+    """Metrics of a stage's router: does it find the task of test examples, and detect those of future tasks?"""
 
     def __init__(self, combiner: Combiner, tasks_seen: int, names: Sequence[str]):
         self._combiner, self._tasks_seen, self._names = combiner, tasks_seen, names
@@ -348,8 +347,8 @@ class RoutingMetrics:
     def measures(self) -> dict[str, float]:
         """Return the metrics by name; `sum`, `last` and `oracle` have none.
 
-        `soft` and `hard` have those of `PosteriorMetrics`, and `router_novelty_auroc` if there are future tasks whose
-        rows can be read and the head has distances. With `router.abstain` they have the share of rows without weights:
+        `soft` and `hard` have those of `PosteriorMetrics`, and `router_novelty_auroc` if the head has distances and the
+        examples of future tasks can be read. With `router.abstain` they have the share of examples without weights:
         `router_abstained` as a mean over the tasks seen, and `router_abstained_unseen` over future tasks. `gates` has
         those of `PosteriorMetrics` if its weights are probabilities; `ngram` has accuracies.
         """
@@ -388,7 +387,7 @@ def table_std(backbone: Backbone) -> float:
 
 
 def computed_states(backbone: Backbone) -> list[str]:
-    """Return what the last digits of hidden states depend on besides the weights."""
+    """Return what changes hidden states in their last digits: device, dtype and version of transformers."""
     return [device_name(backbone.device), str(backbone.model.dtype), versions.library("transformers")]
 
 

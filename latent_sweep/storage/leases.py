@@ -1,4 +1,4 @@
-"""Leases: exclusive rights of one process, on one node or on many."""
+"""Leases: locks that one process holds at a time, on one node or across nodes."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ from latent_sweep.storage.objects import Bucket, elapsed
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 60.0
-"""An object store's lease may be taken over if its holder has not been renewed for this long."""
+"""A lease in an object store may be taken over once its holder's heartbeat is this old."""
 RENEWAL_SECONDS = 15.0
-"""Interval between renewals of a process that holds leases."""
+"""Interval between heartbeats of a process that holds leases."""
 WAIT_SECONDS = 1.0
-"""Interval between two calls of `wait` by a process that waits for a file's lock."""
+"""Interval at which `FileLease.take` calls `wait`."""
 LOOK_SECONDS = 5.0
-"""Interval between two looks of a process that waits for a lease."""
+"""Interval at which `ObjectLease.take` tries again."""
 SETTLING_SECONDS = 0.5
 """Time between writing a lease and reading it back: of two concurrent writers the later wins."""
 
 
 class Lease(Protocol):
-    """An exclusive right of one process. Its methods raise `StorageError` if the storage fails."""
+    """A lock that one process holds at a time. Its methods raise `StorageError` if the storage fails."""
 
     def take(self, wait: Callable[[], None] | None = None) -> bool:
-        """Take the lease if it is free, or wait for it, calling `wait` repeatedly; return whether it is held."""
+        """Take the lease if it is free, else return False; with `wait`, call it repeatedly until the lease is free."""
 
     def release(self) -> None: ...
 
     def holder(self) -> str:
         """Describe the holder for messages: host, process id and since when."""
 
-    def held_since(self) -> float | None: ...
+    def held_since(self) -> float | None:
+        """Return when it was taken, in Unix seconds, 0 if that is not known; None if it is free."""
 
     def held_until(self) -> float | None:
-        """Return when it expires without renewal, in Unix seconds; None if it ends with its holder's process."""
+        """Return when it expires unless renewed, in Unix seconds; None if it ends with its holder's process."""
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def held(
 
 
 class FileLease:
-    """A lease as a file lock, which ends with its process. The file stays, so that all lock the same one."""
+    """A lease as a file lock, which ends with its process. The file is never deleted, so that all lock the same one."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, FileLock(str(path))
@@ -119,7 +120,7 @@ class FileLease:
 
 
 class Presence:
-    """Shows that this process is alive: a heartbeat object per object store, renewed while it holds leases."""
+    """The heartbeat of this process in an object store, renewed while it holds leases."""
 
     def __init__(self, bucket: Bucket, heartbeat: Callable[[str], Heartbeat]):
         self._bucket, self._heartbeat = bucket, heartbeat
@@ -149,7 +150,7 @@ class Presence:
             self._holds += 1
 
     def drop(self) -> None:
-        """Release one lease; without leases it is no longer renewed."""
+        """Count one lease less; at zero the heartbeat is no longer renewed."""
         with self._lock:
             self._holds -= 1
 
@@ -193,16 +194,15 @@ class Presence:
 
 
 class ObjectLease:
-    """A lease as an object that names its holder; it ends when its holder's presence expires.
+    """A lease as an object that names its holder; it ends when its holder's heartbeat expires.
 
-    pyarrow offers no conditional put, so this lock is imperfect. Two processes that find it free write it and wait a
-    moment, and the one whose write remains goes on; if a put takes longer than that, both go on. A holder suspended for
-    longer than `EXPIRY_SECONDS` wakes up next to its successor. This costs only time: both learn the same snapshot (on
-    a GPU the first commit stays), and a journal is read again before each append. A holder on this host whose process
-    has ended loses it at once.
+    pyarrow offers no conditional put, so two processes may hold it: if both find it free and a put takes longer than
+    `SETTLING_SECONDS`, or if the holder was suspended for longer than `EXPIRY_SECONDS`. This costs only time: both
+    learn the same snapshot (on a GPU the first commit stays), and a journal is read again before each append. A holder
+    on this host whose process has ended loses it at once.
 
     Args:
-        folder: where this process shows its presence if it holds no lease yet.
+        folder: where this process writes its heartbeat if it holds no lease yet.
     """
 
     def __init__(self, bucket: Bucket, key: str, presence: Presence, folder: str):
@@ -223,7 +223,7 @@ class ObjectLease:
         return taken
 
     def release(self) -> None:
-        """If the object store is unreachable, the lease expires."""
+        """If the object store is unreachable, the lease expires with this process's heartbeat."""
         with suppress(StorageError):
             if not self._presence.lapsed_since(self._taken) or self._is_mine():
                 self._bucket.delete(self._key)
@@ -233,26 +233,26 @@ class ObjectLease:
         return _describe(self._read() or {})
 
     def held_since(self) -> float | None:
-        """Judge by this machine's clock: reading the object store's would take a write."""
+        """Compare with this machine's clock: reading the object store's would take a write."""
         holder = self._read()
-        shown = self._last_alive(holder)
-        if shown is None or time.time() - shown > EXPIRY_SECONDS or _is_gone(holder):
+        alive_at = self._last_alive(holder)
+        if alive_at is None or time.time() - alive_at > EXPIRY_SECONDS or _is_gone(holder):
             return None
         return _since(holder)
 
     def held_until(self) -> float | None:
-        shown = self._last_alive(self._read())
-        return None if shown is None else shown + EXPIRY_SECONDS + time.time() - self._bucket.now()
+        alive_at = self._last_alive(self._read())
+        return None if alive_at is None else alive_at + EXPIRY_SECONDS + time.time() - self._bucket.now()
 
     def _is_free(self) -> bool:
         holder = self._read()
         if holder is None or _is_gone(holder):
             return True
-        shown = self._last_alive(holder)
-        return shown is None or self._bucket.now() - shown > EXPIRY_SECONDS
+        alive_at = self._last_alive(holder)
+        return alive_at is None or self._bucket.now() - alive_at > EXPIRY_SECONDS
 
     def _last_alive(self, holder: dict[str, Any] | None) -> float | None:
-        """Return when its holder was last alive, by the object store's clock; None if it is free."""
+        """Return the time of its holder's latest heartbeat, by the object store's clock; None if it is free."""
         if holder is None:
             return None
         alive = holder.get("alive")

@@ -1,6 +1,6 @@
-"""Defines what a tracker should hold of a sweep: one run per trial, per finished configuration, and for the sweep.
+"""Defines a sweep's runs in a tracker: its own, one per trial, and one per configuration with a finished trial.
 
-Everything follows from the files on disk. `mlflow` uploads the contents, `verify` compares with them.
+Everything follows from the files on disk. `mlflow` uploads these contents, `verify` compares a tracker with them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RunContent:
     key: str
     """Identifies the run, with `kind`."""
     generation: str
-    """Identifies the journal of a trial, which starts again if its folder was deleted. Empty for other kinds."""
+    """Identifies a trial's journal: a new one begins if the trial's folder was deleted. Empty for other kinds."""
     name: str
     start: float
     status: RunStatus
@@ -92,9 +92,9 @@ class RunContent:
     params: Mapping[str, str]
     tags: Mapping[str, str]
     cursor: Mapping[str, str]
-    """Tags that record how much has arrived; they are written last."""
+    """Tags that record how much has been uploaded; they are written last."""
     history: Sequence[Point]
-    """Every value in order of time. A stage that was scored again has two values at its step."""
+    """Every value in order of time, of which `points` has the latest per metric and step."""
     artifacts: Mapping[str, Artifact]
 
     @property
@@ -147,14 +147,14 @@ def generation_of(events: Sequence[Event]) -> str:
 
 
 def trial_cursor(sweep: SweepFolder, events: Sequence[Event]) -> dict[str, str]:
-    """Return the tags that record how much of a trial's journal has arrived; another sweep may share the trial."""
+    """Return the tags that record how much of a trial's journal is uploaded; another sweep may share the trial."""
     return {"sweep_id": sweep.sweep_id, "mirrored_events": str(len(events))}
 
 
 def new_points(events: Sequence[Event], n_arrived: int) -> list[Point]:
-    """Return the latest values that a tracker lacks which holds the points of the first `n_arrived` events.
+    """Return the latest values to upload to a tracker that has the points of the first `n_arrived` events.
 
-    A repeated value is left out, unless a different one came in between, which may have been uploaded.
+    A value that it has is left out, unless a different one came in between, which may have been uploaded.
     """
     history = list(_history(events))
     n_stored = len(list(_history(events[:n_arrived])))
@@ -261,7 +261,7 @@ def shown_params(trial: TrialFolder) -> dict[str, str]:
 
 
 def shown_marks(trial: TrialFolder) -> dict[str, str]:
-    """Return the marks of tables as params."""
+    """Return as params which earlier examples training reads, and whether the task is known at test."""
     marks = marks_of(trial)
     return {"earlier_rows": marks.earlier_rows or UNKNOWN, "knows_task": format_value(marks.knows_task)}
 
@@ -292,7 +292,7 @@ def _history(events: Sequence[Event]) -> Iterator[Point]:
 
 
 def _summary_points(values: Mapping[str, float | None], step: int, time: float) -> list[Point]:
-    """Return points whose step and time follow from the journals, so that closing a sweep twice changes nothing."""
+    """Return points whose step and time follow from the journals, so that a second upload changes nothing."""
     return [Point(key, value, step, time) for key, value in values.items() if value is not None]
 
 
