@@ -18,8 +18,8 @@ from latent_sweep.errors import ConfigError
 class Delta(Protocol):
     """A change to one projection's output.
 
-    `uniform = True` declares it the same for every row of any batch: a shared prefix is then computed once. With
-    `static = False` it is not copied to the memory that a CUDA graph reads, and decodes without one.
+    `uniform = True` declares it the same for all rows of a run, so that a common prefix is computed once.
+    `static = False` declares that a CUDA graph cannot contain it: decoding then uses none.
     """
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class Delta(Protocol):
 
 
 class LazyDeltas(Sequence[Any]):
-    """One delta per projection, made together at the first access to one."""
+    """One delta per projection, all created at the first access."""
 
     @cached_property
     def _deltas(self) -> Sequence[Delta]:
@@ -43,7 +43,7 @@ class LazyDeltas(Sequence[Any]):
 
 
 class Sum:
-    """The sum of several deltas of one projection, with one dropout mask; some stop the gradient to their input."""
+    """The sum of several deltas of one projection, with one dropout mask; `detach` cuts gradients to their inputs."""
 
     def __init__(self, parts: Sequence[Delta], rate: float, detach: Sequence[bool]):
         self.parts, self.rate, self.detach = parts, rate, detach
@@ -59,7 +59,7 @@ class Sum:
 
 
 def cast(deltas: Sequence[Delta], dtype: torch.dtype) -> Sequence[Delta]:
-    """Return deltas that compute in this type, if their sequence has a method `cast`."""
+    """Return deltas that compute in this type; the same ones if their sequence has no method `cast`."""
     own_cast = getattr(deltas, "cast", None)
     return deltas if own_cast is None else own_cast(dtype)
 
@@ -74,7 +74,7 @@ class Adaptation:
 
     @property
     def uniform(self) -> bool:
-        """Whether the adaptation is the same for every row of any batch."""
+        """Whether the adaptation is the same for all rows of a run."""
         uniform = getattr(self.deltas, "uniform", None)
         if uniform is None:
             uniform = all(getattr(delta, "uniform", False) for delta in self.deltas)
@@ -86,7 +86,7 @@ class Adaptation:
 
 
 def virtual_tokens(vectors: int) -> list[int]:
-    """Return the token ids that represent the vectors of a soft prompt; they are in no vocabulary."""
+    """Return the negative token ids that represent the vectors of a soft prompt."""
     return [-1 - i for i in range(vectors)]
 
 
@@ -114,7 +114,7 @@ class AdapterBank:
     def __init__(self, targets: Mapping[str, nn.Linear], embedding: nn.Module | None = None):
         self.targets = dict(targets)
         self._active = Adaptation()
-        self._read: tuple[int, int] | None = None  # rows and tokens of the current pass, set by the embedding
+        self._shape: tuple[int, int] | None = None  # rows and tokens of the current pass, set by the embedding
         self._handles = [
             module.register_forward_hook(self._delta_hook(index, name))
             for index, (name, module) in enumerate(targets.items())
@@ -133,8 +133,8 @@ class AdapterBank:
             if not self._active.deltas:
                 return None
             (h, *_), flat = inputs, output.dim() == 2
-            if self._read is not None:
-                h = by_rows(name, h, *self._read)
+            if self._shape is not None:
+                h = by_rows(name, h, *self._shape)
                 output = output.view(*h.shape[:2], -1) if flat else output
             changed = self._active.deltas[index](h, output)
             if index == 0:
@@ -148,7 +148,7 @@ class AdapterBank:
     def _read_tokens(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Record the number of rows and tokens in the pass, and hide virtual tokens from the embedding."""
         (ids,) = inputs
-        self._read = len(ids), ids.shape[1]
+        self._shape = len(ids), ids.shape[1]
         if self._active.prompt is None:
             return None
         self._virtual = ids
@@ -166,30 +166,30 @@ class AdapterBank:
 
     @property
     def adaptation(self) -> Adaptation:
-        """The active one, with deltas in the type of the projections."""
+        """The active adaptation; its deltas compute in the type of the projections."""
         return self._active
 
     @contextmanager
     def active(self, adaptation: Adaptation) -> Iterator[None]:
-        """Apply an adaptation within the block; ValueError if it has deltas, but not one for each projection."""
+        """Apply an adaptation within the block; ValueError unless it has one delta per projection, or none."""
         if adaptation.deltas and len(adaptation.deltas) != len(self.targets):
             expected, found = len(self.targets), len(adaptation.deltas)
             raise ValueError(f"expected one delta for each of {expected} projections, found {found}")
         dtype = next(iter(self.targets.values())).weight.dtype
-        # created here, as gradient checkpointing would repeat a lazy creation
-        before = self._active, self._read
-        self._active, self._read = Adaptation(list(cast(adaptation.deltas, dtype)), adaptation.prompt), None
+        before = self._active, self._shape
+        # `list` creates lazy deltas here, once: gradient checkpointing would create them again
+        self._active, self._shape = Adaptation(list(cast(adaptation.deltas, dtype)), adaptation.prompt), None
         try:
             yield
         finally:
-            self._active, self._read = before
+            self._active, self._shape = before
 
     @contextmanager
     def watching(self, closely: bool = True) -> Iterator[list[Tensor]]:
-        """Record which rows gradients reach: the backward pass of the block's forward pass adds to the list.
+        """Record which rows of the block's forward passes get gradients; the backward pass fills the list.
 
-        An entry says for each row, (rows,), whether the gradient of the first projection's output, or of the soft
-        prompt, is nonzero. `closely=False` records nothing; recording makes the host wait for the device.
+        Each entry, (rows,), says whether the gradient of the first projection's output, or of the soft prompt, is
+        nonzero. `closely=False` records nothing: reading an entry makes the host wait for the device.
         """
         arrived: list[Tensor] = []
         self._watching = arrived if closely else None
@@ -200,7 +200,7 @@ class AdapterBank:
 
     @contextmanager
     def observing(self, observe: Callable[[int, Tensor, Tensor], None] | None) -> Iterator[None]:
-        """Call `observe` with index, input and adapted output of every projection in the block's forward passes."""
+        """Call `observe` with index, input and output of every adapted projection in the block's forward passes."""
         self._observe = observe
         try:
             yield
@@ -213,9 +213,9 @@ class AdapterBank:
             added.register_hook(lambda gradient: arrived.append(gradient.detach().flatten(1).any(1)))
 
     def select(self, rows: Tensor) -> None:
-        """Restrict the active adaptation to these rows of the batch; the others' answers are complete."""
+        """Restrict the active adaptation to these rows of the batch, whose answers are not complete."""
         self._active = self._active.select(rows)
-        self._read = self._read and (len(rows), self._read[1])
+        self._shape = self._shape and (len(rows), self._shape[1])
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -226,9 +226,9 @@ class AdapterBank:
 
 
 def side_by_side(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Adaptation:
-    """Return one adaptation for a batch whose first counts[0] rows use the first one, the next the second, and so on.
+    """Return one adaptation for a batch of several runs: the first counts[0] rows use the first one, and so on.
 
-    Delta sequences of one class with a static method `joined` share matrix products; others are applied in turn.
+    Delta sequences of one class share matrix products if its static method `joined` allows; others run in turn.
     """
     if len(adaptations) == 1:
         return adaptations[0]
@@ -249,7 +249,7 @@ def _prompts(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Tensor
     if not prompts:
         return None
     longest = max(p.shape[-2] for p in prompts)
-    wide = [pad(p, (0, 0, 0, longest - p.shape[-2])) for p in prompts]  # no row refers to the added vectors
+    wide = [pad(p, (0, 0, 0, longest - p.shape[-2])) for p in prompts]  # no row has token ids for the padding
     return torch.cat([p.expand(count, *p.shape[-2:]) for p, count in zip(wide, counts, strict=True)])
 
 

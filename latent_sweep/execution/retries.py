@@ -1,14 +1,15 @@
-"""Decides from a trial's journal alone whether it is retried, so that workers on all nodes decide alike.
+"""Retries: whether a trial is retried depends on its journal alone, so workers on all nodes decide alike.
 
 | cause                                    | retries                                                                |
 |------------------------------------------|------------------------------------------------------------------------|
-| node lost or preempted                   | always                                                                 |
+| node lost, preempted, paused             | always                                                                 |
 | worker died on a live node, GPU or       | `run.max_failures` times in a row without a finished task in between   |
 | storage lost                             |                                                                        |
 | out of memory while learning             | once, with half the micro-batch: the same optimization, more slowly    |
-| out of memory while answering            | once, with batches answered in halves; the rows of scores record it    |
-| out of memory in a method's statistics   | once, with half the micro-batch                                        |
+| out of memory otherwise                  | once, with half the batch, which the journal records                   |
 | anything else                            | never: it would happen again                                           |
+
+With `--local` a pack is retried only if that changes it, e.g. halves its batches.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """Decision not to."""
+    """Decision not to try it again."""
 
     because: str
 
 
 def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenUp:
-    """Decide from the events of a trial's journal since the sweep was launched."""
+    """Decide from the events in a trial's journal since the launch."""
     ends = [event for event in events if isinstance(event, (Lost, Failed))]
     if not ends:
         return Attempt()
-    # a killed worker cannot record its phase; assume that it was learning
+    # a killed worker cannot record its phase, so assume learning
     ran_out: list[Phase] = [
         (event.during if isinstance(event, Failed) else None) or "learning"
         for event in ends
@@ -92,7 +93,10 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
 
 
 def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], settings: RunSettings) -> Pack | None:
-    """Return the part of a pack to run next, or None; `launched` has the length of each trial's journal then."""
+    """Return the part of a pack to run next, or None, and record the failure of trials that are given up.
+
+    `launched` has each journal's length at the launch. If one trial ran out of memory, its whole pack is halved.
+    """
     runs: list[Run] = []
     halved: frozenset[Phase] = frozenset()
     for run in pack.runs:
@@ -137,7 +141,7 @@ def record_loss(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) ->
 
 
 def record_interrupt(packs: Iterable[Pack], sweep: SweepFolder, error: KeyboardInterrupt) -> None:
-    """Record in the journals of trials that were running why their run ends; a full disk prevents nothing."""
+    """Record the interrupt in the journals of running trials, as far as the storage allows."""
     terminated = Terminated.received or isinstance(error, Terminated)
     signal = "terminated (SIGTERM, as from `ray job stop` or a scheduler)" if terminated else "interrupted (Ctrl-C)"
     with suppress(StorageError):
@@ -155,7 +159,7 @@ def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> 
 
 @memo_scope()
 def incomplete(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings) -> list[Pack]:
-    """Return the part of packs whose trials have not ended, or whose files do not agree with their journals."""
+    """Return the packs without the runs whose trials are all complete, as `Trial.is_complete` says."""
 
     def is_incomplete(planned: Run) -> bool:
         return not all(

@@ -71,20 +71,20 @@ ABSTENTION_METRICS = (
     RoutingMetric("router_abstained", "abstained (%)", 100),
     RoutingMetric("router_abstained_unseen", "abstained, unseen tasks (%)", 100),
 )
-"""Columns of sweeps with `router.abstain` alone; the second is a mean over stages, as novelty is."""
+"""Columns only of sweeps with `router.abstain`."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Trials that differ only on repeating axes, with statistics of the finished ones."""
+    """Trials that differ only on repetition axes, such as the seed; statistics cover the finished ones."""
 
     values: Mapping[str, Any]
-    """Short name of each axis that does not repeat -> value."""
+    """Short name of each other axis -> value."""
     read: Mapping[str, Any]
-    """The same, with the defaults of omitted settings: see `values_read`."""
+    """The same, with the defaults of omitted settings, by `values_read`."""
     trial_ids: tuple[str, ...]
     settings: Mapping[str, Any]
-    """Those that all of its trials have in common, by path."""
+    """By path, those that all its trials share."""
     n_tasks: int
     finished_ids: tuple[str, ...]
     n_trainings: int
@@ -100,11 +100,11 @@ class Configuration:
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
     constants: Mapping[str, float]
-    """Task -> score of always giving its most frequent training answer."""
+    """Task -> score of a constant answer, the most frequent one in training."""
     router: Mapping[str, Statistic]
-    """By `routing_columns`, at the last stage that has it; for the detection of new tasks the mean over stages."""
+    """Metric of `routing_columns` -> its value at the last stage that has it, or its mean over stages."""
     computed_with: Mapping[str, tuple[str, ...]]
-    """Library, `device` or `dtype` -> all values with which its stages were learned or scored."""
+    """Library, `device` or `dtype` -> all values that its stages were learned or scored with."""
     marks: tuple[Marks, ...] = ()
     further: Mapping[str, Statistic] = field(default_factory=dict)
     """By the names of `measures.MORE`, and AP and FM by category."""
@@ -129,17 +129,18 @@ class Configuration:
 
 @dataclass
 class Cost:
-    """The time that the stages of a sweep have taken; time shared by a pack's runs, or by trials, counts once."""
+    """Seconds spent on a sweep's stages; time shared by runs or trials counts once."""
 
     learning: dict[str, float] = field(default_factory=dict)
     stages: dict[str, StageCost] = field(default_factory=dict)
-    """By lineage, of the stages that a trial of the sweep learned itself."""
+    """By lineage, as `learning`; only stages that a trial of the sweep learned itself."""
     seconds_answering: float = 0.0
-    """With forward transfer."""
+    """Includes forward transfer."""
     seconds_probes: float = 0.0
     reused: int = 0
-    """Stages found in the storage, or shared by trials of one training."""
+    """Stages found in the storage, or shared with another trial."""
     generated: float = 0.0
+    """Answers of `asked` that were not in the generation cache."""
     asked: float = 0.0
 
     def add(self, trial: TrialResults) -> None:
@@ -174,15 +175,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Summary:
-    """A sweep in numbers, by its journals."""
+    """The results of a sweep, from its journals."""
 
     name: str
     axes: tuple[str, ...]
-    """Short names of all axes that do not repeat, then those `added`."""
+    """Short names of all axes but `repeats`, then those `added`."""
     paths: Mapping[str, str]
     """Short name -> path of each of `axes`."""
     repeats: tuple[str, ...]
-    """Short names of the axes that repeat a configuration, the seed first."""
+    """Short names of the repetition axes, the seed first."""
     configurations: tuple[Configuration, ...]
     ended_lines: tuple[str, ...]
     restarted_lines: tuple[str, ...]
@@ -201,13 +202,13 @@ class Summary:
     observations: tuple[Observation, ...]
     """The finished trials with the settings that vary, by short name, without those that tuning selected."""
     differing: tuple[str, ...] = ()
-    """Those of `axes` in which it differs from the sweeps that it is compared with."""
+    """Those of `axes` in which the compared sweeps differ."""
     added: frozenset[str] = frozenset()
     """Those of `differing` that are not axes of this sweep."""
 
     @cached_property
     def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
-        """The highest mean AP for each `tested_on`, without configurations with stopped trials."""
+        """The highest mean AP by `tested_on`; configurations with stopped trials do not count."""
         best: dict[tuple[str, ...], float] = {}
         for one in self.configurations:
             if one.average_performance is not None and not one.n_stopped:
@@ -229,7 +230,7 @@ class Summary:
         return any(configuration.comparison is not None for configuration in self.configurations)
 
     def is_best(self, configuration: Configuration) -> bool:
-        """Return whether no mean AP with its `tested_on` is higher, up to rounding; not if 0 or with stopped trials."""
+        """Return whether its AP is the best for its `tested_on`, up to rounding; False if 0 or with stopped trials."""
         own = configuration.average_performance
         best = self.best_average_performances.get(tested_on(configuration.settings))
         if own is None or best is None or configuration.n_stopped or best < ROUNDING:
@@ -237,7 +238,7 @@ class Summary:
         return best - own.mean < ROUNDING
 
     def is_marked(self, configuration: Configuration) -> bool:
-        """Return whether tables mark it as the best: not if all with the same `tested_on` have an equal AP."""
+        """Return whether tables mark it as the best; False if all with its `tested_on` tie."""
         tested = tested_on(configuration.settings)
         rivals = [one for one in self.configurations if tested_on(one.settings) == tested and one.average_performance]
         return self.is_best(configuration) and not all(map(self.is_best, rivals))
@@ -255,13 +256,13 @@ def end_reason(events: Sequence[Event]) -> str:
 
 
 def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
-    """Group a sweep's trials by all axes except those that repeat; only finished trials enter statistics.
+    """Group a sweep's trials into configurations, with statistics over the finished ones.
 
     Args:
-        over: axes that repeat a configuration, like the seed, by path or short name.
+        over: repetition axes besides the seed, by path or short name.
         baseline: settings, as `name=value`, of the configuration that the others are compared with.
 
-    Raises ConfigError for an unknown axis, or unless exactly one configuration fits `baseline`; StorageError.
+    Raises ConfigError for an unknown axis or an ambiguous or missing baseline, and StorageError.
     """
     return summarize_all([sweep], over, baseline)[0]
 
@@ -274,8 +275,8 @@ def summarize_all(
 ) -> list[Summary]:
     """Summarize several sweeps, with a column for every setting in which they differ.
 
-    Sweeps that share a name are called by their folders. The baseline in the own sweep is preferred. Raises ConfigError
-    also if a sweep is given twice.
+    Sweeps of the same name are listed by folder. If several baselines fit, a configuration is compared with that of its
+    own backbone and sweep. Raises ConfigError also if a sweep is given twice.
     """
     times = Counter(sweep.path.resolve() for sweep in sweeps)
     if twice := [str(path) for path, count in times.items() if count > 1]:
@@ -304,7 +305,7 @@ def _summarize(
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     columns = {axis: name for axis, name in names.items() if axis not in repeats}
-    driven = driven_since(sweep) is not None  # first: journals end before the lease does
+    driven = driven_since(sweep) is not None  # before the journals are read: they end before the lease does
     cost, at_work = Cost(), list[AtWork]()
     trials: dict[str, TrialSummary] = {}
     for folder in sweep:  # one journal at a time: there may be thousands
@@ -379,7 +380,7 @@ def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
 
 
 def summarize_one(sweep: SweepFolder, group: Sequence[TrialFolder]) -> Configuration:
-    """Summarize one of the `repetitions`, reading only its journals."""
+    """Summarize one of the `repetitions`, without measures and costs that need other trials."""
     return _configuration([_trial_summary(TrialResults(sweep, folder)) for folder in group], _columns(sweep))
 
 
@@ -405,7 +406,7 @@ def _axis(wanted: str, names: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrialSummary:
-    """The small part of a trial's journal that summaries need: thousands of journals do not fit into memory."""
+    """What summaries need of a trial's journal; thousands of whole journals do not fit into memory."""
 
     folder: TrialFolder
     name: str
@@ -431,7 +432,7 @@ class TrialSummary:
 
 
 def _with_references(trials: Mapping[str, TrialSummary], cost: Cost) -> dict[str, TrialSummary]:
-    """Add to finished trials what others decide: measures with a single-task reference, and the cost of stages."""
+    """Add what needs other trials to the finished ones: measures with a single-task reference, and costs of stages."""
     finished = [(each.folder, each.matrix) for each in trials.values() if each.matrix is not None]
     references = References(finished)
 
@@ -604,7 +605,7 @@ def _compared(
 
 
 def _outcomes(sweep: SweepFolder, group: Sequence[TrialSummary], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
-    """Return the outcomes of trials, None if unfinished, by their values on repeating axes."""
+    """Return the outcomes of trials, None if unfinished, by their values on repetition axes."""
     return {
         tuple(_repeat(one.folder, axis) for axis in repeats): outcomes(TrialResults(sweep, one.folder))
         if one.status == "finished"
@@ -614,7 +615,7 @@ def _outcomes(sweep: SweepFolder, group: Sequence[TrialSummary], repeats: Sequen
 
 
 def _repeat(trial: TrialFolder, axis: str) -> str | None:
-    """Return a trial's value on a repeating axis, as JSON, also null; None if it does not read or set it."""
+    """Return a trial's value on a repetition axis as JSON; None if it does not read or set it."""
     if axis not in trial.params or not is_read(axis, trial.params):
         return None
     resolved = trial.params[axis]
@@ -644,7 +645,7 @@ def _routing_metrics(learned: Sequence[Stage]) -> dict[str, float]:
 
 
 def numeric_axes(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the axes on which these points have only numbers, and more than one; None is ignored."""
+    """Return the axes on which these points have several distinct numbers, and no other values but None."""
     axes = []
     for axis in points[0] if points else ():
         values = [point[axis] for point in points if point[axis] is not None]
@@ -654,7 +655,7 @@ def numeric_axes(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def protocol(configuration: Configuration) -> dict[str, tuple[Any, ...]]:
-    """Return the distinct numbers of trainable parameters, learning rates and steps with which tasks were learned."""
+    """Return the distinct counts of trainable parameters, learning rates and steps per task."""
     return {
         "trained": configuration.trainable_parameters,
         "rate": () if configuration.trainable_parameters == (0,) else configuration.learning_rates,

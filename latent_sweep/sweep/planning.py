@@ -46,7 +46,7 @@ OUTDATED = "data, backbone or code has changed since"
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep and all that follows from its file."""
+    """A sweep's trials and packs, with the outcome of the checks and of tuning."""
 
     sweep: Sweep
     trials: list[Trial]
@@ -54,10 +54,10 @@ class Plan:
     packs: list[Pack]
     warnings: list[str]
     conflict: str | None = None
-    """Why `run` refuses the sweep's name; None if it does not, or no storage was read."""
+    """Why `run` refuses the sweep's name; None if it does not, or if this was not checked."""
     selections: Sequence[Selection] = ()
     results: Sequence[SelectionResult] | None = ()
-    """Of the selections; None until the tuning trials have ended."""
+    """The results of `selections`; None until the tuning trials have ended."""
     tuning: Plan | None = None
 
     @property
@@ -84,12 +84,12 @@ def plan_sweep(
     """Plan a sweep.
 
     Args:
-        storage: earlier results; without it selections have placeholders.
-        check: check devices and data.
-        to_run: also check that backbones are pinned, and mark the checked rows in the storage. The caller runs
-            `name_conflict` once no other process can run the sweep.
-        local: the trials run in this process, so devices need no check.
-        results: of the selections, if they were just made.
+        storage: has earlier results; without it, selections have placeholders.
+        check: check devices, settings, data and name.
+        to_run: also check that backbones are pinned, and mark checked tasks in the storage. The caller checks the name
+            by `name_conflict`, once no other process can run the sweep.
+        local: the trials run in this process, so `run.resources.gpus` is not checked.
+        results: those of the selections, if tuning has just ended.
 
     Raises:
         ConfigError: listing every fault.
@@ -134,7 +134,7 @@ def plan_sweep(
 
 
 def _previous(selections: Sequence[Selection], storage: Storage | None, name: str) -> list[SelectionResult] | None:
-    if storage is None:  # without tuning trials
+    if storage is None:  # there are no tuning trials
         return placeholders(selections)
     folder = SweepFolder(storage, name)
     tried = tuning_trials(selections)
@@ -170,21 +170,18 @@ def check_probes(sweep: Sweep) -> None:
 
 
 def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Raise ConfigError if the branch or tag of a hub model cannot be resolved to a commit: the hub could change it."""
+    """Raise ConfigError if a hub model's branch or tag cannot be resolved to a commit."""
     backbones = {trial.settings.backbone.model_dump_json(): trial.settings.backbone for trial in trials}
     if faults := [fault for backbone in backbones.values() for fault in unpinned(backbone)]:
         raise fault_report(sweep.source, faults)
 
 
 def name_conflict(sweep: Sweep, trials: Sequence[Trial], folder: SweepFolder) -> str | None:
-    """Return why a sweep may not run under its name, or None.
-
-    Either scored trials of an earlier sweep would drop out of its results, or its own trials have outdated results.
-    """
+    """Return why a sweep may not run under its name: it would drop scored trials, or has outdated ones. Else None."""
     ids = {trial.trial_id for trial in trials}
     try:
         before = list(folder) if folder.exists else []
-    except StorageError as error:  # the run writes it again
+    except StorageError as error:  # `run` rewrites an unreadable `sweep.json`
         log.warning("the earlier sweep %s cannot be read: %s", sweep.name, error)
         return None
     lost = [trial for trial in before if trial.trial_id not in ids and _has_scores(trial)]
@@ -223,12 +220,12 @@ def _has_scores(trial: TrialFolder) -> bool:
 
 @memo_scope()
 def outdated(trials: Sequence[Trial], folder: SweepFolder) -> list[Trial]:
-    """Return the trials that have ended with rows computed from other data, backbones or code than now."""
+    """Return the ended trials with scores from before a change of data, backbone or code."""
 
     def is_outdated(trial: Trial) -> bool:
         try:
             events = folder.journal(trial.trial_id).read()
-            # also if the trial is being repaired: its end was decided on the old rows
+            # a trial that is being repaired counts as ended
             return final_event(events) is not None and len(recorded_rows(events, trial.row_keys())) < len(
                 stages(events)
             )

@@ -1,4 +1,4 @@
-"""run_pack: for each task, learn what is missing, score what is missing, and record it, without Ray and MLflow."""
+"""Runs a pack in this process: learns, scores and records its missing stages. Uses neither Ray nor MLflow."""
 
 from __future__ import annotations
 
@@ -38,22 +38,21 @@ def run_pack(
     forward_transfer: bool = False,
     probes: ProbeSettings = NO_PROBES,
 ) -> None:
-    """Run what is missing of a pack's trials: learn each task once, and score it for every trial.
+    """Run the missing stages of a pack: for each task, every run learns it once and scores it for each of its trials.
 
-    A run that fails leaves the pack; the others continue. In a group of workers only a non-finite loss is handled so,
-    as all workers see it alike; any other error ends the pack.
+    A run that fails leaves the pack; the others continue. In a group of workers any error but a non-finite loss, which
+    all workers see, ends the pack.
 
     Args:
         emit: receives each activity, optimizer step and finished stage.
         threads: CPU threads; None is torch's default.
-        engine: None is plain torch in this process. Every worker of its group calls this function with the same pack.
+        engine: None is plain torch in this process. In a group, every worker calls this function with the same pack.
 
     The other arguments are those of `Context`.
 
     Raises:
-        Exception: the error of the first run that failed, once the others have ended and journals have `failed` events.
-            If a worker of a group fails, or this process has lost its device, it is raised at once, and the caller
-            writes the journals.
+        Exception: the error of the first run that failed, after the others have ended. An error that concerns the whole
+            pack is raised at once. The caller journals it if it is a lost device, a `StorageError` or a group's.
         Paused: the time is up; all work is saved.
     """
     if threads is not None:
@@ -121,9 +120,9 @@ def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:
             for active in run.trials:
                 record_paused(active.files, context, runs.unrecorded(run, active))
         raise
-    except Exception as error:  # that concerns all runs, e.g. a backbone that cannot be loaded
-        # a storage error cannot be journaled, and may pass; a lost device is not the trials' fault; in a group, whoever
-        # started it learns which worker failed first, and this error may only be a consequence
+    except Exception as error:  # concerns all runs, e.g. a backbone that cannot be loaded
+        # a storage error may be temporary, and a lost device is not the trials' fault; only the process that started a
+        # group learns which worker failed first
         may_pass = isinstance(error, StorageError) or failure_kind(error) == "device_lost"
         if context.engine.group.size == 1 and not may_pass:
             for run in runs.all:
