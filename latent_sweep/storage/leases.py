@@ -129,6 +129,8 @@ class Presence:
         self._put_at, self._published_at = float("-inf"), float("-inf")
         self._lapsed = float("-inf")
         """Last time when renewal was so late that other processes may have taken leases over."""
+        self._left: set[tuple[str, str]] = set()
+        """Key and owner of leases that this process has left, but whose objects may still be there."""
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
@@ -153,6 +155,19 @@ class Presence:
         """Count one lease less; at zero the heartbeat is no longer renewed."""
         with self._lock:
             self._holds -= 1
+
+    def leave(self, key: str, owner: str) -> None:
+        """Delete a lease's object with the next renewal that reaches the store; until then it counts as free here."""
+        with self._lock:
+            self._left.add((key, owner))
+
+    def has_left(self, key: str, owner: Any) -> bool:
+        return (key, owner) in self._left
+
+    def claim(self, key: str, content: bytes) -> None:
+        """Put a lease's object, not while another owner's is deleted from there."""
+        with self._lock:
+            self._bucket.put(key, content)
 
     def publish(self, folder: str, at_once: bool) -> None:
         """Put this process's heartbeat for a sweep, at once or with the next renewal."""
@@ -189,8 +204,15 @@ class Presence:
                     return
                 try:
                     self._put()
+                    self._delete_left()
                 except StorageError as error:
                     log.warning("%s cannot be renewed; trying again: %s", self.key, error)
+
+    def _delete_left(self) -> None:
+        for key, owner in tuple(self._left):
+            if (_holder_in(self._bucket.get(key)) or {}).get("owner") == owner:
+                self._bucket.delete(key)
+            self._left.remove((key, owner))
 
 
 class ObjectLease:
@@ -207,7 +229,7 @@ class ObjectLease:
 
     def __init__(self, bucket: Bucket, key: str, presence: Presence, folder: str):
         self._bucket, self._key, self._presence, self._folder = bucket, key, presence, folder
-        self._mine = _this_process() | {"owner": uuid.uuid4().hex}
+        self._mine = _this_process()
         self._taken = 0.0
 
     def take(self, wait: Callable[[], None] | None = None) -> bool:
@@ -223,10 +245,12 @@ class ObjectLease:
         return taken
 
     def release(self) -> None:
-        """If the object store is unreachable, the lease expires with this process's heartbeat."""
-        with suppress(StorageError):
+        """If the object store is unreachable, the object is deleted later, or expires with this process's heartbeat."""
+        try:
             if not self._presence.lapsed_since(self._taken) or self._is_mine():
                 self._bucket.delete(self._key)
+        except StorageError:
+            self._presence.leave(self._key, self._mine["owner"])
         self._presence.drop()
 
     def holder(self) -> str:
@@ -246,7 +270,7 @@ class ObjectLease:
 
     def _is_free(self) -> bool:
         holder = self._read()
-        if holder is None or _is_gone(holder):
+        if holder is None or _is_gone(holder) or self._presence.has_left(self._key, holder.get("owner")):
             return True
         alive_at = self._last_alive(holder)
         return alive_at is None or self._bucket.now() - alive_at > EXPIRY_SECONDS
@@ -260,25 +284,33 @@ class ObjectLease:
         return max((info.mtime_ns / 1e9 for key in keys if (info := self._bucket.info(key)) is not None), default=None)
 
     def _claim(self) -> bool:
-        self._mine |= {"since": time.time(), "alive": self._presence.key}  # it may have waited long
+        owner = uuid.uuid4().hex
+        self._mine |= {"since": time.time(), "alive": self._presence.key, "owner": owner}  # it may have waited long
         self._taken = elapsed()
-        self._bucket.put(self._key, json.dumps(self._mine).encode())
-        time.sleep(SETTLING_SECONDS)
-        return self._is_mine()
+        try:
+            self._presence.claim(self._key, json.dumps(self._mine).encode())
+            time.sleep(SETTLING_SECONDS)
+            return self._is_mine()
+        except StorageError:  # the object may have been written
+            self._presence.leave(self._key, owner)
+            raise
 
     def _is_mine(self) -> bool:
         return (self._read() or {}).get("owner") == self._mine["owner"]
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the lease's object; None if there is none, {} if it is unreadable, so that it expires."""
-        content = self._bucket.get(self._key)
-        if content is None:
-            return None
-        try:
-            holder = json.loads(content)
-        except (ValueError, RecursionError):
-            return {}
-        return holder if isinstance(holder, dict) else {}
+        return _holder_in(self._bucket.get(self._key))
+
+
+def _holder_in(content: bytes | None) -> dict[str, Any] | None:
+    """Return what a lease's object says; None if there is none, {} if it is unreadable, so that it expires."""
+    if content is None:
+        return None
+    try:
+        holder = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _this_process() -> dict[str, Any]:

@@ -428,6 +428,36 @@ def test_a_lease_whose_holder_is_silent_is_taken_over(node, quick, monkeypatch):
     third.release()
 
 
+@pytest.mark.parametrize("work", ["release", "take"])
+def test_a_lease_left_during_an_outage_is_free_although_its_process_holds_another(work, node, quick, monkeypatch):
+    """The object still names the process, whose heartbeat goes on."""
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 3600.0)
+    place, other = node("a"), node("b")
+    kept, left, again = (place.lease(place.folder / "tiny" / "locks" / f"{name}.lock") for name in "yxx")
+    heir = other.lease(other.folder / "tiny" / "locks" / "x.lock")
+    assert kept.take()
+
+    def unreachable(*_):
+        raise StorageError("unreachable")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(Bucket, "delete", unreachable)
+        if work == "release":
+            assert left.take()
+            left.release()
+        else:
+            with monkeypatch.context() as claim, pytest.raises(StorageError):
+                claim.setattr(ObjectLease, "_is_mine", unreachable)  # the object is written, and cannot be read back
+                left.take()
+        assert not heir.take()
+        assert again.take(), "free for the process itself at once"
+        again.release()
+    looks = iter(range(300))
+    assert heir.take(lambda: next(looks)), "free for others from the first renewal after the outage"
+    heir.release()
+    kept.release()
+
+
 def test_a_lease_that_nobody_can_read_expires_too(node, quick, tmp_path, monkeypatch):
     place = node("a")
     write_file(tmp_path / "bucket" / "tiny" / "x.lock", b"\xff{")
