@@ -38,7 +38,7 @@ WHILE: Mapping[Phase, str] = {
 LESS_MEMORY: Mapping[Phase, str] = {
     "learning": "lower training.micro_batch_size, or set training.gradient_checkpointing: true",
     "answering": "lower evaluation.batch_size",
-    "statistics": "lower training.micro_batch_size",
+    "statistics": "lower training.micro_batch_size, or gpm.batch_size of a method that has it",
 }
 
 LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "storage", "interrupted"]
@@ -144,12 +144,13 @@ def record_interrupt(packs: Iterable[Pack], sweep: SweepFolder, error: KeyboardI
     """Record the interrupt in the journals of running trials, as far as the storage allows."""
     terminated = Terminated.received or isinstance(error, Terminated)
     signal = "terminated (SIGTERM, as from `ray job stop` or a scheduler)" if terminated else "interrupted (Ctrl-C)"
-    with suppress(StorageError):
-        for pack in packs:
+    message = f"the run was {signal}; the same command continues it"
+    for pack in packs:
+        with suppress(StorageError):
             for journal, events in unfinished(pack, sweep):
                 if events and not isinstance(events[-1], Lost):
-                    message = f"the run was {signal}; the same command continues it"
-                    journal.append("lost", kind="interrupted", message=message)
+                    with suppress(StorageError):
+                        journal.append("lost", kind="interrupted", message=message)
 
 
 def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> None:

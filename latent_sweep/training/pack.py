@@ -51,8 +51,9 @@ def run_pack(
     The other arguments are those of `Context`.
 
     Raises:
-        Exception: the error of the first run that failed, after the others have ended. An error that concerns the whole
-            pack is raised at once. The caller journals it if it is a lost device, a `StorageError` or a group's.
+        Exception: after all runs have ended, a `StorageError` among their errors, else the first. An error that
+            concerns the whole pack is raised at once. The caller journals a lost device, a `StorageError` and the error
+            of a group.
         Paused: the time is up; all work is saved.
     """
     if threads is not None:
@@ -97,7 +98,7 @@ def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
     if paused is not None:
         raise paused
     if failures := [failure for run in runs.all for failure in run.failures]:
-        raise failures[0]
+        raise next((failure for failure in failures if isinstance(failure, StorageError)), failures[0])
 
 
 def _lead(pack: Pack, runs: ActiveRuns, emit: Emit) -> None:

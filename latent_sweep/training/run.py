@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.data.schema import Split
-from latent_sweep.errors import ConfigError, NonFiniteLoss
+from latent_sweep.errors import ConfigError, NonFiniteLoss, StorageError
 from latent_sweep.methods import checked, source_of
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.metrics.answers import metric_source
@@ -185,10 +185,14 @@ class ActiveRun:
         free_frames(error)
 
     def fail(self, error: Exception, task: str | None) -> None:
-        """Leave the pack and record why in the journals."""
+        """Leave the pack and record why in the journals.
+
+        What started the pack records that the storage was lost, since a retry may find it.
+        """
         self.failure = error
-        for active in self.trials:
-            record_failed(active.files, error, task, self.step)
+        if not isinstance(error, StorageError):
+            for active in self.trials:
+                record_failed(active.files, error, task, self.step)
         moment = "before its first task" if task is None else f"at task {task}"
         moment += "" if self.step is None else f", step {self.step}"
         log.error("%s failed %s: %s", self.planned.trials[0].name, moment, error)

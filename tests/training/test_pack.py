@@ -6,8 +6,9 @@ import pytest
 from helpers.sweeps import brief
 from helpers.tiny import learns
 
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, StorageError
 from latent_sweep.storage.journal import status
+from latent_sweep.storage.trial_files import TrialFiles
 from latent_sweep.training.engine import forget_backbone
 from latent_sweep.training.events import StageDone
 from latent_sweep.training.pack import run_pack
@@ -79,6 +80,26 @@ def test_an_error_of_the_pack_is_recorded_by_all_its_trials(runs, monkeypatch):
     with pytest.raises(ConfigError, match="backbone"):
         runs.run([pack])
     assert journals(runs, pack) == [["started", "failed"]] * 2
+
+
+def test_a_run_that_loses_the_storage_is_not_failed(runs, monkeypatch):
+    """The others end, and a retry completes it."""
+    (pack,) = runs.packs(**brief(search={"seed": [0, 1, 2]}, run__pack=["seed"]))
+    record, lost = TrialFiles.record, pack.trials[1].files(runs.sweep).folder
+
+    def record_elsewhere(files, *args):
+        if files.folder == lost and len(files.rows) == 1:
+            raise StorageError("connection reset")
+        record(files, *args)
+
+    with monkeypatch.context() as outage:
+        outage.setattr(TrialFiles, "record", record_elsewhere)
+        with pytest.raises(StorageError):
+            runs.run([pack])
+    whole = ["started", "stage", "stage", "finished"]
+    assert journals(runs, pack) == [whole, ["started", "stage"], whole]
+    runs.run([pack])
+    assert journals(runs, pack)[1] == ["started", "stage", "started", "stage", "finished"]
 
 
 def test_a_trial_stopped_by_a_scheduler_does_not_continue(runs):
