@@ -1,7 +1,7 @@
 """Examples that snapshots keep for later tasks: how they are chosen and stored.
 
-`surprise` follows SuRe (2025, from memory of the paper): the examples with the highest negative log-likelihood, here
-the mean over target tokens under the model that has just learned the task.
+`surprise` follows the abstract of SuRe (Hazard et al., 2025, arXiv 2511.22367): the examples with the highest negative
+log-likelihood. The mean over target tokens, and the model that has just learned the task, are our choice.
 """
 
 from __future__ import annotations
