@@ -201,6 +201,8 @@ def _drive(plan: Plan, folder: SweepFolder, source: PackSource, options: RunOpti
     from latent_sweep.tracking.trackers import compare_text, trackers_for
 
     sweep, storage, shard, say = plan.sweep, folder.storage, options.shard, options.display.write
+    if not source.is_exhausted:
+        say(f"results   {folder.path}")
     write_reserve(folder.path)
     own = SweepFolder(storage, sweep.name)  # the trackers' thread reads the plan of a search anew as it grows
     trackers = trackers_for(folder.tracking, own, sweep.run.allow_insecure)

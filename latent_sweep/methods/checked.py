@@ -23,6 +23,11 @@ def defined_in(kind: type, member: str) -> type:
 def earlier_rows(method: Method, n_tasks: int) -> EarlierRows:
     if any(set(method.learns_from(position, n_tasks)) - {position} for position in range(n_tasks)):
         return "all"
+    if method.replays and not method.keeps_rows and defined_in(type(method), "earlier_rows") is Method:
+        raise ConfigError(
+            f"method {method.settings.name}: `replays` is True, so expected `keeps_rows = True` or a definition of "
+            f"`earlier_rows` in {type(method).__name__}, which tables show. It may return 'none'"
+        )
     rows = method.earlier_rows()
     if rows not in (possible := get_args(EarlierRows)):
         raise ConfigError(
@@ -37,6 +42,11 @@ def new_learner(method: Method, task: TaskData, history: Snapshots) -> Learner:
         raise ConfigError(
             f"method {method.settings.name}: {type(learner).__name__} defines `examples`, but `replays` is False; "
             f"set `replays = True` in {type(method).__name__}"
+        )
+    if defined_in(type(learner), "replayed") is not Learner and method.earlier_rows() == "none":
+        raise ConfigError(
+            f"method {method.settings.name}: {type(learner).__name__} defines `replayed`, but `earlier_rows` gave "
+            f"'none'; set `keeps_rows = True` in {type(method).__name__}"
         )
     return learner
 

@@ -167,7 +167,7 @@ class Method:
             them by its settings.
         factored: whether its adapters live in truncated SVD factors of the frozen weights.
         later_settings: the settings that learning the first task does not read.
-        replays: whether its learners override `examples`.
+        replays: whether its learners override `examples`; `keeps_rows` or `earlier_rows` then says what they read.
         keeps_rows: whether its snapshots hold rows that later tasks train on.
         gradient_rows: largest number of per-row gradients measured at once after a task.
         rates_to_try: learning rates that first sweeps tune over, if other methods' do not suit it.

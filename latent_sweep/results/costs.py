@@ -25,7 +25,7 @@ COSTS = (
     CostColumn("stored_bytes", "stored (MB)", 1e6, 2, "size of the snapshots of all tasks"),
     CostColumn("replayed_share", "replayed (%)", 0.01, 2, "share of the rows trained on that are of earlier tasks"),
     CostColumn("seconds_learning", "learning (s)", 1, 1, "time of all optimizer steps, a pack's divided by its runs"),
-    CostColumn("seconds_answering", "answering (s)", 1, 1, "time of scoring; answers from the cache take none"),
+    CostColumn("seconds_answering", "new answers (s)", 1, 1, "time of scoring; answers from the cache take none"),
     CostColumn("seconds_ahead", "ahead (s)", 1, 1, "time of answering tasks before they are learned, for FWT"),
     CostColumn("seconds_probes", "probing (s)", 1, 1, "time of reading probes of general ability"),
     CostColumn("tokens", "tokens (M)", 1e6, 3, "tokens trained on, of prompts and targets"),

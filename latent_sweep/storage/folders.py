@@ -110,7 +110,8 @@ class SweepFolder:
                 )
             raise StorageError(
                 f"{self.where}: found no {SWEEP_FILE}; expected the folder of a sweep, <storage>/<sweep name>. "
-                f"Run the sweep first, or check the path."
+                "Run the sweep first, or give the folder that its run named first: a job on a cluster stores where the "
+                "cluster was started, unless LATENT_SWEEP_STORAGE says where."
             )
         if not has_valid_checksum(file):
             raise StorageError(

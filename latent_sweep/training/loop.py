@@ -93,6 +93,9 @@ def _train(trainers: Sequence[Trainer], engine: Engine, bank: AdapterBank, limit
     for trainer in trainers:
         trainer.resume()
     resumed_at = [trainer.step for trainer in trainers]
+    if any(resumed_at) and engine.group.leads:
+        at = ", ".join(f"{trainer.step} of {trainer.steps}" for trainer in trainers)
+        log.info("training continues from checkpoints, after step %s", at)
     while going := [trainer for trainer in trainers if trainer.unfinished]:
         if engine.group.first(lambda: limit.ends("step")):  # all workers of a group end at the same step
             if resumed_at != [trainer.step for trainer in trainers]:

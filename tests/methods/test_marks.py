@@ -41,19 +41,33 @@ class Pairs(Own):
         return (max(0, position - 1), position)
 
 
+class ReplaysOwn(Own):
+    replays = True
+
+    def earlier_rows(self):
+        return "none"
+
+
 class Wrong(Own):
     def earlier_rows(self):
         return "some"
 
 
-@pytest.mark.parametrize(("kind", "rows"), [(Own, "none"), (Keeps, "real"), (Generates, "generated"), (Pairs, "all")])
+class Undeclared(Own):
+    replays = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(Own, "none"), (Keeps, "real"), (Generates, "generated"), (Pairs, "all"), (ReplaysOwn, "none")]
+)
 def test_a_plugin_is_marked_by_what_it_declares(kind, rows):
     assert checked.earlier_rows(kind(), 3) == rows
 
 
-def test_another_word_is_refused():
-    with pytest.raises(ConfigError):
-        checked.earlier_rows(Wrong(), 3)
+@pytest.mark.parametrize("kind", [Wrong, Undeclared])
+def test_another_word_is_refused_and_so_are_other_examples_without_one(kind):
+    with pytest.raises(ConfigError, match="earlier_rows"):
+        checked.earlier_rows(kind(), 3)
 
 
 def test_one_task_has_no_others():

@@ -523,6 +523,9 @@ class DrawingInSteps(Anchored):
 class Replaying(Anchored):
     replays = True
 
+    def earlier_rows(self):
+        return "none"
+
     class learner(AnchoredLearner):
         def examples(self, rows):
             return [*rows, *rows]

@@ -234,6 +234,9 @@ class Replaying(TaskAdapterMethod):
     settings_class = ReplayingSettings
     replays = True
 
+    def earlier_rows(self):
+        return "none"
+
     def begin_task(self, task, history):
         return ReplayingLearner(self, self.fresh(task), self.active(history))
 """

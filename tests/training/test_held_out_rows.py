@@ -26,6 +26,7 @@ class ReplayingSettings(SeqLoraSettings):
 class Replaying(SeqLora):
     settings_class = ReplayingSettings
     replays = True
+    keeps_rows = True
 
     def begin_task(self, task, history):
         learner = Replay(self, self.carried(task, history))
