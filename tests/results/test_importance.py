@@ -91,6 +91,10 @@ def test_numbers_over_two_orders_of_magnitude_have_a_logarithmic_scale(low, high
     assert importance._distribution([low, *(high * i / 16 for i in range(1, 17))]).log is log
 
 
+def test_ten_numbers_are_categories_and_eleven_are_not():
+    assert [importance._is_numeric(importance._distribution([*range(1, n + 1)])) for n in (10, 11)] == [False, True]
+
+
 def test_importance_in_an_archive(tmp_path):
     """Forgetting depends on how snapshots are combined, and not on the penalty."""
     assert main(["cp", str(ARCHIVES / "penalty_superni.tar.xz"), str(tmp_path)]) == 0

@@ -8,8 +8,10 @@ from helpers.events import an_event
 from latent_sweep.storage.predictions import (
     Answer,
     answers_file,
+    cached_stages,
     changed,
     changes,
+    mark_stage_cached,
     newest_answers,
     saved_answers,
     stage_of,
@@ -86,3 +88,10 @@ def test_what_is_no_answer_is_refused(content):
 )
 def test_a_files_name_tells_its_stage(name, stage):
     assert stage_of(name) == stage
+
+
+def test_stages_that_are_marked_as_cached_are_found(tmp_path):
+    assert cached_stages(tmp_path) == frozenset()
+    mark_stage_cached(tmp_path, "a")
+    mark_stage_cached(tmp_path, "b")
+    assert cached_stages(tmp_path) == {"a", "b"}

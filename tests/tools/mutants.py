@@ -43,7 +43,7 @@ SUBJECTS: Mapping[str, str] = {
     "data/prompts.py": "data/test_benchmarks.py data/test_definitions.py data/test_released_prompts.py",
     "data/text_tokens.py": "data/test_text_tokens.py",
     "execution/retries.py": "execution/test_retries.py",
-    "methods/_gate.py": "methods/test_gain_lora.py",
+    "methods/_gate.py": "methods/test_gain_lora.py sweep/test_identities.py",
     "methods/latent_lora.py": "methods/test_latent_lora.py methods/test_settings.py methods/test_trajectories.py",
     "methods/sapt.py": "methods/test_sapt.py methods/test_settings.py methods/test_trajectories.py",
     "metrics/answers.py": "test_metrics.py",

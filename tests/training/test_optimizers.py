@@ -10,7 +10,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.training.optimizers import AdamW, optimizer_of
+from latent_sweep.training.optimizers import Adafactor, AdamW, optimizer_of
 from latent_sweep.training.trainer import Trainer, learning_rate
 
 STEPS = 8
@@ -208,6 +208,11 @@ def test_a_warm_up_from_zero_equals_that_of_transformers():
 def test_a_linear_schedule_falls_to_zero_at_the_end():
     actual = moves(*fresh(warmup_steps=2, schedule="linear"), STEPS)
     assert actual == pytest.approx([0.05, 0.1, *(0.1 * left / 6 for left in (6, 5, 4, 3, 2, 1))], rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("adamw", AdamW), ("adafactor", Adafactor)])
+def test_settings_choose_the_optimizer(kind, expected):
+    assert isinstance(fresh(optimizer=kind)[0], expected)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
