@@ -112,6 +112,7 @@ def test_measures_by_hand() -> None:
 def test_forgetting_looks_at_every_row_not_only_the_diagonal() -> None:
     peak_later = ScoreMatrix(("a", "b", "c"), ((0.2,), (0.8, 0.5), (0.3, 0.5, 0.5)))
     assert peak_later.forgetting() == pytest.approx((0.8 - 0.3) / 2)
+    assert peak_later.forgetting_by_task() == pytest.approx({"a": 0.5, "b": 0.0})
     assert peak_later.backward_transfer() == pytest.approx((0.3 - 0.2) / 2)
 
 

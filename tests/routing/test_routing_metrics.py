@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from latent_sweep.routing.metrics import (
+    accuracies,
     PosteriorMetrics,
     expected_calibration_error,
     is_posterior,
@@ -90,6 +91,14 @@ def test_one_task_is_certain_and_right():
         f"router/{key}/mood": value for key, value in expected.items()
     }
     assert f"{actual['router_nll']:.2f}" == "0.00", "not -0.00"
+
+
+def test_accuracies_alone_have_the_names_of_the_other_measures():
+    assert accuracies({"a": 1.0, "b": 0.5}) == {
+        "router_accuracy": 0.75,
+        "router/accuracy/a": 1.0,
+        "router/accuracy/b": 0.5,
+    }
 
 
 def test_calibration_by_hand():
