@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from latent_sweep.routing.metrics import (
-    accuracies,
     PosteriorMetrics,
+    accuracies,
     expected_calibration_error,
     is_posterior,
     novelty_auroc,
