@@ -496,6 +496,8 @@ def _located_examples(paths: Iterable[Path], task: TaskSpec, split: Split) -> It
         name = str(path)
         for location, record in records.located:
             position += 1
+            if reader is not None:
+                reader.note_columns(record)
             if test_instances is not None:
                 if not location.startswith("Instances["):
                     raise DataError(f"{path}: not a task file of Super-NaturalInstructions; expected `Instances`.")
@@ -508,6 +510,8 @@ def _located_examples(paths: Iterable[Path], task: TaskSpec, split: Split) -> It
             taken += 1
             if source is not None and taken == source.limit:
                 return
+        if reader is not None:
+            reader.check_filter(name)
 
 
 def _empty_message(names: str, task: TaskSpec, split: Split) -> str:

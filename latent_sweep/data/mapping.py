@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -157,6 +157,7 @@ class RecordReader:
     def __init__(self, source: SourceSpec, classes: Mapping[str, tuple[str, ...]]):
         self.source = source
         self.classes = {**classes, **source.names}
+        self._columns: dict[str, None] = {}  # of all records so far
 
     @property
     def by_columns(self) -> bool:
@@ -169,8 +170,21 @@ class RecordReader:
         return {c: self._class_name(where, c, value) if c in self.classes else value for c, value in record.items()}
 
     def matches(self, where: str, record: Mapping[str, Any]) -> bool:
-        wanted = self.source.where.items()
-        return all(text_of(self._value(where, record, column, ())) in values for column, values in wanted)
+        """Return whether `where` keeps a record; it keeps none that lacks a column. See `check_filter`."""
+        return all(
+            column in record and text_of(self._value(where, record, column, ())) in values
+            for column, values in self.source.where.items()
+        )
+
+    def note_columns(self, record: Any) -> None:
+        if self.source.where and isinstance(record, dict):
+            self._columns |= dict.fromkeys(record)
+
+    def check_filter(self, where: str) -> None:
+        """Raise DataError if no record of the file has a column that `where` names."""
+        for column in self.source.where if self._columns else ():
+            if column not in self._columns:
+                raise DataError(_no_column(f"{where}: no row has a", column, self._columns))
 
     def apply_templates(self, where: str, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
         """Return input and references of a record; None if the source has no templates."""
@@ -207,8 +221,7 @@ class RecordReader:
 
     def _value(self, where: str, record: Mapping[str, Any], column: str, path: tuple[str, ...]) -> Any:
         if column not in record:
-            columns = ", ".join(map(repr, record))
-            raise DataError(f"{where}: there is no column {quoted(column)}; found the columns {columns:.300}.")
+            raise DataError(_no_column(f"{where}: there is no", column, record))
         value = record[column]
         if column in self.classes:
             value = self._class_name(where, column, value)
@@ -237,6 +250,10 @@ class RecordReader:
                 f"{len(names) - 1}, since it has {len(names)} names."
             )
         return names[number]
+
+
+def _no_column(problem: str, column: str, columns: Iterable[str]) -> str:
+    return f"{problem} column {quoted(column)}; found the columns {', '.join(map(repr, columns)):.300}."
 
 
 def text_of(value: Any) -> str:

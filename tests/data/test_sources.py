@@ -126,6 +126,28 @@ def test_missing_values_are_refused(tmp_path: Path, value: float | None) -> None
         read(tmp_path, both("a.jsonl", input="{text}", output="{label}"))
 
 
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_where_leaves_out_rows_without_the_column(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, [{"text": "a"}, {"text": "b", "label": "yes"}, {"text": "c", "label": None}])
+    source = both(name, input="{text}", output="{label}")
+    with pytest.raises(DataError, match=r"'label'.*'text'"):
+        read(tmp_path, source)
+    for limit in ({}, {"limit": 1}):
+        assert texts(read(tmp_path, source | limit | {"where": {"label": ["yes", "no"]}})) == [("b", "yes")]
+    for where in ({"labell": "yes"}, {"label": "yes", "labell": ["None"]}):  # misspelled
+        with pytest.raises(DataError, match=r"'labell'.*'text', 'label'"):
+            read(tmp_path, source | {"limit": 1, "where": where})
+
+
+def test_where_accepts_a_column_of_the_other_split_only(tmp_path: Path) -> None:
+    instances = [{"input": "a", "output": "b", "kind": "x"}, {"input": "c", "output": "d"}]
+    (tmp_path / "task1.json").write_text(json.dumps({"Definition": ["Say it."], "Instances": instances}))
+    source = {"superni": "task1.json", "test": 1, "where": {"kind": "x"}}
+    assert texts(read(tmp_path, source, "test")) == [("a", "b")]
+    with pytest.raises(DataError, match="`where` of task 'nli'"):
+        read(tmp_path, source)
+
+
 def test_names_for_a_missing_column_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "rows.json", [{"input": "a", "output": "0"}])
     with pytest.raises(DataError, match=r"'Output'.*'input', 'output'"):
