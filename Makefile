@@ -43,7 +43,7 @@ test: $(STAMP)
 
 # three at a time: most start clusters, servers and workers, and wait for them
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not exhaustive" -n 4 $(BY_FILE)
+	$(PYTEST) -m "slow and not exhaustive" -n 3 $(BY_FILE)
 
 # the tests that touch these libraries, with their oldest tested versions, in an environment of its own
 compatibility:

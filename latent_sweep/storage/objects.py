@@ -141,6 +141,10 @@ class Bucket:
                     data = stream.read() if content else b""
             except FileNotFoundError:
                 return None
+            except OSError:
+                if content and self._open(key, content=False) is None:  # deleted between the two requests
+                    return None
+                raise
         if "Last-Modified" not in metadata:
             return data, None
         modified = _nanoseconds(metadata["Last-Modified"].decode())

@@ -353,6 +353,7 @@ def test_defaults_that_vary_are_not_the_same_for_all(tmp_path):
     assert "benchmark.order 1" in facts["the same for all"]
 
 
+@pytest.mark.slow
 def test_figures_of_an_earlier_call_are_removed(sweep, monkeypatch):
     monkeypatch.setattr(export, "_DPI", 40)  # quicker
     assert main(["figures", str(sweep.path), "--baseline", "lambda=0.0"]) == 0

@@ -145,6 +145,7 @@ def assert_legible(picture):
     assert all(text.get_fontsize() >= 5 for text in figure.findobj(Text) if text.get_text())
 
 
+@pytest.mark.slow
 def test_108_configurations_are_legible(tmp_path):
     grid = {"method.ortho_lambda": [10.0**-k for k in range(9)], "method.rank": list(range(4, 16)), "seed": [0]}
     sweep = finished_sweep(tmp_path, grid, (0.3 + number / 1000 for number in count()), forgetting=0.1)

@@ -630,6 +630,23 @@ def s3():
     patch.undo()
 
 
+@pytest.mark.slow
+def test_an_object_that_is_deleted_while_it_is_read_is_absent(s3, monkeypatch):
+    """As a lease that is released while another process looks at it: reading takes two requests."""
+    bucket = Bucket(s3("read"))
+    bucket.put("x", b"1")
+    filesystem = bucket._filesystem
+
+    class Deleting:
+        def open_input_stream(self, path):
+            stream = filesystem.open_input_stream(path)
+            filesystem.delete_file(path)
+            return stream
+
+    monkeypatch.setattr(bucket, "_filesystem", Deleting())
+    assert bucket.get("x") is None
+
+
 @pytest.fixture
 def on_node(tmp_path, monkeypatch):
     """Go to a node with a cache of its own."""

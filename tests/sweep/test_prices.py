@@ -164,6 +164,7 @@ def test_an_object_store_has_requests(tmp_path, requests):
     assert "PUTs" in text.partition("\n\n")[0]
 
 
+@pytest.mark.slow
 def test_a_run_makes_the_estimated_requests(tmp_path, requests):
     """Every put of a real run is counted, but for those by the clock and what the driver writes once a sweep."""
     training = {"learning_rate": 0.1, "batch_size": 4, "epochs": 1, "checkpoint_every": 2}  # as many as 40 and 10

@@ -168,6 +168,7 @@ def logged(records, metric, axis):
     return found
 
 
+@pytest.mark.slow
 def test_an_ended_trial_is_an_offline_run(sweep, tmp_path):
     first, second = sweep
     run_with_losses(first)
