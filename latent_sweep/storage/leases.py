@@ -162,7 +162,7 @@ class Presence:
             self._left.add((key, owner))
 
     def has_left(self, key: str, owner: Any) -> bool:
-        return (key, owner) in self._left
+        return isinstance(owner, str) and (key, owner) in self._left
 
     def claim(self, key: str, content: bytes) -> None:
         """Put a lease's object, not while another owner's is deleted from there."""
