@@ -339,8 +339,8 @@ class RunSettings(Settings):
     """Maximum number of trials that run at the same time; None is as many as fit."""
     max_failures: int = Field(3, ge=0)
     """How often in a row, without finishing a task in between, a trial restarts after its worker died, or lost its GPU
-    or the storage; never with `--local`. Losing the node does not count. A phase that runs out of memory is retried
-    once with half the examples per pass; other errors are not retried."""
+    or the storage; `--local` repeats no unchanged pack. Losing the node does not count. A phase that runs
+    out of memory is retried once with half the examples per pass; other errors are not retried."""
 
     @model_validator(mode="after")
     def _has_where_to_log(self) -> RunSettings:
